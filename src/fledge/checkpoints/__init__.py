@@ -1,0 +1,1 @@
+"""Model directories: reading, checking and writing them. All foreign spellings end here."""

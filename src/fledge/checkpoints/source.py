@@ -1,0 +1,47 @@
+"""Where a model comes from: a directory here, or a name on the Hugging Face hub."""
+
+import os
+import re
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from fledge.errors import CheckpointError
+
+_HUB_NAME = re.compile(r"[\w][\w.\-]*/[\w][\w.\-]*")
+_WANTED = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+def resolve(name_or_path: str | os.PathLike[str]) -> Path:
+    """Return the local directory of a model, fetching it from the hub if it is a hub name.
+
+    The hub's own cache and offline variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, ...) apply.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if path.exists():
+        raise CheckpointError(f"{name}: is a file; name the directory that holds config.json and the weights")
+    if not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(f"{name}: no such directory, and not a Hugging Face name (owner/model)")
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED))
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{name}: no such directory, and no such model on the Hugging Face hub (private models need HF_TOKEN)"
+        ) from None
+    except LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"{name}: no such directory, not in the local Hugging Face cache, and the hub cannot be reached"
+            + (" (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else " (no network?)")
+        ) from None
+    except HFValidationError as error:
+        raise CheckpointError(f"{name}: not a valid Hugging Face name: {_first_line(error)}") from None
+    except Exception as error:  # The hub client leaks its HTTP library's errors, whichever that is today.
+        raise CheckpointError(f"{name}: fetching it from the Hugging Face hub failed: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

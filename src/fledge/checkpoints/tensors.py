@@ -1,0 +1,160 @@
+"""The tensor files of a model directory, whatever their number and format, read one tensor at a time."""
+
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fledge.errors import CheckpointError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What can be known of a tensor without reading its data."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class TensorFiles:
+    """All tensors of a directory by name. Opening reads headers only (safetensors); `read` loads one tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files = _find_files(directory)
+        self._pickled: dict[str, Tensor] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        self.metadata: dict[str, str] = {}
+        for file in self.files:
+            for name, info in self._scan(file):
+                if name in self.infos:
+                    raise CheckpointError(
+                        f"{file}: tensor '{name}' is also in {self.infos[name].file.name}; remove one of the two"
+                    )
+                self.infos[name] = info
+
+    def read(self, name: str) -> Tensor:
+        if name in self._pickled:
+            return self._pickled[name]
+        file = self.infos[name].file
+        with _opened(file) as handle:
+            tensor: Tensor = handle.get_tensor(name)
+        return tensor
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Every tensor, opening each file once."""
+        tensors = dict(self._pickled)
+        for file in self.files:
+            if file.suffix == ".safetensors":
+                with _opened(file) as handle:
+                    tensors |= {name: handle.get_tensor(name) for name, i in self.infos.items() if i.file == file}
+        return tensors
+
+    def _scan(self, file: Path) -> Iterator[tuple[str, TensorInfo]]:
+        if file.suffix == ".bin":
+            for name, tensor in _read_pickle(file).items():
+                self._pickled[name] = tensor
+                yield name, TensorInfo(file, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            return
+        with _opened(file) as handle:
+            self.metadata |= handle.metadata() or {}
+            for name in handle.keys():  # noqa: SIM118 - not a dict
+                part = handle.get_slice(name)
+                yield name, TensorInfo(file, part.get_dtype(), tuple(part.get_shape()))
+
+
+def _find_files(directory: Path) -> list[Path]:
+    """The files of one complete set: safetensors before pickles, an index before a single file's absence."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    for single, index in ((_SINGLE, _INDEX), (_BIN, _BIN_INDEX)):
+        if (directory / index).is_file():
+            return _indexed_files(directory / index)
+        if (directory / single).is_file():
+            return [directory / single]
+    loose = sorted(directory.glob("*.safetensors"))
+    if len(loose) == 1:
+        return loose
+    if loose:
+        raise CheckpointError(
+            f"{directory}: {len(loose)} safetensors files but no {_INDEX} to say which belong together"
+        )
+    raise CheckpointError(f"{directory}: no {_SINGLE}, {_INDEX} or {_BIN}; this directory holds no weights")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"{index}: not a weight index (expected JSON with a 'weight_map' object)") from None
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index}: shard name '{name}' leaves the directory")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index}: names shard '{name}', which is not there; the download is incomplete")
+    return [index.parent / name for name in names]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(file), framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: truncated or corrupt safetensors file ({error}); fetch it again") from None
+
+
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{file}: truncated, corrupt or unsafe pickle file ({reason}); fetch it again") from None
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise CheckpointError(f"{file}: expected a mapping of names to tensors")
+    return tensors
+
+
+@contextmanager
+def new_directory(destination: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside `destination` that takes its name when the block ends without an error.
+
+    Refuses a destination that is there already, so nothing is overwritten or left half-written.
+    """
+    if destination.exists():
+        raise CheckpointError(f"{destination}: already exists; choose another destination or remove it first")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be created: {error.strerror}") from None
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        os.rename(temporary, destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, directory / _SINGLE, {"format": "pt"})
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,95 @@
+"""Keys and values of one sequence in plain contiguous tensors: the storage of the reference loop.
+
+Simple on purpose. Visibility is worked out from the positions that were stored, so causal decoding, sliding windows
+and draft trees are the same few lines, and a faster storage can be checked against them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.layers.attention import AttentionSpec
+
+
+class DenseCache:
+    """Grows as tokens are fed, and can forget: `truncate` after a rejected chain, `keep` after a draft tree."""
+
+    def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
+        self._keys: list[Tensor | None] = [None] * num_layers  # each [capacity, kv_heads, head_dim]
+        self._values: list[Tensor | None] = [None] * num_layers
+        self._positions = torch.empty(0, dtype=torch.int64, device=device)  # [length]
+
+    @property
+    def length(self) -> int:
+        return len(self._positions)
+
+    def extend(self, positions: Tensor, visible: Tensor | None = None) -> "DensePass":
+        """Make room for new rows at `positions` [rows] and return the storage for the pass that fills them.
+
+        Every new row sees all rows stored before. Among themselves, row i sees row j if `visible[i, j]` [rows, rows];
+        by default they are a chain, in which row i sees rows 0..i.
+        """
+        past, rows = self.length, len(positions)
+        self._positions = torch.cat([self._positions, positions])
+        if visible is None:
+            visible = torch.ones(rows, rows, dtype=torch.bool, device=positions.device).tril()
+        earlier = torch.ones(rows, past, dtype=torch.bool, device=positions.device)
+        distance = positions[:, None] - self._positions[None, :]
+        return DensePass(cache=self, start=past, visible=torch.cat([earlier, visible], dim=1), distance=distance)
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows from `length` on."""
+        assert 0 <= length <= self.length
+        self._positions = self._positions[:length]
+
+    def keep(self, start: int, rows: Tensor) -> None:
+        """Of the rows from `start` on keep only `rows` (indices relative to start, in order), moved together."""
+        source = start + rows
+        end = start + len(rows)
+        self._positions = torch.cat([self._positions[:start], self._positions[source]])
+        for stored in (*self._keys, *self._values):
+            if stored is not None:
+                stored[start:end] = stored[source]
+
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store rows of one layer and return all its rows up to the end of the cache."""
+        for side, rows in ((self._keys, key), (self._values, value)):
+            stored = side[layer]
+            if stored is None or len(stored) < self.length:
+                grown = rows.new_empty(max(64, 2 * self.length), *rows.shape[1:])
+                if stored is not None:
+                    grown[:start] = stored[:start]
+                side[layer] = stored = grown
+            stored[start : self.length] = rows
+        return self._rows(self._keys[layer]), self._rows(self._values[layer])
+
+    def _rows(self, stored: Tensor | None) -> Tensor:
+        assert stored is not None
+        return stored[: self.length]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePass:
+    """One forward pass over a `DenseCache`. Implements `KeyValueStorage` for a flat run of tokens."""
+
+    cache: DenseCache
+    start: int
+    visible: Tensor  # bool [rows, cache length]
+    distance: Tensor  # query position - key position [rows, cache length]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        keys, values = self.cache.write(spec.layer, self.start, key, value)
+        visible = self.visible
+        if spec.sliding_window is not None:
+            visible = visible & (self.distance < spec.sliding_window)
+        mixed = F.scaled_dot_product_attention(  # wants [batch, heads, rows, head_dim]
+            query.transpose(0, 1).unsqueeze(0),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            attn_mask=visible,
+            scale=spec.scale,
+            enable_gqa=query.shape[-2] != key.shape[-2],
+        )
+        return mixed.squeeze(0).transpose(0, 1)

@@ -1,0 +1,87 @@
+"""Rotary position embedding in the half-rotation layout of Hugging Face checkpoints, with its scaling rules."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fledge.layers.config import RopeConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns positions into rotations. Holds the inverse frequencies in float32 whatever the model's dtype."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        frequencies, self.magnitude = inverse_frequencies(config, head_dim)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each [*positions, 1, head_dim], ready to broadcast over heads."""
+        # `.to(bfloat16)` on a model would round the frequencies and with them every distant position.
+        angles = positions.unsqueeze(-1).float() * self.inverse_frequencies.float()
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+        return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """Follow the model to its device, but keep float32."""
+        precise = self.inverse_frequencies
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inverse_frequencies = precise.to(self.inverse_frequencies.device)
+        return self
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every head of x [*lead, heads, head_dim]: dimension i pairs with i + head_dim / 2."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Return the rotation speed of each dimension pair [head_dim / 2] and the factor on cos and sin."""
+    # On the CPU by name: models are built on the meta device before their weights arrive, and this is no weight.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    plain = 1.0 / (config.theta**exponents)
+    match config.type:
+        case "default":
+            return plain, 1.0
+        case "linear":
+            return plain / config.factor, 1.0
+        case "llama3":
+            return _llama3(plain, config), 1.0
+        case "yarn":
+            magnitude = config.attention_factor
+            if magnitude is None:
+                magnitude = 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+            return _yarn(plain, config, head_dim), magnitude
+
+
+def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
+    """Slow rotations are divided by `factor`, fast ones kept, those between blended by wavelength."""
+    assert config.original_max_positions is not None
+    wavelength = 2 * math.pi / plain
+    blend = (config.original_max_positions / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * plain / config.factor + blend * plain
+
+
+def _yarn(plain: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
+    """Like llama3, but the blend is a linear ramp over dimensions between two numbers of full rotations."""
+    assert config.original_max_positions is not None
+    original = config.original_max_positions
+
+    def dimension_with(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension_with(config.beta_fast), dimension_with(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    return plain / config.factor * ramp + plain * (1 - ramp)

@@ -1,0 +1,1 @@
+"""Targets and drafters as plain `nn.Module`s."""

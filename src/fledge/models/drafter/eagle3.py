@@ -1,0 +1,66 @@
+"""EAGLE-3 and EAGLE-3.1. The difference between them is `fc_norm` and `norm_output` in the config."""
+
+import torch
+from torch import Tensor, nn
+
+from fledge.layers.attention import Attention, KeyValueStorage
+from fledge.layers.block import DecoderLayer
+from fledge.layers.mlp import SwiGLU
+from fledge.layers.norm import RMSNorm
+from fledge.models.config import DrafterConfig
+from fledge.models.drafter.base import Drafter, DraftStates
+from fledge.models.drafter.fusion import FeatureFusion
+from fledge.models.target.decoder import TargetStates
+
+
+class Eagle3FirstLayer(nn.Module):
+    """The layer in which token and feature meet: attention reads both side by side, the residual is the feature's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        layer = config.layer
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
+        self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
+        self.self_attn = Attention(layer, layer=0, input_size=2 * layer.hidden_size)
+        self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
+        self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
+
+    def forward(self, embedding: Tensor, feature: Tensor, positions: Tensor, storage: KeyValueStorage) -> Tensor:
+        normed = self.hidden_norm(feature)
+        residual = normed if self.norm_before_residual else feature
+        both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)  # the embedding comes first
+        residual = residual + self.self_attn(both, positions, storage)
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class Eagle3Drafter(Drafter):
+    """Fuses several target layers into a feature, once per verified position, then drafts from its own states."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.fusion = FeatureFusion(config)
+        self.layers = nn.ModuleList(
+            Eagle3FirstLayer(config) if i == 0 else DecoderLayer(config.layer, layer=i)
+            for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        assert self.config.aux_layer_ids is not None, "resolve the config against its target first"
+        return self.config.aux_layer_ids
+
+    def fuse(self, states: TargetStates) -> Tensor:
+        assert states.aux is not None
+        out: Tensor = self.fusion(states.aux)
+        return out
+
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
+        hidden = self.layers[0](self.embed(tokens), features, positions, storage)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, positions, storage)
+        normed = self.norm(hidden)
+        # Fed back without the norm, the residual stream grows with every draft step: the other cause of drift.
+        return DraftStates(head=normed, feature=normed if self.config.norm_output else hidden)

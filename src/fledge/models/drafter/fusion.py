@@ -1,0 +1,32 @@
+"""Fusion: from several hidden states of the target to one feature of the drafter."""
+
+import torch
+from torch import Tensor, nn
+
+from fledge.layers.norm import RMSNorm
+from fledge.models.config import DrafterConfig
+
+
+class FeatureFusion(nn.Module):
+    """`fc(aux states side by side)`, with the optional norms before it.
+
+    Without `fc_norm` the highest layer, whose states are the largest, dominates the sum that fc forms: one of the two
+    causes of attention drift.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        states, width, eps = config.num_aux_states, config.target_hidden_size, config.layer.norm_eps
+        self.input_norm = RMSNorm(states * width, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(states)) if config.fc_norm else None
+        self.fc = nn.Linear(states * width, config.hidden_size, bias=config.fc_bias)
+
+    def forward(self, aux: Tensor) -> Tensor:
+        """Aux [*lead, states * target_hidden] -> [*lead, hidden]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            chunks = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        out: Tensor = self.fc(aux)
+        return out

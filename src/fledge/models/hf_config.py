@@ -1,0 +1,221 @@
+"""Reading Hugging Face `config.json` files: typed fields, errors that name the file, and what families share."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fledge.errors import CheckpointError
+from fledge.layers.config import LayerConfig, RopeConfig
+
+_MISSING: Any = object()
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """A JSON object read from a file, with getters that check types. `where` begins every error message."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ConfigFields":
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: no such file; a model directory needs a config.json") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}")
+        return cls(values, str(path))
+
+    def __contains__(self, field: str) -> bool:
+        return self.values.get(field) is not None
+
+    def error(self, field: str, found: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: field '{field}' is {found!r}, expected {expected}")
+
+    def integer(self, field: str, default: int = _MISSING, *, minimum: int = 1) -> int:
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(field, value, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, field: str, default: float = _MISSING) -> float:
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.error(field, value, "a positive number")
+        return float(value)
+
+    def flag(self, field: str, default: bool = _MISSING) -> bool:
+        value = self._get(field, default)
+        if not isinstance(value, bool):
+            raise self.error(field, value, "true or false")
+        return value
+
+    def text(self, field: str, default: str = _MISSING) -> str:
+        value = self._get(field, default)
+        if not isinstance(value, str):
+            raise self.error(field, value, "a string")
+        return value
+
+    def integers(self, field: str) -> tuple[int, ...] | None:
+        """A list of integers; one integer counts as a list of one; None when absent."""
+        value = self.values.get(field)
+        if value is None:
+            return None
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in items):
+            raise self.error(field, value, "a list of non-negative integers")
+        return tuple(items)
+
+    def nested(self, field: str) -> "ConfigFields | None":
+        value = self.values.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(field, value, "a JSON object")
+        return ConfigFields(value, f"{self.where}: {field}")
+
+    def _get(self, field: str, default: Any) -> Any:
+        value = self.values.get(field)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise CheckpointError(f"{self.where}: required field '{field}' is missing")
+        return default
+
+
+def read_rope(fields: ConfigFields) -> RopeConfig:
+    """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them."""
+    new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    theta = None
+    for holder in (fields, new, old):
+        if holder is not None and "rope_theta" in holder:
+            found = holder.number("rope_theta")
+            if theta is not None and found != theta:
+                raise fields.error("rope_theta", found, f"one value, but the file also says {theta}")
+            theta = found
+    scaling = new or old or ConfigFields({}, fields.where)
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    rope = RopeConfig(theta=10000.0 if theta is None else theta)
+    match kind:
+        case "default":
+            return rope
+        case "linear":
+            return replace(rope, type="linear", factor=scaling.number("factor"))
+        case "llama3":
+            return replace(
+                rope,
+                type="llama3",
+                factor=scaling.number("factor"),
+                original_max_positions=scaling.integer("original_max_position_embeddings"),
+                low_freq_factor=scaling.number("low_freq_factor"),
+                high_freq_factor=scaling.number("high_freq_factor"),
+            )
+        case "yarn":
+            if "mscale" in scaling or "mscale_all_dim" in scaling:
+                raise fields.error("rope_scaling", dict(scaling.values), "yarn without mscale (a DeepSeek extension)")
+            original = "original_max_position_embeddings"
+            return replace(
+                rope,
+                type="yarn",
+                factor=scaling.number("factor"),
+                original_max_positions=(
+                    scaling.integer(original) if original in scaling else fields.integer("max_position_embeddings")
+                ),
+                beta_fast=scaling.number("beta_fast", 32.0),
+                beta_slow=scaling.number("beta_slow", 1.0),
+                attention_factor=scaling.number("attention_factor") if "attention_factor" in scaling else None,
+                truncate=scaling.flag("truncate", True),
+            )
+        case _:
+            raise fields.error("rope_type", kind, "default, linear, llama3 or yarn")
+
+
+def read_layer(
+    fields: ConfigFields,
+    *,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    default_head_dim: int | None = None,
+) -> LayerConfig:
+    """The shape of a layer. What a family does without saying so in its config arrives as arguments."""
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error("hidden_act", activation, "silu")
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
+    if default_head_dim is None:
+        default_head_dim = hidden_size // num_heads
+        if "head_dim" not in fields and hidden_size % num_heads:
+            raise fields.error("num_attention_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
+    head_dim = fields.integer("head_dim", default_head_dim)
+    if head_dim % 2:
+        raise fields.error("head_dim", head_dim, "an even number")
+    if fields.values.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise fields.error("partial_rotary_factor", fields.values["partial_rotary_factor"], "1 (rotary on whole heads)")
+    return LayerConfig(
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+    )
+
+
+def read_dtype(fields: ConfigFields) -> str:
+    """The dtype of the stored weights: `dtype` in transformers 5, `torch_dtype` before."""
+    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise fields.error("dtype", name, "one of " + ", ".join(_DTYPES))
+    return name
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The inverse of `read_rope`, in the transformers 4 spelling, which every engine of the field reads."""
+    fields: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.type == "default":
+        return fields
+    scaling: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}
+    if rope.original_max_positions is not None:
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.type == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        if rope.attention_factor is not None:
+            scaling["attention_factor"] = rope.attention_factor
+    return fields | {"rope_scaling": scaling}
+
+
+def write_layer(layer: LayerConfig) -> dict[str, Any]:
+    """The inverse of `read_layer`, apart from what the family implies."""
+    return {
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "rms_norm_eps": layer.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": layer.qkv_bias,
+        "mlp_bias": layer.mlp_bias,
+        **write_rope(layer.rope),
+    }

@@ -1,0 +1,55 @@
+"""The decoder that all target families share; a family differs in its config only."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fledge.layers.attention import KeyValueStorage
+from fledge.layers.block import DecoderLayer
+from fledge.layers.norm import RMSNorm
+from fledge.models.config import TargetConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStates:
+    """What a target computes for each token."""
+
+    final: Tensor  # [*lead, hidden] after the final norm: what the head reads, and EAGLE-1's feature
+    aux: Tensor | None  # [*lead, n * hidden]: the requested layer inputs side by side, in the order requested
+
+
+class TargetModel(nn.Module):
+    """A decoder-only language model that also returns the hidden states a drafter asks for."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.layer, layer=i, sliding_window=config.sliding_window(i))
+            for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tied_head:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, storage: KeyValueStorage, aux_layer_ids: tuple[int, ...] = ()
+    ) -> TargetStates:
+        """Tokens and positions [*lead]. Aux id k is the input of block k; `num_layers` the stream before the norm."""
+        hidden = self.embed_tokens(tokens)
+        inputs: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in aux_layer_ids:
+                inputs[i] = hidden
+            hidden = layer(hidden, positions, storage)
+        inputs[len(self.layers)] = hidden
+        aux = torch.cat([inputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else None
+        return TargetStates(final=self.norm(hidden), aux=aux)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """[*lead, hidden] -> [*lead, vocab]."""
+        out: Tensor = self.lm_head(final)
+        return out

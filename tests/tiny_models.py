@@ -1,0 +1,111 @@
+"""Small random targets and drafters of every kind, for tests. Weights are large enough for attention to matter."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.models.config import DrafterConfig, TargetConfig
+from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
+from fledge.models.target.decoder import TargetModel
+
+TINY_LAYER = LayerConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    norm_eps=1e-5,
+    rope=RopeConfig(),
+)
+TINY_TARGET = TargetConfig(
+    family="llama",
+    layer=TINY_LAYER,
+    num_layers=6,
+    vocab_size=40,
+    max_positions=256,
+    tied_head=False,
+    eos_ids=(1,),
+)
+
+_LLAMA3_ROPE = RopeConfig(
+    type="llama3", theta=500000.0, factor=8.0, original_max_positions=16, low_freq_factor=1.0, high_freq_factor=4.0
+)
+_YARN_ROPE = RopeConfig(type="yarn", factor=4.0, original_max_positions=16)
+
+TARGET_CONFIGS = {
+    "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
+    "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
+    "llama-biases": replace(TINY_TARGET, layer=replace(TINY_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)),
+    "mistral": replace(TINY_TARGET, family="mistral", sliding_windows=(5,) * 6),
+    "mistral-no-window": replace(TINY_TARGET, family="mistral"),
+    "qwen2": replace(TINY_TARGET, family="qwen2", layer=replace(TINY_LAYER, qkv_bias=True), tied_head=True),
+    "qwen2-window": replace(
+        TINY_TARGET,
+        family="qwen2",
+        layer=replace(TINY_LAYER, qkv_bias=True),
+        sliding_windows=(None, None, None, 4, 4, 4),
+    ),
+    "qwen3": replace(TINY_TARGET, family="qwen3", layer=replace(TINY_LAYER, qk_norm=True, head_dim=16)),
+    "qwen3-yarn": replace(TINY_TARGET, family="qwen3", layer=replace(TINY_LAYER, qk_norm=True, rope=_YARN_ROPE)),
+    "llama-linear-rope": replace(
+        TINY_TARGET, layer=replace(TINY_LAYER, rope=RopeConfig(type="linear", factor=2.0, theta=20000.0))
+    ),
+}
+
+
+def drafter_configs(target: TargetConfig = TINY_TARGET) -> dict[str, DrafterConfig]:
+    eagle3 = EAGLE_3.config_for(target)
+    return {
+        "eagle1": EAGLE_1.config_for(target),
+        "eagle1-own-embedding-fc-bias": replace(EAGLE_1.config_for(target), own_embedding=True, fc_bias=True),
+        "eagle3": eagle3,
+        "eagle3.1": EAGLE_3_1.config_for(target),
+        "norm-before-residual": replace(eagle3, norm_before_residual=True),
+        "norm-before-fc": replace(eagle3, norm_before_fc=True),
+        "reduced-vocabulary": replace(eagle3, draft_vocab_size=target.vocab_size // 2),
+        "own-embedding": replace(eagle3, own_embedding=True),
+        "shared-head": replace(eagle3, own_head=False),
+        "two-layers": replace(EAGLE_3_1.config_for(target), num_layers=2),
+        "qwen3-style": replace(EAGLE_3_1.config_for(target), layer=replace(target.layer, qk_norm=True)),
+        "four-aux-states": replace(EAGLE_3_1.config_for(target), aux_layer_ids=(0, 2, 4, 6), num_aux_states=4),
+        "narrow": replace(
+            EAGLE_3_1.config_for(target),
+            layer=replace(target.layer, hidden_size=16, intermediate_size=24),
+            own_embedding=True,
+        ),
+    }
+
+
+def randomise(module: nn.Module, seed: int) -> None:
+    """Fill every weight from `seed`: matrices with gain 1.5, norms around 1, so that no part can go missing unnoticed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 2:
+                fan_in = 1 if "embed" in name else parameter.shape[1]
+                parameter.copy_(1.5 * noise / fan_in**0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(1 + 0.2 * noise)
+
+
+def make_target(config: TargetConfig = TINY_TARGET, seed: int = 0) -> TargetModel:
+    model = TargetModel(config)
+    randomise(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+def make_drafter(config: DrafterConfig, target: TargetModel, seed: int = 1) -> Drafter:
+    drafter = build(config)
+    randomise(drafter, seed)
+    if drafter.vocabulary is not None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+        drafter.vocabulary.d2t.copy_(ids - torch.arange(len(ids)))
+    drafter.share_with(target)
+    return drafter.eval().requires_grad_(False)

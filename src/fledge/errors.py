@@ -1,7 +1,12 @@
 """Errors a user can act on. The command line prints their message as one line and exits with status 2."""
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class FledgeError(Exception):
@@ -16,6 +21,10 @@ class CheckpointError(FledgeError):
     """A model directory cannot be read, or does not mean what its files say it means."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint works, but probably not as well as its author meant. The command line prints it as one line."""
+
+
 class PromptError(FledgeError):
     """A request cannot be served: empty, too long, or not expressible with this tokenizer."""
 
@@ -27,3 +36,23 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     if close:
         return f" Did you mean '{close[0]}'?"
     return f" Known names: {', '.join(candidates)}."
+
+
+def refuses_unknown_names(what: str) -> Callable[[type[_T]], type[_T]]:
+    """Class decorator: an unknown keyword raises ConfigError with the nearest known name, not TypeError."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        original = cls.__init__
+        known = [name for name in inspect.signature(original).parameters if name != "self"]
+
+        @functools.wraps(original)
+        def checked(self: _T, *args: object, **named: object) -> None:
+            for name in named:
+                if name not in known:
+                    raise ConfigError(f"unknown {what} '{name}'.{nearest_name_hint(name, known)}")
+            original(self, *args, **named)
+
+        setattr(cls, "__init__", checked)  # noqa: B010 - mypy forbids plain assignment to a method
+        return cls
+
+    return decorate

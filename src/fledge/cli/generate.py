@@ -1,0 +1,204 @@
+"""`fledge generate`: one-off generation from any target and any drafter."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fledge.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from fledge.decoding.params import SamplingParams
+    from fledge.engine.llm import LLM
+    from fledge.engine.outputs import RequestOutput
+
+DRAFTED_STYLE = "green"
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt. Or use --prompts.")] = None,
+    *,
+    target: Annotated[str, typer.Option(help="Target model: a directory or a Hugging Face name.")],
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter checkpoint; without one there is no speculation.")
+    ] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(help="vLLM's JSON, instead of --drafter, --depth and the --tree options.")
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help="Tokens to draft ahead, 1 to 16 (3 if not given).")] = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Draft EAGLE-2 trees instead of chains.")] = False,
+    tree_width: Annotated[int, typer.Option(help="Nodes that go on at each level of a tree.")] = 8,
+    tree_budget: Annotated[int, typer.Option(help="Nodes of a tree that are verified.")] = 32,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines, each with 'prompt', 'messages' or 'prompt_token_ids'; '-' for standard input."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user turn through the chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Generate text, with accepted draft tokens in colour, and say how the speculation went."""
+    speculation = _speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
+    requests = _read_requests(prompt, prompts, chat)
+
+    from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+    )
+    llm = LLM(
+        target, speculative_config=speculation, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed
+    )
+    encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
+    outputs = list(_answer(llm, encoded, params, quiet=as_json))
+    if as_json:
+        print(json.dumps(_report(outputs)))
+    else:
+        _print_summary(outputs)
+
+
+def _speculation(
+    drafter: str | None, config: str | None, depth: int | None, tree: tuple[int, int] | None
+) -> dict[str, Any] | None:
+    """Return the options as a speculative_config."""
+    if config is not None:
+        if drafter is not None or depth is not None or tree is not None:
+            raise ConfigError("--speculative-config says it all; leave out --drafter, --depth and --tree")
+        try:
+            values: dict[str, Any] = json.loads(config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--speculative-config: not valid JSON: {error}") from None
+        return values
+    if drafter is None:
+        if depth is not None or tree is not None:
+            raise ConfigError("--depth and --tree need a --drafter")
+        return None
+    values = {"model": drafter}
+    if depth is not None:
+        values["num_speculative_tokens"] = depth
+    if tree is not None:
+        values |= {"tree_width": tree[0], "tree_budget": tree[1]}
+    return values
+
+
+def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[dict[str, Any]]:
+    if (prompt is None) == (file is None):
+        raise PromptError("give either a prompt or --prompts FILE")
+    if prompt is not None:
+        return [{"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}]
+    assert file is not None
+    try:
+        lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    requests = [_parse_line(line, f"{file}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not requests:
+        raise PromptError(f"{file}: no prompts in it")
+    return requests
+
+
+def _parse_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where}: not valid JSON: {error}") from None
+    for key in ("messages", "prompt", "prompt_token_ids"):
+        if isinstance(record, dict) and key in record:
+            return {key: record[key]}
+    raise PromptError(f"{where}: expected an object with 'prompt', 'messages' or 'prompt_token_ids'")
+
+
+def _answer(llm: "LLM", requests: list[Any], params: "SamplingParams", *, quiet: bool) -> Iterator["RequestOutput"]:
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console(highlight=False, soft_wrap=True)
+    progress = Console(stderr=True)
+    for number, request in enumerate(requests, start=1):
+        if len(requests) > 1 and not quiet:
+            console.rule(f"{number} of {len(requests)}", align="left")
+        with progress.status(f"answering {number} of {len(requests)}") if quiet else _Nothing():
+            for event in llm.stream(request, params):
+                if not quiet:
+                    _print_event(console, event)
+                if event.output is not None:
+                    yield event.output
+        if not quiet:
+            console.print()
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _print_event(console: Any, event: Any) -> None:
+    for piece in event.pieces:
+        console.print(piece.text, style=DRAFTED_STYLE if piece.drafted else None, end="", markup=False)
+    if not event.pieces and event.output is not None and not event.output.outputs[0].text:
+        console.print(" ".join(map(str, event.output.outputs[0].token_ids)), end="")  # a target without tokenizer
+
+
+def _report(outputs: "list[RequestOutput]") -> dict[str, Any]:
+    """Everything --json prints."""
+    return {
+        "outputs": [
+            {
+                "prompt": output.prompt,
+                "prompt_tokens": len(output.prompt_token_ids),
+                "text": output.outputs[0].text,
+                "token_ids": list(output.outputs[0].token_ids),
+                "finish_reason": output.outputs[0].finish_reason,
+                "stop_reason": output.outputs[0].stop_reason,
+                **output.metrics.to_dict(len(output.outputs[0].token_ids)),
+            }
+            for output in outputs
+        ],
+        "total": _total(outputs),
+    }
+
+
+def _total(outputs: "list[RequestOutput]") -> dict[str, Any]:
+    from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
+    from fledge.engine.outputs import RequestMetrics  # noqa: PLC0415
+
+    pooled = RequestMetrics(
+        acceptance=AcceptanceStatistics.merge(output.metrics.acceptance for output in outputs),
+        time_to_first_token=sum(output.metrics.time_to_first_token for output in outputs) / len(outputs),
+        seconds=sum(output.metrics.seconds for output in outputs),
+    )
+    return pooled.to_dict(sum(len(output.outputs[0].token_ids) for output in outputs))
+
+
+def _print_summary(outputs: "list[RequestOutput]") -> None:
+    from rich.console import Console  # noqa: PLC0415
+
+    total = _total(outputs)
+    lines = [f"{total['tokens']} tokens, {total['tokens_per_second']:.1f} tokens/s"]
+    if total["acceptance_length"] is not None:
+        rates = ", ".join(f"{rate:.0%}" for rate in total["rate_by_depth"])
+        lines.append(f"acceptance length {total['acceptance_length']:.2f} over {total['rounds']} rounds")
+        lines.append(f"accepted by depth: {rates}")
+    Console(stderr=True, highlight=False).print("\n" + "\n".join(lines), style="dim")

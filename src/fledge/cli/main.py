@@ -1,0 +1,56 @@
+"""The `fledge` command: its verbs, and how errors and warnings reach a person."""
+
+import sys
+import warnings
+
+import typer
+
+from fledge import __version__
+from fledge.cli.convert import convert
+from fledge.cli.generate import generate
+from fledge.cli.inspect import inspect
+from fledge.errors import FledgeError
+
+app = typer.Typer(
+    name="fledge",
+    help="Raise, check and fly EAGLE 3.1 drafters: lossless speculative decoding for Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(inspect)
+app.command()(convert)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fledge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def run() -> None:
+    """Entry point. A user's mistake is one line and exit status 2, never a traceback."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except FledgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; Python would complain about it at exit
+        sys.exit(141)

@@ -1,0 +1,157 @@
+"""Which drafts stand, and what follows the last of them. Losslessness is decided in this file.
+
+Three rules, each of which emits tokens with exactly the target's distribution whatever the drafter proposed:
+
+- `accept_matching`: drafts that involve no chance of their own (argmax), in a chain.
+- `accept_tree`: the same rule on a tree of drafts.
+- `accept_rejection`: drafts that were sampled from a known distribution, in a chain.
+
+Each round emits the accepted drafts and one token more: the correction where a draft fell, or a bonus token where
+none did. So a round always moves forward by at least one token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.sampling import choose
+from fledge.decoding.tree import DraftTree, visibility
+
+PADDING = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """What a round emits for each row of a batch."""
+
+    tokens: Tensor  # [batch, depth + 1] accepted drafts, then one token of the target's, then PADDING
+    accepted: Tensor  # [batch] number of accepted drafts
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptedPath:
+    """What a round emits for one tree."""
+
+    tokens: Tensor  # [max_depth + 1] accepted drafts, then one token of the target's, then PADDING
+    nodes: Tensor  # [max_depth] the accepted nodes from the root down, then PADDING
+    accepted: Tensor  # [] number of accepted drafts
+
+
+def accept_matching(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> Accepted:
+    """Accept drafts for as long as they are what the target itself chose.
+
+        drafts   [ a  b  x ]        choices[i] is the target's pick after drafts[:i]: its argmax if greedy,
+        choices  [ a  b  c  d ]     its own seeded sample otherwise
+        emitted  [ a  b  c ]        2 accepted, c corrects x; d was conditioned on x and is dropped
+
+    `drafts` is [batch, depth], `choices` [batch, depth + 1]; only the first `draft_lengths` [batch] drafts of a row
+    are considered, all of them by default.
+
+    Lossless, because an emitted token is always a choice, made by the target after exactly the tokens emitted
+    before it. The drafts decide how many choices are kept, never what they are. So a seeded request gets the very
+    same tokens with speculation as without, whatever the depth.
+
+    It is also what rejection sampling does with a draft d that is certain, q(d) = 1: the draft is kept with
+    probability P(choice = d) = p(d) = min(1, p(d) / q(d)), and otherwise the choice has the distribution of p given
+    that it is not d, which is max(p - q, 0) normalised. The price of the stable tokens: where the target is unsure,
+    a good drafter's sampled drafts stand more often, with sum(min(p, q)) instead of p(d) (`accept_rejection`).
+    """
+    matches = (drafts == choices[:, :-1]) & _drafted(drafts, draft_lengths)
+    accepted = _leading(matches)
+    return Accepted(tokens=_up_to(choices, accepted), accepted=accepted)
+
+
+def accept_rejection(
+    drafts: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accept_uniforms: Tensor,
+    residual_uniforms: Tensor,
+    *,
+    draft_lengths: Tensor | None = None,
+) -> Accepted:
+    """Accept sampled drafts by speculative sampling (Leviathan et al., 2023; Chen et al., 2023).
+
+    Shapes: drafts [batch, depth], draft_probs q [batch, depth, vocab], target_probs p [batch, depth + 1, vocab],
+    accept_uniforms [batch, depth], residual_uniforms [batch, depth + 1]; all uniforms independent of each other
+    and of the drafts. `draft_probs[:, i]` must be the very distribution that draft i was sampled from.
+
+    Draft x is kept with probability min(1, p(x) / q(x)); at the first that is not, one token is drawn from
+    max(p - q, 0) normalised; if none falls, one more from p. Lossless: x comes out either kept, with
+    q(x) min(1, p(x) / q(x)) = min(q(x), p(x)), or as a correction, with what p(x) has above that:
+
+        P(x) = min(p, q)(x) + P(rejected) * max(p - q, 0)(x) / sum(max(p - q, 0))
+             = min(p, q)(x) + max(p - q, 0)(x)                        as P(rejected) = 1 - sum(min(p, q))
+             = p(x)                                                              = sum(max(p - q, 0))
+
+    A token of p = 0 is never emitted. A greedy target is the case of one-hot p.
+    """
+    batch, depth = drafts.shape
+    drafted = _drafted(drafts, draft_lengths)
+    index = drafts.clamp(min=0)[..., None]
+    p = target_probs[:, :depth].gather(2, index).squeeze(2)  # [batch, depth]
+    q = draft_probs.gather(2, index).squeeze(2)  # [batch, depth]
+    # u < p / q without the division: right for q = 0 too, and never true for p = 0, as u can be 0.
+    accepted = _leading((accept_uniforms * q < p) & drafted)
+
+    rows = torch.arange(batch, device=drafts.device)
+    p_stop = target_probs[rows, accepted]  # [batch, vocab]
+    residual = p_stop
+    if depth > 0:
+        last = accepted.clamp(max=depth - 1)
+        # No draft fell in a row whose drafts all stood: q counts for nothing there and the bonus comes from p.
+        fell = (accepted < depth) & drafted[rows, last]
+        q_stop = draft_probs[rows, last].masked_fill(~fell[:, None], 0.0)
+        residual = (p_stop - q_stop).clamp(min=0.0)
+    # p = q but for rounding can reject a draft and leave nothing above q. What was left is p, to that rounding.
+    empty = (residual <= 0).all(-1, keepdim=True)
+    extra = choose(torch.where(empty, p_stop, residual), residual_uniforms[rows, accepted])
+
+    # The extra token takes the place of the draft that fell, or the place after the last draft.
+    padded = torch.cat([drafts, extra[:, None]], dim=1)  # [batch, depth + 1]
+    tokens = padded.scatter(1, accepted[:, None], extra[:, None])
+    return Accepted(tokens=_up_to(tokens, accepted), accepted=accepted)
+
+
+def accept_tree(tree: DraftTree, choices: Tensor) -> AcceptedPath:
+    """Follow the target's own choices down a tree for as long as the tree holds them.
+
+    `choices` [nodes + 1] is what the target picks at each verify row: row 0 after the root, row n + 1 after node n.
+    A node stands if it and all its ancestors are what the target chose at their parents. Siblings carry different
+    tokens, so the nodes that stand form one path down from the root; the choice at its end is emitted too.
+
+    Lossless for the reason `accept_matching` is: every emitted token is the target's choice after exactly the
+    tokens emitted before it. A chain is a tree, and gets the same tokens from both.
+    """
+    chosen = tree.tokens == choices[tree.parents + 1]  # [nodes]
+    stands = ~(visibility(tree.parents)[1:, 1:] & ~chosen).any(1)  # [nodes]
+    accepted = stands.sum()
+
+    # A standing node at depth d is the path's d-th. The others all go to one slot past the end, which is cut off.
+    slots = torch.where(stands, tree.depths - 1, tree.max_depth)
+    numbers = torch.arange(tree.tokens.shape[0], device=slots.device)
+    path = torch.full((tree.max_depth + 1,), PADDING, device=slots.device).scatter(0, slots, numbers)
+    path = path[: tree.max_depth]
+
+    rows_on_path = torch.cat([path.new_zeros(1), path + 1])
+    tokens = _up_to(choices[rows_on_path][None], accepted[None])[0]
+    return AcceptedPath(tokens=tokens, nodes=path, accepted=accepted)
+
+
+def _drafted(drafts: Tensor, draft_lengths: Tensor | None) -> Tensor:
+    """Return which drafts exist, bool [batch, depth]."""
+    if draft_lengths is None:
+        return torch.ones_like(drafts, dtype=torch.bool)
+    return torch.arange(drafts.shape[1], device=drafts.device) < draft_lengths[:, None]
+
+
+def _leading(passes: Tensor) -> Tensor:
+    """Count the drafts of each row before the first that does not pass, [batch, depth] -> [batch]."""
+    return passes.long().cumprod(1).sum(1)
+
+
+def _up_to(tokens: Tensor, accepted: Tensor) -> Tensor:
+    """Keep the accepted tokens and the one after them; the rest is PADDING. [batch, depth + 1]"""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.masked_fill(places > accepted[:, None], PADDING)

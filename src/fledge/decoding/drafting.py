@@ -1,0 +1,94 @@
+"""Asking a drafter for the next few tokens: as a chain of depth K, or as an EAGLE-2 tree.
+
+Both begin with the rows that the last verification settled, for which real target features are known now. They
+overwrite what the drafter had made up at those positions: the resynchronisation that keeps EAGLE close to its target.
+Both leave the drafter's cache with exactly the settled rows in it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.random import Stream, uniform
+from fledge.decoding.sampling import SamplingRows, choose, greedy
+from fledge.decoding.tree import DraftTree, Expansion, expand, rank
+from fledge.layers.dense_cache import DenseCache
+from fledge.models.drafter.base import Drafter
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettledRows:
+    """Rows to feed the drafter before it drafts: row t pairs the target's feature at t with token t + 1."""
+
+    tokens: Tensor  # [rows] int64
+    features: Tensor  # [rows, hidden]
+    positions: Tensor  # [rows] int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftChain:
+    """Tokens proposed one after another. `probs` is None for argmax drafts."""
+
+    tokens: Tensor  # [depth] int64, target ids
+    probs: Tensor | None  # [depth, vocab]: the distribution each token was sampled from
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """How an EAGLE-2 tree grows: `width` nodes go on at each level, and `budget` nodes in all are verified."""
+
+    width: int
+    budget: int
+
+
+def draft_chain(
+    drafter: Drafter, cache: DenseCache, settled: SettledRows, depth: int, sampled: SamplingRows | None = None
+) -> DraftChain:
+    """Draft `depth` tokens: the most likely ones, or, given the request's one row in `sampled`, random ones."""
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    states = drafter(settled.tokens, settled.features, settled.positions, cache.extend(settled.positions))
+    length = cache.length
+    position = settled.positions[-1:]  # [1]
+    for step in range(depth):
+        if step > 0:
+            position = position + 1
+            states = drafter(tokens[-1], states.feature[-1:], position, cache.extend(position))
+        head = states.head[-1:]
+        if sampled is None:
+            tokens.append(drafter.to_target_ids(greedy(drafter.logits(head))))
+        else:
+            # Any distribution is lossless. The request's temperature brings it near the target's; penalties and
+            # top-p would cost a pass over the vocabulary at every step for little. Row t predicts token t + 2.
+            logits = drafter.full_vocab_logits(head).float()
+            probs.append((logits / sampled.temperature[:, None]).softmax(-1))
+            tokens.append(choose(probs[-1], uniform(sampled.seed, position + 2, Stream.DRAFT)))
+    cache.truncate(length)
+    return DraftChain(tokens=torch.cat(tokens), probs=torch.cat(probs) if probs else None)
+
+
+def draft_tree(drafter: Drafter, cache: DenseCache, settled: SettledRows, depth: int, shape: TreeShape) -> DraftTree:
+    """Draft `depth` levels and keep the most confident nodes of all of them."""
+    levels: list[Expansion] = []
+    states = drafter(settled.tokens, settled.features, settled.positions, cache.extend(settled.positions))
+    length = cache.length
+    head, feature = states.head[-1:], states.feature[-1:]
+    position = settled.positions[-1:]
+    scores = head.new_zeros(1, dtype=torch.float32)
+    seen = torch.ones(1, 0, dtype=torch.bool, device=head.device)  # [frontier, drafted rows]: own path in the cache
+    for level in range(depth):
+        logprobs = drafter.full_vocab_logits(head).float().log_softmax(-1)
+        expansion = expand(scores, logprobs, shape.width)
+        levels.append(expansion)
+        if level == depth - 1:
+            break
+        grown, origins = expansion.frontier, expansion.origins[expansion.frontier]
+        scores = expansion.scores[grown]
+        position = position + 1
+        seen = torch.cat([seen[origins], torch.eye(len(grown), dtype=torch.bool, device=head.device)], dim=1)
+        positions = position.expand(len(grown))
+        states = drafter(expansion.tokens[grown], feature[origins], positions, cache.extend(positions, seen))
+        head, feature = states.head, states.feature
+    cache.truncate(length)
+    return rank(levels, shape.budget)

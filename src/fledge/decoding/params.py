@@ -1,0 +1,161 @@
+"""What a request asks of the sampler, under vLLM's names and with vLLM's defaults.
+
+This file knows values and their ranges. It knows no tensors, no tokenizer and no vocabulary size: an id outside
+the vocabulary is found where the vocabulary is known, in `sampling.SamplingRows.from_params`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, NoReturn
+
+from fledge.errors import ConfigError, refuses_unknown_names
+
+# Below this a temperature means greedy (vLLM's threshold): dividing logits by it would overflow, not sharpen.
+GREEDY_TEMPERATURE = 1e-5
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+@refuses_unknown_names("sampling parameter")
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it stops. Checked and normalised at construction.
+
+    Normalised means: numbers have their declared type, `stop` and `stop_token_ids` are tuples, `logit_bias` has
+    integer keys (JSON can only spell them as strings) and is None when empty, `top_k` is 0 when off, `seed` is
+    None when the engine is to pick one (vLLM also spells that -1). Anything out of range raises ConfigError.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: Sequence[str] = ()  # one string counts as a list of one; JSON's null as an empty list
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        checked: dict[str, object] = {
+            "temperature": _number("temperature", self.temperature, low=0.0),
+            "top_p": _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True),
+            "top_k": max(0, _integer("top_k", self.top_k, low=-1)),
+            "min_p": _number("min_p", self.min_p, low=0.0, high=1.0),
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, low=0.0, low_excluded=True),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0),
+            "logit_bias": _logit_bias(self.logit_bias),
+            "seed": _seed(self.seed),
+            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=1),
+            "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+        }
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "true or false")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"an integer of at most max_tokens, {self.max_tokens}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Build from JSON-like values. A name that is not a field is refused, never dropped."""
+        if not isinstance(values, Mapping):
+            _refuse("sampling parameters", values, "an object with one value for each name")
+        return cls(**{str(name): value for name, value in values.items()})
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken; top-k, top-p, min-p and the seed then say nothing."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+def _refuse(name: str, found: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"{name}: found {found!r}, allowed is {allowed}")
+
+
+def _number(
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_excluded: bool = False,
+) -> float:
+    allowed = f"a finite number{_interval(low, high, low_excluded)}"
+    # bool is an int to Python and a mistake to everybody else.
+    if isinstance(value, bool) or not isinstance(value, Real):
+        _refuse(name, value, allowed)
+    try:
+        number = float(value)
+    except OverflowError:
+        _refuse(name, value, allowed)
+    if not math.isfinite(number) or not low <= number <= high or (low_excluded and number == low):
+        _refuse(name, value, allowed)
+    return number
+
+
+def _integer(name: str, value: object, *, low: int = INT64_MIN, high: int = INT64_MAX) -> int:
+    span = f" of at least {low}" if high == INT64_MAX and low != INT64_MIN else f" from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        _refuse(name, value, f"an integer{span}")
+    number = int(value)
+    if not low <= number <= high:
+        _refuse(name, value, f"an integer{span}")
+    return number
+
+
+def _interval(low: float, high: float, low_excluded: bool) -> str:
+    if math.isinf(low):
+        return ""
+    lower = f" above {low:g}" if low_excluded else f" of at least {low:g}"
+    return lower if math.isinf(high) else f"{lower} and at most {high:g}"
+
+
+def _seed(value: object) -> int | None:
+    if value is None:
+        return None
+    seed = _integer("seed", value)
+    return None if seed == -1 else seed
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        _refuse("logit_bias", value, "a mapping from token id to number")
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        spelled = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+        token = _integer("logit_bias token id", spelled, low=0)
+        if token in bias:
+            _refuse("logit_bias token id", key, "each token once")
+        bias[token] = _number(f"logit_bias[{token}]", amount)
+    return bias or None
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    stops = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
+        _refuse("stop", value, "a non-empty string or a list of non-empty strings")
+    return tuple(stops)
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        _refuse("stop_token_ids", value, "a list of token ids")
+    return tuple(_integer("stop_token_ids", token, low=0) for token in value)

@@ -1,0 +1,299 @@
+"""From the target's logits to the exact distribution it samples from, and from that to a token.
+
+The order is vLLM's (v1): logit bias, min-tokens mask, penalties; then, unless the row is greedy, temperature,
+min-p, top-k, top-p. Logits are float32, sums over the vocabulary float64.
+
+A row's result depends on that row alone. Work that no row of a batch needs is skipped, and where it is done for
+the sake of another row it is an exact no-op (x / 1, x - 0, a threshold of -inf), so the company a request keeps
+never changes its tokens. A verify pass has one row for each position it checks; each row carries its request's
+settings (`SamplingRows.select`) and the history that position would have had without speculation
+(`TokenHistory.after_chain`, `after_tree`), so its distribution is the one plain decoding would have used there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.params import SamplingParams
+from fledge.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """The settings of each row, as tensors, and what the host knows about all of them together.
+
+    The host flags only ever err towards work: after `select` an `any_*` may be true for nobody, never false for
+    somebody.
+    """
+
+    temperature: Tensor  # [rows] float32; 1 where greedy
+    is_greedy: Tensor  # [rows] bool
+    top_k: Tensor  # [rows] int64; 0 is off
+    top_p: Tensor  # [rows] float64; 1 is off
+    min_p: Tensor  # [rows] float32; 0 is off
+    repetition_penalty: Tensor  # [rows] float32; 1 is off
+    presence_penalty: Tensor  # [rows] float32; 0 is off
+    frequency_penalty: Tensor  # [rows] float32; 0 is off
+    seed: Tensor  # [rows] int64
+    logit_bias: Tensor | None  # [rows, vocab] float32
+
+    all_greedy: bool
+    any_greedy: bool
+    any_penalty: bool
+    any_min_p: bool
+    any_top_p: bool
+    max_top_k: int
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        *,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> "SamplingRows":
+        """One row for each request. `seeds` are the resolved ones: the request's own, or what the engine drew."""
+        assert len(params) == len(seeds), "one seed for each request"
+
+        def column(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        greedy = [p.is_greedy for p in params]
+        sampled = [p for p in params if not p.is_greedy]
+        penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        return cls(
+            temperature=column([1.0 if p.is_greedy else p.temperature for p in params], torch.float32),
+            is_greedy=column(greedy, torch.bool),
+            top_k=column([min(p.top_k, vocab_size) for p in params], torch.int64),
+            top_p=column([p.top_p for p in params], torch.float64),
+            min_p=column([p.min_p for p in params], torch.float32),
+            repetition_penalty=column([p.repetition_penalty for p in params], torch.float32),
+            presence_penalty=column([p.presence_penalty for p in params], torch.float32),
+            frequency_penalty=column([p.frequency_penalty for p in params], torch.float32),
+            seed=column(list(seeds), torch.int64),
+            logit_bias=_bias_table(params, vocab_size, device),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+            any_penalty=any(penalty != (1.0, 0.0, 0.0) for penalty in penalties),
+            any_min_p=any(p.min_p > 0.0 for p in sampled),
+            any_top_p=any(p.top_p < 1.0 for p in sampled),
+            max_top_k=max((min(p.top_k, vocab_size) for p in sampled), default=0),
+        )
+
+    def select(self, index: Tensor) -> "SamplingRows":
+        """Return the rows at `index` [n]; a row may be taken many times or not at all."""
+        return SamplingRows(
+            temperature=self.temperature[index],
+            is_greedy=self.is_greedy[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            repetition_penalty=self.repetition_penalty[index],
+            presence_penalty=self.presence_penalty[index],
+            frequency_penalty=self.frequency_penalty[index],
+            seed=self.seed[index],
+            logit_bias=None if self.logit_bias is None else self.logit_bias[index],
+            all_greedy=self.all_greedy,
+            any_greedy=self.any_greedy,
+            any_penalty=self.any_penalty,
+            any_min_p=self.any_min_p,
+            any_top_p=self.any_top_p,
+            max_top_k=self.max_top_k,
+        )
+
+    def repeat(self, times: int) -> "SamplingRows":
+        """Return each row `times` times in a row: [a, b] -> [a, a, b, b]. Verify rows are `repeat(depth + 1)`."""
+        rows = torch.arange(self.temperature.shape[0], device=self.temperature.device)
+        return self.select(rows.repeat_interleave(times))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenHistory:
+    """Which tokens each row has seen: all that penalties need to know. Methods return new histories."""
+
+    prompt_mask: Tensor  # [rows, vocab] bool
+    output_counts: Tensor  # [rows, vocab] int32
+
+    @classmethod
+    def from_tokens(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> "TokenHistory":
+        """Count each request's prompt and output so far."""
+
+        def counts(rows: Sequence[Sequence[int]]) -> Tensor:
+            each = [torch.bincount(torch.tensor(r, dtype=torch.int64), minlength=vocab_size) for r in rows]
+            return torch.stack(each).to(device)
+
+        return cls(prompt_mask=counts(prompts) > 0, output_counts=counts(outputs).to(torch.int32))
+
+    def append(self, tokens: Tensor) -> "TokenHistory":
+        """Return the history after each row has also put out its `tokens` [rows, n]; -1 is padding."""
+        counts = self.output_counts.scatter_add(1, tokens.clamp(min=0), (tokens >= 0).to(torch.int32))
+        return TokenHistory(prompt_mask=self.prompt_mask, output_counts=counts)
+
+    def after_chain(self, drafts: Tensor) -> "TokenHistory":
+        """Return the histories of a chain's verify rows, [batch * (depth + 1), vocab].
+
+            drafts [d0, d1, d2]   row 0 has seen -    row 1: d0    row 2: d0 d1    row 3: d0 d1 d2
+
+        `drafts` is [batch, depth] with -1 as padding. Row i of a request checks draft i, or follows the last one.
+        """
+        batch, depth = drafts.shape
+        vocab = self.output_counts.shape[1]
+        counts = self.output_counts.new_zeros(batch, depth + 1, vocab)
+        counts[:, 0] = self.output_counts
+        counts[:, 1:].scatter_(2, drafts.clamp(min=0)[..., None], (drafts >= 0)[..., None].to(torch.int32))
+        return TokenHistory(
+            prompt_mask=self.prompt_mask.repeat_interleave(depth + 1, dim=0),
+            output_counts=counts.cumsum(1, dtype=torch.int32).view(batch * (depth + 1), vocab),
+        )
+
+    def after_tree(self, tokens: Tensor, visible: Tensor) -> "TokenHistory":
+        """Return the histories of one tree's verify rows, [nodes + 1, vocab], from a history of one row.
+
+        Row 0 is the root and has seen no draft; row n + 1 has seen node n and the ancestors of n. `tokens` is
+        [nodes] and `visible` is `tree.visibility(parents)`, [nodes + 1, nodes + 1].
+        """
+        rows = visible.shape[0]
+        counts = self.output_counts.repeat(rows, 1)
+        counts.index_add_(1, tokens, visible[:, 1:].to(torch.int32))
+        return TokenHistory(prompt_mask=self.prompt_mask.expand(rows, -1), output_counts=counts)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Return the most likely token of each row, [rows, vocab] -> [rows]; the lowest id among equals."""
+    return logits.argmax(-1)
+
+
+def process_logits(
+    logits: Tensor,
+    rows: SamplingRows,
+    *,
+    history: TokenHistory | None = None,
+    forbidden: Tensor | None = None,
+) -> Tensor:
+    """Return float32 logits [rows, vocab] whose softmax is the distribution the target samples from.
+
+    `history` is needed when a row has a penalty. `forbidden` is a bool mask [rows, vocab] of tokens that may not
+    come yet (stop ids before min_tokens) and must leave each row at least one token. A token that cannot come is
+    -inf; in a greedy row that is all but one. `logits` is not changed.
+    """
+    adjusted = adjust_logits(logits, rows, history=history, forbidden=forbidden)
+    shaped = adjusted if rows.all_greedy else _shape_logits(adjusted, rows)
+    if not rows.any_greedy:
+        return shaped
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    lost = rows.is_greedy[:, None] & (ids != greedy(adjusted)[:, None])
+    return shaped.masked_fill(lost, -torch.inf)
+
+
+def distribution(
+    logits: Tensor,
+    rows: SamplingRows,
+    *,
+    history: TokenHistory | None = None,
+    forbidden: Tensor | None = None,
+) -> Tensor:
+    """Return the exact distribution [rows, vocab] the target samples from; greedy rows are one-hot."""
+    return process_logits(logits, rows, history=history, forbidden=forbidden).softmax(-1)
+
+
+def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the token at which the cumulative probability passes the uniform, [rows, vocab], [rows] -> [rows].
+
+    `probs` need not sum to one: weights do. A token of probability zero is never returned, not even where a
+    parallel sum makes the cumulative probability wobble in its last bit, which is why it is excluded by name.
+    """
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    passed = cumulative > uniforms[:, None] * cumulative[:, -1:]
+    candidates = passed & (probs > 0)
+    # argmax of zeros and ones is the first one. A uniform one bit below 1 may round up to the whole sum and pass
+    # nothing: that row, which comes once in 2**53 draws, takes its most likely token.
+    return torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
+
+
+def adjust_logits(
+    logits: Tensor,
+    rows: SamplingRows,
+    *,
+    history: TokenHistory | None = None,
+    forbidden: Tensor | None = None,
+) -> Tensor:
+    """Apply what can change the most likely token: bias, min-tokens mask, penalties. Greedy rows stop here."""
+    logits = logits.float()
+    if rows.logit_bias is not None:
+        logits = logits + rows.logit_bias
+    if forbidden is not None:
+        logits = logits.masked_fill(forbidden, -torch.inf)
+    if rows.any_penalty:
+        assert history is not None, "penalties need the rows' history"
+        logits = _penalise(logits, rows, history)
+    return logits
+
+
+def _penalise(logits: Tensor, rows: SamplingRows, history: TokenHistory) -> Tensor:
+    """Repetition counts prompt and output, presence and frequency only output."""
+    produced = history.output_counts > 0
+    factor = torch.where(history.prompt_mask | produced, rows.repetition_penalty[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = logits - rows.frequency_penalty[:, None] * history.output_counts
+    return logits - rows.presence_penalty[:, None] * produced
+
+
+def _shape_logits(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Apply what leaves the most likely token in place: temperature, min-p, top-k, top-p."""
+    logits = logits / rows.temperature[:, None]
+    if rows.any_min_p:
+        # p < min_p * p_max, in logs; min_p of 0 gives a threshold of -inf, below which nothing is.
+        threshold = logits.amax(-1, keepdim=True) + rows.min_p.log()[:, None]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if rows.max_top_k > 0:
+        logits = _keep_top_k(logits, rows.top_k, rows.max_top_k)
+    if rows.any_top_p:
+        logits = _keep_top_p(logits, rows.top_p)
+    return logits
+
+
+def _keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
+    """Drop tokens below the k-th largest logit. Those equal to it all stay, as in vLLM: k is a minimum."""
+    largest = logits.topk(max_top_k, dim=-1).values
+    # A greedy row's top_k may lie beyond max_top_k; what it keeps is of no consequence.
+    kth = largest.gather(1, (top_k.clamp(min=1, max=max_top_k) - 1)[:, None])
+    threshold = kth.masked_fill((top_k == 0)[:, None], -torch.inf)
+    return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the smallest set of likeliest tokens whose probability reaches top_p, and always the likeliest.
+
+    Among equals at the edge the lowest ids stay: the sort is stable.
+    """
+    probs = logits.softmax(-1)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    # Rounding may bring the mass before a rare token to 1, so a row without top-p is excepted by name.
+    outside = (mass_before >= top_p[:, None]) & (top_p < 1.0)[:, None]
+    outside[:, 0] = False
+    return logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+
+
+def _bias_table(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:
+    """Return the biases as one [rows, vocab] table, or None when no request has any."""
+    entries = [(row, token, bias) for row, p in enumerate(params) for token, bias in (p.logit_bias or {}).items()]
+    if not entries:
+        return None
+    for _, token, _ in entries:
+        if token >= vocab_size:
+            raise ConfigError(f"logit_bias token id: found {token}, allowed is 0 to {vocab_size - 1}")
+    table = torch.zeros(len(params), vocab_size)
+    row_ids, tokens, biases = zip(*entries, strict=True)
+    table[list(row_ids), list(tokens)] = torch.tensor(biases)
+    return table.to(device)

@@ -1,0 +1,96 @@
+"""The one definition of acceptance length. Trainer, eval, drift, server metrics and bench all use this one.
+
+A round is one verification of at least one draft. With `accepted` drafts of all rounds pooled,
+
+    acceptance length = 1 + accepted / rounds
+
+the mean number of tokens a round emits. A tree round counts as its tree's depth drafted and its path's depth
+accepted, so trees and chains compare. Steps that drafted nothing are not rounds (vLLM counts in the same way):
+they say nothing about the drafter.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class AcceptanceStatistics:
+    """A tally of rounds by how many drafts they had and how many of those stood. `add` changes it in place.
+
+    Every figure is derived from the tally, so figures cannot disagree. Before the first round there is nothing
+    to report and `acceptance_length` is None: 1.0 would say that a drafter was tried and never right.
+    """
+
+    tally: Counter[tuple[int, int]] = field(default_factory=Counter)  # (drafted, accepted) -> rounds
+
+    def add(self, *, drafted: int, accepted: int, rounds: int = 1) -> None:
+        """Count `rounds` rounds of `drafted` drafts (a tree's depth) of which the first `accepted` stood."""
+        assert 0 <= accepted <= drafted, f"{accepted} of {drafted} drafts cannot have been accepted"
+        if drafted > 0 and rounds > 0:
+            self.tally[drafted, accepted] += rounds
+
+    @classmethod
+    def merge(cls, parts: Iterable["AcceptanceStatistics"]) -> "AcceptanceStatistics":
+        """Pool several tallies into a new one: rounds weigh the same whichever part they come from."""
+        pooled = cls()
+        for part in parts:
+            pooled.tally.update(part.tally)
+        return pooled
+
+    @property
+    def rounds(self) -> int:
+        return self.tally.total()
+
+    @property
+    def depth(self) -> int:
+        """The deepest drafting of any round."""
+        return max((drafted for drafted, _ in self.tally), default=0)
+
+    @property
+    def drafted_by_depth(self) -> tuple[int, ...]:
+        """Rounds that drafted to each depth; entry 0 is the first draft."""
+        return tuple(
+            sum(rounds for (drafted, _), rounds in self.tally.items() if drafted > i) for i in range(self.depth)
+        )
+
+    @property
+    def accepted_by_depth(self) -> tuple[int, ...]:
+        """Rounds in which the draft at each depth stood."""
+        return tuple(
+            sum(rounds for (_, accepted), rounds in self.tally.items() if accepted > i) for i in range(self.depth)
+        )
+
+    @property
+    def reached_by_depth(self) -> tuple[int, ...]:
+        """Rounds in which the draft at each depth was up for acceptance: it exists, and all before it stood."""
+        return tuple(
+            sum(rounds for (drafted, accepted), rounds in self.tally.items() if drafted > i and accepted >= i)
+            for i in range(self.depth)
+        )
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens emitted per round, the target's own one included; None before the first round."""
+        return 1.0 + sum(self.accepted_by_depth) / self.rounds if self.rounds else None
+
+    @property
+    def rate_by_depth(self) -> tuple[float, ...]:
+        """Share of the rounds drafted to each depth whose draft there stood (vLLM's per-position rate)."""
+        return tuple(a / d for a, d in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True))
+
+    @property
+    def conditional_rate_by_depth(self) -> tuple[float | None, ...]:
+        """The same among rounds in which all earlier drafts stood; None at a depth that no round reached."""
+        return tuple(a / r if r else None for a, r in zip(self.accepted_by_depth, self.reached_by_depth, strict=True))
+
+    def to_dict(self) -> dict[str, int | float | list[int] | list[float] | list[float | None] | None]:
+        """Return the figures as JSON values."""
+        return {
+            "rounds": self.rounds,
+            "acceptance_length": self.acceptance_length,
+            "drafted_by_depth": list(self.drafted_by_depth),
+            "accepted_by_depth": list(self.accepted_by_depth),
+            "rate_by_depth": list(self.rate_by_depth),
+            "conditional_rate_by_depth": list(self.conditional_rate_by_depth),
+        }

@@ -1,0 +1,113 @@
+"""EAGLE-2's dynamic draft trees (Li et al., 2024): grow by confidence, then keep the best nodes of all depths.
+
+    root ──► "the" ─┬─► "cat" ───► "sat"       the drafter's confidence in a node is the product of the draft
+         │          └─► "dog"                  probabilities on the way to it; scores are its logarithm
+         └─► "a" ─────► "cat"
+
+The root is the last verified token; it is not a draft. A level is drafted by `expand`, which also says which of
+its candidates to grow further; `rank` turns all levels into the `DraftTree` the target verifies. A parent scores
+at least as much as its child, so the best nodes form a tree by themselves; `rank` says why ties keep that true.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """All candidates of one level, and those of them whose continuations are drafted next."""
+
+    tokens: Tensor  # [candidates] int64
+    origins: Tensor  # [candidates] int64, the frontier row each one continues
+    scores: Tensor  # [candidates] cumulative log-probability
+    frontier: Tensor  # [width] int64, candidates to grow, best first
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTree:
+    """Drafts to verify in one pass. Parents come before children; no two children of a node share a token.
+
+    In verify rows (`visibility`, the target's choices) row 0 is the root and row n + 1 is node n.
+    """
+
+    tokens: Tensor  # [nodes] int64
+    parents: Tensor  # [nodes] int64, -1 is the root
+    depths: Tensor  # [nodes] int64, 1 for the root's children
+    scores: Tensor  # [nodes]
+    max_depth: int  # a bound on depths that the host knows without asking the device
+
+    def check_integrity(self) -> None:
+        """Assert the promises above. Reads the tensors on the host: for tests and debugging, not for rounds."""
+        depths, parents = self.depths.tolist(), self.parents.tolist()
+        edges = list(zip(parents, self.tokens.tolist(), strict=True))
+        assert len(set(edges)) == len(edges), "siblings carry different tokens"
+        for node, parent in enumerate(parents):
+            assert -1 <= parent < node, "parents come before children"
+            assert depths[node] == (1 if parent < 0 else depths[parent] + 1), "a child is one deeper"
+            assert depths[node] <= self.max_depth, "max_depth bounds the depths"
+
+
+def expand(scores: Tensor, logprobs: Tensor, width: int) -> Expansion:
+    """Draft one level: the best `width` continuations of each frontier node, and the best `width` of them all.
+
+    `scores` is [frontier] and `logprobs` [frontier, vocab], the drafter's log-softmax after each frontier node.
+    The first level has the root for its frontier: scores of [0] and logprobs of [1, vocab]. The frontier of the
+    next level is `expansion.frontier`, with scores `expansion.scores[expansion.frontier]`.
+    """
+    per_node = min(width, logprobs.shape[1])
+    best, tokens = logprobs.topk(per_node, dim=-1)  # [frontier, per_node]
+    # A log-softmax may round to a hair above zero; a child must never outscore its parent.
+    candidates = (scores[:, None] + best.clamp(max=0.0)).flatten()
+    origins = torch.arange(scores.shape[0], device=scores.device).repeat_interleave(per_node)
+    frontier = candidates.topk(min(width, candidates.shape[0])).indices
+    return Expansion(tokens=tokens.flatten(), origins=origins, scores=candidates, frontier=frontier)
+
+
+def rank(levels: Sequence[Expansion], budget: int) -> DraftTree:
+    """Keep the best `budget` candidates of all levels, as a tree. The root is not counted (EAGLE counts it).
+
+    Candidates are numbered level by level, so a parent has a lower number than its child and at least its score.
+    A stable sort by descending score therefore puts every parent before its children, equal scores included, and
+    any prefix of it is connected.
+    """
+    start = 0
+    grown = levels[0].origins.new_full((1,), -1)  # the numbers of the frontier; before the first level, the root
+    numbered = []
+    for level in levels:
+        numbered.append(grown[level.origins])
+        grown = level.frontier + start
+        start += level.tokens.shape[0]
+    parents = torch.cat(numbered)
+    tokens = torch.cat([level.tokens for level in levels])
+    scores = torch.cat([level.scores for level in levels])
+    depths = torch.cat([torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)])
+
+    best = scores.sort(descending=True, stable=True).indices[:budget]
+    kept = best.sort().values  # back in order of number: parents first
+    renumbered = torch.full_like(tokens, -1)
+    renumbered[kept] = torch.arange(kept.shape[0], device=kept.device)
+    old_parents = parents[kept]
+    return DraftTree(
+        tokens=tokens[kept],
+        parents=torch.where(old_parents < 0, old_parents, renumbered[old_parents.clamp(min=0)]),
+        depths=depths[kept],
+        scores=scores[kept],
+        max_depth=len(levels),
+    )
+
+
+def visibility(parents: Tensor) -> Tensor:
+    """Return which verify rows each verify row attends to: itself, its ancestors and the root.
+
+    [nodes] -> bool [nodes + 1, nodes + 1]; row 0 is the root. Starting from one step up, each squaring doubles the
+    number of steps, so a logarithmic number of small matrix products reaches the root from any depth.
+    """
+    nodes = parents.shape[0]
+    reach = torch.eye(nodes + 1, device=parents.device)
+    reach[torch.arange(1, nodes + 1, device=parents.device), parents + 1] = 1.0
+    for _ in range(nodes.bit_length()):
+        reach = (reach @ reach).clamp(max=1.0)
+    return reach > 0

@@ -1,0 +1,1 @@
+"""Turning requests into text on one machine."""

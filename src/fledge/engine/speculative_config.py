@@ -1,0 +1,99 @@
+"""vLLM's `--speculative-config`: the same keys, checked, with a clear word on those that need another engine."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fledge.errors import ConfigError, refuses_unknown_names
+
+MAX_DEPTH = 16
+DEFAULT_DEPTH = 3
+DEFAULT_TREE_BUDGET = 60
+
+_ANOTHER_ENGINE = "run this pair with vLLM, which loads the same checkpoints"
+
+
+@refuses_unknown_names("speculative_config key")
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """What to draft with and how. vLLM's names; `tree_width` and `tree_budget` are ours, as vLLM has no trees."""
+
+    model: str
+    method: str | None = None  # "eagle", "eagle3"; None: whatever the checkpoint is
+    num_speculative_tokens: int = DEFAULT_DEPTH
+    draft_sample_method: str = "greedy"
+    rejection_sample_method: str = "standard"
+    max_model_len: int | None = None  # no drafting beyond this position
+    num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None  # [[first, last, depth], ...]
+    draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
+    tree_width: int | None = None  # draft EAGLE-2 trees that go on with this many nodes at each level
+    tree_budget: int = DEFAULT_TREE_BUDGET  # and verify this many nodes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("speculative_config: 'model' must name the drafter's directory or hub name")
+        _one_of("method", self.method, (None, "eagle", "eagle3"))
+        _one_of("draft_sample_method", self.draft_sample_method, ("greedy", "probabilistic"))
+        _one_of("rejection_sample_method", self.rejection_sample_method, ("standard",), _ANOTHER_ENGINE)
+        _one_of("draft_tensor_parallel_size", self.draft_tensor_parallel_size, (None, 1), _ANOTHER_ENGINE)
+        _one_of("quantization", self.quantization, (None,), _ANOTHER_ENGINE)
+        _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DEPTH)
+        _within("max_model_len", self.max_model_len, 1)
+        _within("tree_width", self.tree_width, 1, 64)
+        _within("tree_budget", self.tree_budget, 1, 1024)
+        if self.tree_width is not None and self.draft_sample_method != "greedy":
+            raise ConfigError("speculative_config: draft trees are not sampled; use draft_sample_method 'greedy'")
+        for row in self.num_speculative_tokens_per_batch_size or ():
+            if not isinstance(row, Sequence) or len(row) != 3 or not all(type(value) is int for value in row):
+                raise ConfigError(
+                    f"speculative_config: a row of num_speculative_tokens_per_batch_size is {row!r}, "
+                    "expected [first batch size, last batch size, tokens]"
+                )
+            _within("num_speculative_tokens_per_batch_size", row[2], 0, MAX_DEPTH)
+
+    @classmethod
+    def from_dict(cls, values: "Mapping[str, Any] | SpeculativeConfig") -> "SpeculativeConfig":
+        if isinstance(values, SpeculativeConfig):
+            return values
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"speculative_config: found {type(values).__name__}, expected an object with vLLM's keys")
+        if "model" not in values and set(values) <= {field.name for field in fields(cls)}:
+            raise ConfigError("speculative_config: 'model' is missing; it names the drafter's directory or hub name")
+        return cls(**{str(key): value for key, value in values.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "SpeculativeConfig":
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"speculative_config: not valid JSON: {error}") from None
+        return cls.from_dict(values)
+
+    def depth_at(self, batch_size: int) -> int:
+        """Return how deep to draft for a batch; 0 means not at all."""
+        for first, last, depth in self.num_speculative_tokens_per_batch_size or ():
+            if first <= batch_size <= last:
+                return depth
+        return self.num_speculative_tokens
+
+
+def _one_of(key: str, found: object, allowed: tuple[object, ...], otherwise: str = "") -> None:
+    if found not in allowed:
+        names = " or ".join(repr(value) for value in allowed if value is not None) or "nothing"
+        raise ConfigError(
+            f"speculative_config: '{key}' is {found!r}, here it can be {names}"
+            + (f"; {otherwise}" if otherwise else "")
+        )
+
+
+def _within(key: str, found: object, low: int, high: int | None = None) -> None:
+    if found is None:
+        return
+    if type(found) is not int or found < low or (high is not None and found > high):
+        span = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(
+            f"speculative_config: '{key}' is {found!r}, allowed is an integer of {span}"
+            + ("; to decode without speculation, give no drafter" if found == 0 else "")
+        )

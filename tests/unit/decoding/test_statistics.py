@@ -1,0 +1,80 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fledge.decoding.statistics import AcceptanceStatistics
+
+ROUNDS = st.lists(st.integers(0, 6).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))), max_size=30)
+
+
+def tallied(rounds) -> AcceptanceStatistics:
+    statistics = AcceptanceStatistics()
+    for drafted, accepted in rounds:
+        statistics.add(drafted=drafted, accepted=accepted)
+    return statistics
+
+
+def test_worked_example():
+    # drafts        x x x      x x x      x x x     x          (depth 3 three times, depth 1 once)
+    # accepted      3          1          0         1
+    statistics = tallied([(3, 3), (3, 1), (3, 0), (1, 1)])
+    assert statistics.rounds == 4
+    assert statistics.drafted_by_depth == (4, 3, 3)
+    assert statistics.accepted_by_depth == (3, 1, 1)
+    assert statistics.acceptance_length == 1 + 5 / 4
+    assert statistics.rate_by_depth == (3 / 4, 1 / 3, 1 / 3)
+    # Depth 2 was up for acceptance in the first two rounds only: the last round did not draft that far.
+    assert statistics.conditional_rate_by_depth == (3 / 4, 1 / 2, 1.0)
+
+
+def test_no_rounds_is_no_figure():
+    empty = AcceptanceStatistics()
+    empty.add(drafted=0, accepted=0)
+    assert empty.rounds == 0
+    assert empty.acceptance_length is None
+    assert empty.rate_by_depth == ()
+    assert empty.conditional_rate_by_depth == ()
+
+
+def test_depth_nobody_reached_has_no_conditional_rate():
+    assert tallied([(2, 0)]).conditional_rate_by_depth == (0.0, None)
+    assert tallied([(2, 0)]).rate_by_depth == (0.0, 0.0)
+
+
+def test_impossible_round_is_refused():
+    with pytest.raises(AssertionError):
+        AcceptanceStatistics().add(drafted=2, accepted=3)
+
+
+@given(ROUNDS, ROUNDS)
+def test_merging_is_the_same_as_counting_together(left, right):
+    assert AcceptanceStatistics.merge([tallied(left), tallied(right)]) == tallied(left + right)
+
+
+@given(ROUNDS)
+def test_figures_against_a_plain_count(rounds):
+    statistics = tallied(rounds)
+    real = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
+    assert statistics.rounds == len(real)
+    if real:
+        emitted = sum(accepted + 1 for _, accepted in real)
+        assert statistics.acceptance_length == pytest.approx(emitted / len(real))
+    for i, rate in enumerate(statistics.rate_by_depth):
+        drafted_here = [accepted for drafted, accepted in real if drafted > i]
+        assert rate == sum(accepted > i for accepted in drafted_here) / len(drafted_here)
+    for i, rate in enumerate(statistics.conditional_rate_by_depth):
+        reached = [accepted for drafted, accepted in real if drafted > i and accepted >= i]
+        assert rate == (sum(accepted > i for accepted in reached) / len(reached) if reached else None)
+    assert json.loads(json.dumps(statistics.to_dict()))["rounds"] == len(real)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
+def test_unconditional_rate_is_the_product_of_conditional_ones_at_fixed_depth(accepted):
+    statistics = tallied([(4, a) for a in accepted])
+    product = 1.0
+    for rate, conditional in zip(statistics.rate_by_depth, statistics.conditional_rate_by_depth, strict=True):
+        product *= conditional if conditional is not None else 0.0
+        assert rate == pytest.approx(product)
+    assert statistics.acceptance_length == pytest.approx(1 + sum(statistics.rate_by_depth))

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(1)  # tests run in parallel processes, and their tensors are small
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which torch does not do by itself
+# Tests run in parallel processes and their tensors are small: more threads would wait for each other, not work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

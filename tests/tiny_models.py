@@ -23,7 +23,7 @@ TINY_LAYER = LayerConfig(
 TINY_TARGET = TargetConfig(
     family="llama",
     layer=TINY_LAYER,
-    num_layers=6,
+    num_layers=8,
     vocab_size=40,
     max_positions=256,
     tied_head=False,
@@ -39,14 +39,14 @@ TARGET_CONFIGS = {
     "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
     "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
     "llama-biases": replace(TINY_TARGET, layer=replace(TINY_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)),
-    "mistral": replace(TINY_TARGET, family="mistral", sliding_windows=(5,) * 6),
+    "mistral": replace(TINY_TARGET, family="mistral", sliding_windows=(5,) * 8),
     "mistral-no-window": replace(TINY_TARGET, family="mistral"),
     "qwen2": replace(TINY_TARGET, family="qwen2", layer=replace(TINY_LAYER, qkv_bias=True), tied_head=True),
     "qwen2-window": replace(
         TINY_TARGET,
         family="qwen2",
         layer=replace(TINY_LAYER, qkv_bias=True),
-        sliding_windows=(None, None, None, 4, 4, 4),
+        sliding_windows=(None, None, None, None, 4, 4, 4, 4),
     ),
     "qwen3": replace(TINY_TARGET, family="qwen3", layer=replace(TINY_LAYER, qk_norm=True, head_dim=16)),
     "qwen3-yarn": replace(TINY_TARGET, family="qwen3", layer=replace(TINY_LAYER, qk_norm=True, rope=_YARN_ROPE)),
@@ -80,7 +80,7 @@ def drafter_configs(target: TargetConfig = TINY_TARGET) -> dict[str, DrafterConf
 
 
 def randomise(module: nn.Module, seed: int) -> None:
-    """Fill every weight from `seed`: matrices with gain 1.5, norms around 1, so that no part can go missing unnoticed."""
+    """Fill every weight from `seed`: matrices with gain 1.5, norms around 1, so that no part can go unnoticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import TARGET_CONFIGS, make_target
 from transformers import AutoModelForCausalLM
 
 from fledge.checkpoints.target import load_target, read_target_config, save_target
 from fledge.layers.dense_cache import DenseCache
+from tests.tiny_models import TARGET_CONFIGS, make_target
 
 TOLERANCE = 1e-4
 

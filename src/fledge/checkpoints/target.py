@@ -35,7 +35,8 @@ def load_target(
     """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, and no other."""
     config = read_target_config(directory)
     files = TensorFiles(directory)
-    tensors = {_our_name(n): t for n, t in files.read_all().items() if IGNORED_TENSOR not in n}
+    # Copies: tensors mapped from a file are badly aligned, and would change with the file.
+    tensors = {_our_name(n): t.clone() for n, t in files.read_all().items() if IGNORED_TENSOR not in n}
     if config.tied_head:
         tensors.pop("lm_head.weight", None)
     with torch.device("meta"):

@@ -228,5 +228,5 @@ class _Sequence:
         if produced >= self.params.min_tokens or not self.stop_ids:
             return None
         is_stop = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-        is_stop[self.tensor(sorted(self.stop_ids))] = True
+        is_stop[self.tensor([token for token in self.stop_ids if token < self.vocab_size])] = True
         return ((produced + depths) < self.params.min_tokens)[:, None] & is_stop

@@ -1,18 +1,19 @@
 """Attention that does not know where its keys and values live.
 
-The module projects, norms and rotates; a `KeyValueStorage` given to the forward pass keeps the keys and values and
-computes the attention. The dense caches of the reference loop, the paged pool of an engine, the block mask of training
-and a probe that records attention are all storages of the same model.
+The module projects; a `KeyValueStorage` given to the forward pass keeps the keys and values and computes the attention.
+The dense caches of the reference loop, the paged pool of the engine, the block mask of training and a probe that
+records attention are all storages of the same model.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fledge.layers.config import LayerConfig
 from fledge.layers.norm import RMSNorm
-from fledge.layers.rope import RotaryEmbedding, rotate
+from fledge.layers.rope import Rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,30 @@ class AttentionSpec:
     sliding_window: int | None  # a query at position p sees keys at positions above p - window
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProjectedHeads:
+    """Queries, keys and values of some tokens as the projection left them: before head norms and rotation.
+
+    They arrive in this state so that a storage can finish and store them in one kernel. `finished` is the plain way.
+    """
+
+    qkv: Tensor  # [*lead, (heads + 2 * kv_heads) * head_dim]
+    rotation: Rotation
+    config: LayerConfig
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
+    def finished(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query [*lead, heads, head_dim], key and value [*lead, kv_heads, head_dim], normed and rotated."""
+        config = self.config
+        heads = self.qkv.view(*self.qkv.shape[:-1], -1, config.head_dim)
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return self.rotation.apply(query), self.rotation.apply(key), value
+
+
 class KeyValueStorage(Protocol):
     """Keeps the keys and values of one forward pass, for all layers.
 
@@ -31,10 +56,10 @@ class KeyValueStorage(Protocol):
     earlier rows each query may see; the model knows neither.
     """
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Store `key` and `value` [*lead, kv_heads, head_dim] and return the attention of `query`.
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        """Store the keys and values and return the attention of the queries, [*lead, heads, head_dim].
 
-        `query` and the result are [*lead, heads, head_dim]. Mutates the storage at layer `spec.layer` only.
+        Mutates the storage at layer `spec.layer` only.
         """
         ...
 
@@ -47,12 +72,7 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        config: LayerConfig,
-        *,
-        layer: int,
-        input_size: int | None = None,
-        sliding_window: int | None = None,
+        self, config: LayerConfig, *, layer: int, input_size: int | None = None, sliding_window: int | None = None
     ) -> None:
         super().__init__()
         self.config = config
@@ -63,18 +83,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.rope = RotaryEmbedding(config.rope, config.head_dim)
 
-    def forward(self, x: Tensor, positions: Tensor, storage: KeyValueStorage) -> Tensor:
-        """X [*lead, input_size], positions [*lead] -> [*lead, hidden_size]."""
-        config = self.config
-        query, key, value = self.qkv_proj(x).split([config.query_size, config.kv_size, config.kv_size], dim=-1)
-        query = query.unflatten(-1, (config.num_heads, config.head_dim))
-        key = key.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        value = value.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = self.rope(positions, query.dtype)
-        mixed = storage.attend(rotate(query, cos, sin), rotate(key, cos, sin), value, self.spec)
-        out: Tensor = self.o_proj(mixed.flatten(-2))
+    def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
+        """x [*lead, input_size] -> [*lead, hidden_size]."""
+        heads = ProjectedHeads(
+            qkv=self.qkv_proj(x), rotation=rotation, config=self.config, q_norm=self.q_norm, k_norm=self.k_norm
+        )
+        out: Tensor = self.o_proj(storage.attend(heads, self.spec).flatten(-2))
         return out

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.layers.attention import AttentionSpec
+from fledge.layers.attention import AttentionSpec, ProjectedHeads
 
 
 class DenseCache:
@@ -28,16 +28,17 @@ class DenseCache:
     def extend(self, positions: Tensor, visible: Tensor | None = None) -> "DensePass":
         """Make room for new rows at `positions` [rows] and return the storage for the pass that fills them.
 
-        Every new row sees all rows stored before. Among themselves, row i sees row j if `visible[i, j]` [rows, rows];
-        by default they are a chain, in which row i sees rows 0..i.
+        `visible` [rows, n] says which of the last n rows, the new ones included, each new row sees; all rows before
+        those are seen. By default the new rows are a chain: row i sees rows 0..i and everything before.
         """
-        past, rows = self.length, len(positions)
+        rows = len(positions)
+        start = self.length
         self._positions = torch.cat([self._positions, positions])
         if visible is None:
             visible = torch.ones(rows, rows, dtype=torch.bool, device=positions.device).tril()
-        earlier = torch.ones(rows, past, dtype=torch.bool, device=positions.device)
+        earlier = visible.new_ones(rows, self.length - visible.shape[1])
         distance = positions[:, None] - self._positions[None, :]
-        return DensePass(cache=self, start=past, visible=torch.cat([earlier, visible], dim=1), distance=distance)
+        return DensePass(cache=self, start=start, visible=torch.cat([earlier, visible], dim=1), distance=distance)
 
     def truncate(self, length: int) -> None:
         """Forget all rows from `length` on."""
@@ -79,7 +80,8 @@ class DensePass:
     visible: Tensor  # bool [rows, cache length]
     distance: Tensor  # query position - key position [rows, cache length]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        query, key, value = heads.finished()
         keys, values = self.cache.write(spec.layer, self.start, key, value)
         visible = self.visible
         if spec.sliding_window is not None:

@@ -1,7 +1,8 @@
 """The gated feed-forward layer."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fledge.kernels.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -13,6 +14,5 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
         return out

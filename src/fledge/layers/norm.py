@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.rms_norm import add_rms_norm, rms_norm
+
 
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight`, computed in float32 and rounded to the input's dtype before the weight, as HF does."""
@@ -13,9 +15,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual): on a GPU one kernel instead of two."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

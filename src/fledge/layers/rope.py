@@ -1,11 +1,37 @@
 """Rotary position embedding in the half-rotation layout of Hugging Face checkpoints, with its scaling rules."""
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from fledge.layers.config import RopeConfig
+
+
+class Rotation:
+    """The rotations of the tokens of one forward pass, for all its layers.
+
+    A kernel can work from `positions` and `inverse_frequencies`; everything else uses `apply`, which computes cos and
+    sin once and keeps them.
+    """
+
+    def __init__(self, positions: Tensor, inverse_frequencies: Tensor, magnitude: float, dtype: torch.dtype) -> None:
+        self.positions = positions  # [*lead] int64
+        self.inverse_frequencies = inverse_frequencies  # [head_dim / 2] float32
+        self.magnitude = magnitude
+        self.dtype = dtype
+
+    @cached_property
+    def _cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Each [*lead, 1, head_dim], ready to broadcast over heads."""
+        angles = self.positions.unsqueeze(-1).float() * self.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+        return (angles.cos() * self.magnitude).to(self.dtype), (angles.sin() * self.magnitude).to(self.dtype)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate every head of x [*lead, heads, head_dim]."""
+        return rotate(x, *self._cos_sin)
 
 
 class RotaryEmbedding(nn.Module):
@@ -18,15 +44,11 @@ class RotaryEmbedding(nn.Module):
         frequencies, self.magnitude = inverse_frequencies(config, head_dim)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [*positions, 1, head_dim], ready to broadcast over heads."""
-        # `.to(bfloat16)` on a model would round the frequencies and with them every distant position.
-        angles = positions.unsqueeze(-1).float() * self.inverse_frequencies.float()
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-        return (angles.cos() * self.magnitude).to(dtype), (angles.sin() * self.magnitude).to(dtype)
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        return Rotation(positions, self.inverse_frequencies, self.magnitude, dtype)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Follow the model to its device, but keep float32."""
+        """Follow the model to its device, but keep float32: rounding would shift every distant position."""
         precise = self.inverse_frequencies
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inverse_frequencies = precise.to(self.inverse_frequencies.device)

@@ -32,7 +32,9 @@ class EagleDrafter(Drafter):
         return states.final
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
-        hidden = self.fc(torch.cat([self.embed(tokens), features], dim=-1))
+        update, stream = self.fc(torch.cat([self.embed(tokens), features], dim=-1)), None
+        rotation = self.rope(positions, update.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, positions, storage)
+            update, stream = layer(update, stream, rotation, storage)
+        hidden = stream + update
         return DraftStates(head=hidden, feature=hidden)

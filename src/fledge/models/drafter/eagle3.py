@@ -7,6 +7,7 @@ from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.norm import RMSNorm
+from fledge.layers.rope import Rotation
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.fusion import FeatureFusion
@@ -26,13 +27,15 @@ class Eagle3FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
         self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
 
-    def forward(self, embedding: Tensor, feature: Tensor, positions: Tensor, storage: KeyValueStorage) -> Tensor:
+    def forward(
+        self, embedding: Tensor, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
+    ) -> tuple[Tensor, Tensor]:
+        """Each [*lead, hidden_size]. Returns (update, stream) as `DecoderLayer` does."""
         normed = self.hidden_norm(feature)
-        residual = normed if self.norm_before_residual else feature
+        stream = normed if self.norm_before_residual else feature
         both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)  # the embedding comes first
-        residual = residual + self.self_attn(both, positions, storage)
-        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
+        normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
+        return self.mlp(normed), stream
 
 
 class Eagle3Drafter(Drafter):
@@ -58,9 +61,10 @@ class Eagle3Drafter(Drafter):
         return out
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
-        hidden = self.layers[0](self.embed(tokens), features, positions, storage)
+        rotation = self.rope(positions, features.dtype)
+        update, stream = self.layers[0](self.embed(tokens), features, rotation, storage)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, positions, storage)
-        normed = self.norm(hidden)
+            update, stream = layer(update, stream, rotation, storage)
+        normed, stream = self.norm.add(update, stream)
         # Fed back without the norm, the residual stream grows with every draft step: the other cause of drift.
-        return DraftStates(head=normed, feature=normed if self.config.norm_output else hidden)
+        return DraftStates(head=normed, feature=normed if self.config.norm_output else stream)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.norm import RMSNorm
+from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import TargetConfig
 
 
@@ -31,6 +32,7 @@ class TargetModel(nn.Module):
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
+        self.rope = RotaryEmbedding(config.layer.rope, config.layer.head_dim)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.embed_tokens.weight
@@ -39,15 +41,18 @@ class TargetModel(nn.Module):
         self, tokens: Tensor, positions: Tensor, storage: KeyValueStorage, aux_layer_ids: tuple[int, ...] = ()
     ) -> TargetStates:
         """Tokens and positions [*lead]. Aux id k is the input of block k; `num_layers` the stream before the norm."""
-        hidden = self.embed_tokens(tokens)
+        update: Tensor = self.embed_tokens(tokens)
+        stream: Tensor | None = None
+        rotation = self.rope(positions, update.dtype)
         inputs: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in aux_layer_ids:
-                inputs[i] = hidden
-            hidden = layer(hidden, positions, storage)
-        inputs[len(self.layers)] = hidden
+                inputs[i] = update if stream is None else stream + update
+            update, stream = layer(update, stream, rotation, storage)
+        assert stream is not None
+        final, inputs[len(self.layers)] = self.norm.add(update, stream)
         aux = torch.cat([inputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else None
-        return TargetStates(final=self.norm(hidden), aux=aux)
+        return TargetStates(final=final, aux=aux)
 
     def logits(self, final: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, vocab]."""

@@ -1,0 +1,112 @@
+"""What a checkpoint is, as plain data: `fledge inspect` prints it as tables or as JSON."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from fledge.checkpoints.contract import check
+from fledge.checkpoints.finding import Severity
+from fledge.checkpoints.formats.aux_ids import as_outputs
+from fledge.checkpoints.reading import DrafterCheckpoint
+from fledge.checkpoints.tensors import TensorFiles, TensorInfo
+from fledge.layers.config import LayerConfig
+from fledge.models.config import Architecture, DrafterConfig, TargetConfig
+from fledge.models.drafter.variants import name_of
+
+_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+_PARTS = (  # prefix of our tensor names, what the part is called
+    ("fusion.", "fusion"),
+    ("fc.", "fusion"),
+    ("layers.", "layers"),
+    ("norm.", "norm"),
+    ("embed_tokens.", "embedding"),
+    ("lm_head.", "head"),
+)
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
+_ITEM_BYTES |= {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
+
+
+def describe_drafter(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> dict[str, Any]:
+    config = checkpoint.config
+    findings = check(checkpoint, target)
+    sound = not any(finding.severity is Severity.ERROR for finding in findings)
+    return {
+        "kind": "drafter",
+        "directory": str(checkpoint.directory),
+        "variant": name_of(config),
+        "format": checkpoint.format,
+        "flags": {flag: getattr(config, flag) for flag in _FLAGS},
+        "aux_layer_ids": _aux_ids(config, target),
+        "vocabulary": {
+            "size": config.vocab_size,
+            "draft_size": config.draft_vocab_size,
+            "coverage": round(config.draft_vocab_size / config.vocab_size, 4),
+        },
+        "num_layers": config.num_layers,
+        "target_hidden_size": config.target_hidden_size,
+        **_describe_layer(config.layer),
+        "max_positions": config.max_positions,
+        "embedding": "own" if config.own_embedding else "the target's",
+        "head": "own" if config.own_head else "the target's",
+        "dtype": config.dtype,
+        "size": _sizes((name, checkpoint.info(name)) for name in checkpoint.stored_names),
+        "made_for": asdict(checkpoint.target) if checkpoint.target else None,
+        "provenance": checkpoint.provenance,
+        "sound": sound,
+        "fits_target": sound if target else None,
+        "findings": [finding.as_dict() for finding in findings],
+    }
+
+
+def describe_target(config: TargetConfig, files: TensorFiles) -> dict[str, Any]:
+    names = ((name.removeprefix("model."), info) for name, info in files.infos.items())
+    return {
+        "kind": "target",
+        "directory": str(files.directory),
+        "family": config.family,
+        "num_layers": config.num_layers,
+        **_describe_layer(config.layer),
+        "vocabulary": {"size": config.vocab_size},
+        "max_positions": config.max_positions,
+        "head": "the embedding matrix" if config.tied_head else "own",
+        "sliding_window": next((window for window in config.sliding_windows if window), None),
+        "aux_layer_ids": {
+            "inputs": list(config.default_aux_layer_ids),
+            "outputs": as_outputs(config.default_aux_layer_ids),
+            "stated": False,
+        },
+        "dtype": config.dtype,
+        "size": _sizes(names),
+    }
+
+
+def _aux_ids(config: DrafterConfig, target: TargetConfig | None) -> dict[str, Any] | None:
+    if config.architecture is Architecture.EAGLE1:
+        return None
+    resolved = config.resolved(target) if target else config
+    if resolved.aux_layer_ids is None:
+        return {"inputs": None, "outputs": None, "stated": False}
+    inputs = resolved.aux_layer_ids
+    return {"inputs": list(inputs), "outputs": as_outputs(inputs), "stated": config.aux_layer_ids is not None}
+
+
+def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
+    values = asdict(layer)
+    rope = {field: value for field, value in values.pop("rope").items() if value is not None}
+    if rope["type"] == "default":
+        rope = {"theta": rope["theta"], "type": "default"}
+    return {**values, "rope": rope}
+
+
+def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:
+    """Parameters (floating-point values) and bytes, in all and by part."""
+    parts: dict[str, dict[str, int]] = {}
+    for name, info in tensors:
+        part = next((part for prefix, part in _PARTS if name.startswith(prefix)), "vocabulary maps")
+        count = math.prod(info.shape)
+        sizes = parts.setdefault(part, {"parameters": 0, "bytes": 0})
+        sizes["parameters"] += count if part != "vocabulary maps" else 0
+        sizes["bytes"] += count * _ITEM_BYTES.get(info.dtype, 1)
+    totals = {unit: sum(part[unit] for part in parts.values()) for unit in ("parameters", "bytes")}
+    return {**totals, "parts": dict(sorted(parts.items()))}

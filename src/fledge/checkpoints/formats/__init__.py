@@ -1,0 +1,1 @@
+"""The config and tensor spellings of other projects. Nothing outside this package sees them."""

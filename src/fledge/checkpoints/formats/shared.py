@@ -1,0 +1,183 @@
+"""What the two config formats have in common: the shape of the layers, and what no reader of ours understands."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fledge.checkpoints.finding import Finding, config_error, config_warning
+from fledge.errors import CheckpointError
+from fledge.layers.config import LayerConfig
+from fledge.models.config import DrafterConfig
+from fledge.models.hf_config import ConfigFields, read_layer, write_layer
+
+Format = Literal["vllm", "speculators"]
+
+_KNOWN_CLASSES = (
+    "EagleLlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",  # these three are the Llama class under other names
+    "Eagle3Qwen3vlForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Speculator",  # the speculators format, old and new
+    "Eagle3DraftModel",
+)
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+NUM_AUX = "num_aux_hidden_states"
+DEFAULT_NUM_AUX = 3  # what every engine assumes when a config does not say
+_QWEN3_THETA, _LLAMA_THETA = 1_000_000.0, 10_000.0
+_LLAMA_MAX_POSITIONS = 2048  # the default of transformers' LlamaConfig, and with it of vLLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetReference:
+    """The target a drafter was made for, as the speculators format names it."""
+
+    name_or_path: str | None = None
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedConfig:
+    """A foreign config in our vocabulary, with what was noticed on the way."""
+
+    config: DrafterConfig
+    findings: tuple[Finding, ...]
+    target: TargetReference | None = None
+
+
+def refuse_unsupported(fields: ConfigFields, names: Collection[str]) -> None:
+    """Raise for drafters that are recognised but not built here. `names` are without `model.` in front."""
+    declared = architecture_names(fields)
+    if "deepseek" in " ".join(declared).lower() or any("kv_a_proj_with_mqa" in name for name in names):
+        raise CheckpointError(
+            f"{fields.where}: an MLA drafter (DeepSeek or Kimi style attention), which Fledge does not support yet; "
+            "vLLM serves it"
+        )
+    for name in declared:
+        if "Eagle" in name and name not in _KNOWN_CLASSES:
+            raise fields.error("architectures", name, f"a class that Fledge knows: {', '.join(_KNOWN_CLASSES)}")
+    if any(".experts." in name for name in names):
+        raise CheckpointError(f"{fields.where}: a mixture-of-experts drafter, which Fledge does not support")
+    if "quantization_config" in fields:
+        raise fields.error("quantization_config", "set", "an unquantised drafter (bf16, fp16 or fp32)")
+    if "mask_hidden" in names:
+        raise CheckpointError(f"{fields.where}: a parallel-drafting (P-EAGLE) drafter, which Fledge does not support")
+
+
+def architecture_names(fields: ConfigFields) -> tuple[str, ...]:
+    found = fields.values.get("architectures") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise fields.error("architectures", found, "a list of class names")
+    return tuple(found)
+
+
+def parse_layer(
+    fields: ConfigFields, names: Collection[str], *, qwen3: bool
+) -> tuple[LayerConfig, int, tuple[Finding, ...]]:
+    """Return the layer, the number of positions it was made for, and findings.
+
+    The config says which biases and norms there are; where the tensors say otherwise they are believed, since they
+    are what was trained, and the difference is an error that `convert` repairs. `qwen3`: the declared class is
+    Qwen3's, which has q/k norms.
+    """
+    for field in ("logit_scale", "partial_rotary_factor"):
+        if fields.values.get(field) not in (None, 1, 1.0):
+            raise fields.error(field, fields.values[field], "1")
+    types = fields.values.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise fields.error("layer_types", types, "full_attention only (sliding windows are not supported)")
+    findings: list[Finding] = []
+    attention_bias = fields.flag("attention_bias", False)
+    biases = {}
+    for part, flag, value in (
+        ("self_attn.q_proj", "attention_bias", attention_bias),
+        ("self_attn.o_proj", "attention_bias", attention_bias and not qwen3),
+        ("mlp.gate_proj", "mlp_bias", fields.flag("mlp_bias", False)),
+    ):
+        tensor = f"layers.0.{part}.bias"
+        biases[part] = tensor in names
+        if biases[part] != value:
+            findings.append(_bias_finding(flag, tensor, stored=biases[part], fixable=biases[part] or "o_proj" in part))
+    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
+    if qk_norm and not qwen3:
+        findings.append(
+            config_error(
+                "qk-norm-architecture",
+                "architectures",
+                found="a Llama-style class with q_norm and k_norm tensors",
+                expected="Eagle3Qwen3ForCausalLM",
+                advice="vLLM's Llama class has no q/k norms and refuses the tensors",
+                fixed_by_convert=True,
+            )
+        )
+    default_theta = _QWEN3_THETA if qwen3 else _LLAMA_THETA
+    if not any("rope_theta" in holder for holder in _rope_holders(fields)):
+        findings.append(
+            config_warning(
+                "rope-theta-omitted",
+                "rope_theta",
+                found="nothing",
+                expected="the theta the drafter was trained with",
+                advice=f"{default_theta:g} is used, the default of its class; say so in the config",
+            )
+        )
+        fields = ConfigFields({**fields.values, "rope_theta": default_theta}, fields.where)
+    if "max_position_embeddings" not in fields:
+        findings.append(
+            config_warning(
+                "max-positions-omitted",
+                "max_position_embeddings",
+                found="nothing",
+                expected="the length the drafter was trained for",
+                advice=f"{_LLAMA_MAX_POSITIONS} is used, the default of LlamaConfig; say so in the config",
+            )
+        )
+        fields = ConfigFields({**fields.values, "max_position_embeddings": _LLAMA_MAX_POSITIONS}, fields.where)
+    layer = read_layer(
+        fields,
+        qk_norm=qwen3 or qk_norm,
+        qkv_bias=biases["self_attn.q_proj"],
+        output_bias=biases["self_attn.o_proj"],
+        mlp_bias=biases["mlp.gate_proj"],
+    )
+    return layer, fields.integer("max_position_embeddings"), tuple(findings)
+
+
+def _rope_holders(fields: ConfigFields) -> list[ConfigFields]:
+    holders = (fields, fields.nested("rope_parameters"), fields.nested("rope_scaling"))
+    return [holder for holder in holders if holder is not None]
+
+
+def _bias_finding(flag: str, tensor: str, *, stored: bool, fixable: bool) -> Finding:
+    if stored:
+        return config_error(
+            "bias-flag-off",
+            flag,
+            found=f"off, but the checkpoint stores {tensor}",
+            expected="true",
+            advice="vLLM drops the bias without a word",
+            fixed_by_convert=fixable,
+        )
+    return config_error(
+        "bias-missing",
+        flag,
+        found=f"on, but the checkpoint has no {tensor}",
+        expected="the tensor, or false",
+        advice="vLLM would use uninitialised memory for it",
+        fixed_by_convert=fixable,
+    )
+
+
+def write_layer_fields(config: DrafterConfig) -> dict[str, Any]:
+    """Return the fields of the layers, in the spelling of transformers 4, which every engine reads."""
+    return {
+        "model_type": "qwen3" if config.layer.qk_norm else "llama",
+        **write_layer(config.layer),
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,205 @@
+"""`fledge inspect` and `fledge convert` as a user meets them: output, exit status, one line for each fault."""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fledge.checkpoints.drafter import load_drafter, save_drafter
+from fledge.checkpoints.target import save_target
+from fledge.cli.main import run
+from tests.broken_checkpoints import EAGLE31, ERRORS, REDUCED, UNREADABLE, WARNINGS, Trap
+from tests.checkpoint_fixtures import TARGET, drafter_configs, edit_config, make_drafter
+from tests.tiny_models import make_target
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Stdout is exactly one JSON object."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+Fledge = Callable[..., Outcome]
+
+
+@pytest.fixture
+def fledge(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Fledge:
+    def invoke(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["fledge", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # `run` replaces it
+        with pytest.raises(SystemExit) as exit_:
+            run()
+        captured = capsys.readouterr()
+        return Outcome(int(exit_.value.code or 0), captured.out, captured.err)
+
+    return invoke
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "target"
+    save_target(make_target(TARGET), directory)
+    return directory
+
+
+def named(traps: tuple[Trap, ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("trap", traps, ids=lambda trap: trap.name)
+
+
+def test_inspect_says_what_a_drafter_is(fledge: Fledge, target: Path, tmp_path: Path) -> None:
+    save_drafter(make_drafter(REDUCED), tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter", "--target", target)
+    assert outcome.status == 0, outcome
+    for part in (
+        "EAGLE-3.1",
+        "fc_norm, norm_output",
+        "inputs of blocks [2, 4, 5] = outputs of blocks [1, 3, 4]",
+        "24 of the target's 64 (37.5%)",
+        "float32",
+        "the target's",
+        f"OK: 0 errors, 0 warnings; fits {target}",
+    ):
+        assert part in outcome.out.replace("\n                ", " ")
+
+
+def test_inspect_json(fledge: Fledge, target: Path, tmp_path: Path) -> None:
+    drafter = make_drafter(REDUCED)
+    save_drafter(drafter, tmp_path / "drafter", provenance={"recipe": "tiny"})
+    description = fledge("inspect", tmp_path / "drafter", "--target", target, "--json").json
+    assert description["kind"] == "drafter"
+    assert description["variant"] == "EAGLE-3.1"
+    assert description["aux_layer_ids"] == {"inputs": [2, 4, 5], "outputs": [1, 3, 4], "stated": True}
+    assert description["vocabulary"] == {"size": 64, "draft_size": 24, "coverage": 0.375}
+    parameters = sum(p.numel() for p in drafter.parameters())
+    assert description["size"]["parameters"] == parameters
+    assert description["size"]["bytes"] == 4 * parameters + 8 * 24 + 64
+    assert description["provenance"]["recipe"] == "tiny"
+    assert description["fits_target"] is True
+    assert description["findings"] == []
+
+
+@pytest.mark.parametrize("name", drafter_configs())
+def test_inspect_prints_every_variant(name: str, fledge: Fledge, tmp_path: Path) -> None:
+    save_drafter(make_drafter(drafter_configs()[name]), tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter")
+    assert outcome.status == 0
+    assert "OK: 0 errors" in outcome.out
+
+
+def test_inspect_of_a_target(fledge: Fledge, target: Path) -> None:
+    assert "llama" in fledge("inspect", target).out
+    description = fledge("inspect", target, "--json").json
+    assert description["kind"] == "target"
+    assert description["num_layers"] == 8
+    outcome = fledge("inspect", target, "--target", target)
+    assert outcome.status == 2
+    assert "not an EAGLE drafter" in outcome.err
+
+
+@named(UNREADABLE)
+def test_unreadable(trap: Trap, fledge: Fledge, target: Path, tmp_path: Path) -> None:
+    trap.write(tmp_path / "drafter")
+    for arguments in (
+        ("inspect", tmp_path / "drafter"),
+        ("inspect", tmp_path / "drafter", "--target", target, "--json"),
+        ("convert", tmp_path / "drafter", tmp_path / "out", "--to", "vllm"),
+    ):
+        outcome = fledge(*arguments)
+        assert outcome.status == 2
+        assert outcome.out == ""
+        assert outcome.err.startswith("error: ")
+        assert trap.says in outcome.err
+        assert outcome.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@named(ERRORS)
+def test_contract_errors(trap: Trap, fledge: Fledge, target: Path, tmp_path: Path) -> None:
+    trap.write(tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter", "--target", target)
+    assert outcome.status == 1
+    (line,) = [x for x in outcome.out.splitlines() if x.startswith("error: ") and f"[{trap.finding}]" in x][:1]
+    assert trap.says in line
+    description = fledge("inspect", tmp_path / "drafter", "--target", target, "--json").json
+    assert trap.finding in [finding["name"] for finding in description["findings"]]
+    assert description["fits_target"] is False
+
+    outcome = fledge("convert", tmp_path / "drafter", tmp_path / "out", "--to", "vllm", "--target", target)
+    if trap.fixed_by_convert:
+        assert outcome.status == 0
+        assert f"[{trap.finding}]" in outcome.out
+        assert fledge("inspect", tmp_path / "out", "--target", target).status == 0
+    else:
+        assert outcome.status == 2
+        assert outcome.err.startswith("error: ")
+        assert outcome.err.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+@named(WARNINGS)
+def test_warnings(trap: Trap, fledge: Fledge, target: Path, tmp_path: Path) -> None:
+    trap.write(tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter", "--target", target)
+    assert outcome.status == 0
+    (line,) = [x for x in outcome.out.splitlines() if x.startswith("warning: ")]
+    assert trap.says in line
+
+
+def test_convert_writes_down_what_the_source_leaves_open(fledge: Fledge, target: Path, tmp_path: Path) -> None:
+    save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
+    edit_config(tmp_path / "drafter", eagle_aux_hidden_state_layer_ids=None, eagle_config=None)
+    arguments = ("convert", tmp_path / "drafter", tmp_path / "out", "--to", "speculators", "--target", target, "--json")
+    result = fledge(*arguments).json
+    assert [finding["name"] for finding in result["fixed"]] == ["aux-ids-omitted"]
+    assert result["remaining"] == []
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert fields["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    verifier = fields["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]}
+    load_drafter(tmp_path / "out", TARGET)
+
+
+def test_convert_never_overwrites(fledge: Fledge, tmp_path: Path) -> None:
+    save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
+    outcome = fledge("convert", tmp_path / "drafter", tmp_path / "drafter", "--to", "vllm")
+    assert outcome.status == 2
+    assert "already exists" in outcome.err
+    outcome = fledge("convert", tmp_path / "drafter", tmp_path / "out", "--to", "gguf")
+    assert outcome.status == 2
+
+
+def test_eagle1_has_no_speculators_format(fledge: Fledge, tmp_path: Path) -> None:
+    save_drafter(make_drafter(drafter_configs()["eagle1"]), tmp_path / "drafter")
+    outcome = fledge("convert", tmp_path / "drafter", tmp_path / "out", "--to", "speculators")
+    assert outcome.status == 2
+    assert "write it with --to vllm" in outcome.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter"]
+
+
+def test_missing_directory(fledge: Fledge, tmp_path: Path) -> None:
+    outcome = fledge("inspect", tmp_path / "nothing")
+    assert outcome.status == 2
+    assert "no such directory" in outcome.err
+
+
+def test_a_wrong_target_is_an_error(fledge: Fledge, tmp_path: Path) -> None:
+    other = replace(TARGET, vocab_size=80, num_layers=5)
+    save_target(make_target(other), tmp_path / "other")
+    save_drafter(make_drafter(replace(EAGLE31, aux_layer_ids=(2, 4, 6))), tmp_path / "drafter")
+    description = fledge("inspect", tmp_path / "drafter", "--target", tmp_path / "other", "--json")
+    assert description.status == 1
+    names = [finding["name"] for finding in description.json["findings"]]
+    assert names == ["aux-ids-out-of-range", "vocabulary-size"]

@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from fledge.decoding.params import SamplingParams
+from fledge.engine.text_stream import TextStream
+from tests.tiny_tokenizer import END, save_tokenizer
+
+
+@pytest.fixture(name="tokenizer", scope="module")
+def _tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def feed(tokenizer, text: str, params: SamplingParams) -> tuple[TextStream, list[str], int]:
+    """Push the text's tokens one by one; return the stream, what was released after each, and the tokens taken."""
+    stream = TextStream(tokenizer, params)
+    released = []
+    tokens = tokenizer.encode(text)
+    for count, token in enumerate(tokens, start=1):
+        stopped = stream.push(token)
+        released.append("".join(piece for _, piece in stream.release(finished=stopped or count == len(tokens))))
+        if stopped:
+            return stream, released, count
+    return stream, released, len(tokens)
+
+
+def test_characters_of_several_tokens_come_out_whole(tokenizer) -> None:
+    stream, released, _ = feed(tokenizer, "naïve 東京 🐦!", SamplingParams())
+    assert stream.text == "naïve 東京 🐦!" == "".join(released)
+    assert "\ufffd" not in "".join(released)
+
+
+def test_a_stop_string_in_pieces_is_never_shown(tokenizer) -> None:
+    stream, released, count = feed(tokenizer, "one STOP two", SamplingParams(stop=["STOP"]))
+    assert stream.text == "one " == "".join(released)
+    assert stream.stop_string == "STOP"
+    assert count == len("one STOP"), "tokens end with the one that completes the stop string"
+
+
+def test_the_beginning_of_a_stop_string_is_shown_once_it_cannot_become_one(tokenizer) -> None:
+    stream, released, _ = feed(tokenizer, "a STORY", SamplingParams(stop=["STOP"]))
+    assert stream.stop_string is None
+    assert "".join(released) == "a STORY"
+    assert "".join(released[:5]) == "a ", "after 'a STO' the last three characters are still held back"
+
+
+def test_the_earliest_of_several_stop_strings_wins_and_can_be_kept(tokenizer) -> None:
+    stream, _, _ = feed(tokenizer, "x, y. z", SamplingParams(stop=[". z", ", y"], include_stop_str_in_output=True))
+    assert (stream.text, stream.stop_string) == ("x, y", ", y")
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer) -> None:
+    stream, _, count = feed(tokenizer, "a.b.c.d", SamplingParams(stop=["."], min_tokens=4, max_tokens=9))
+    assert (stream.text, count) == ("a.b.c", 6)
+
+
+def test_special_tokens_are_skipped_on_request(tokenizer) -> None:
+    assert feed(tokenizer, f"a{END}b", SamplingParams())[0].text == "ab"
+    assert feed(tokenizer, f"a{END}b", SamplingParams(skip_special_tokens=False))[0].text == f"a{END}b"
+
+
+def test_release_says_which_token_each_piece_came_from(tokenizer) -> None:
+    stream = TextStream(tokenizer, SamplingParams())
+    for token in tokenizer.encode("añb"):
+        stream.push(token)
+    assert stream.release(finished=True) == [(0, "a"), (2, "ñ"), (3, "b")]

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,14 +182,10 @@ def _report(outputs: "list[RequestOutput]") -> dict[str, Any]:
 
 
 def _total(outputs: "list[RequestOutput]") -> dict[str, Any]:
-    from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
     from fledge.engine.outputs import RequestMetrics  # noqa: PLC0415
 
-    pooled = RequestMetrics(
-        acceptance=AcceptanceStatistics.merge(output.metrics.acceptance for output in outputs),
-        time_to_first_token=sum(output.metrics.time_to_first_token for output in outputs) / len(outputs),
-        seconds=sum(output.metrics.seconds for output in outputs),
-    )
+    one_by_one = [output.metrics for output in outputs]
+    pooled = replace(RequestMetrics.pooled(one_by_one), seconds=sum(metrics.seconds for metrics in one_by_one))
     return pooled.to_dict(sum(len(output.outputs[0].token_ids) for output in outputs))
 
 

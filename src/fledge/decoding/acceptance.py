@@ -13,6 +13,7 @@ none did. So a round always moves forward by at least one token.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.decoding.sampling import choose
@@ -31,11 +32,11 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedPath:
-    """What a round emits for one tree."""
+    """What a round emits for a tree, or for each of a batch of trees."""
 
-    tokens: Tensor  # [max_depth + 1] accepted drafts, then one token of the target's, then PADDING
-    nodes: Tensor  # [max_depth] the accepted nodes from the root down, then PADDING
-    accepted: Tensor  # [] number of accepted drafts
+    tokens: Tensor  # [..., max_depth + 1] accepted drafts, then one token of the target's, then PADDING
+    nodes: Tensor  # [..., max_depth] the accepted nodes from the root down, then PADDING
+    accepted: Tensor  # [...] number of accepted drafts
 
 
 def accept_matching(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> Accepted:
@@ -114,28 +115,31 @@ def accept_rejection(
     return Accepted(tokens=_up_to(tokens, accepted), accepted=accepted)
 
 
-def accept_tree(tree: DraftTree, choices: Tensor) -> AcceptedPath:
+def accept_tree(tree: DraftTree, choices: Tensor, *, depth_limits: Tensor | None = None) -> AcceptedPath:
     """Follow the target's own choices down a tree for as long as the tree holds them.
 
-    `choices` [nodes + 1] is what the target picks at each verify row: row 0 after the root, row n + 1 after node n.
-    A node stands if it and all its ancestors are what the target chose at their parents. Siblings carry different
-    tokens, so the nodes that stand form one path down from the root; the choice at its end is emitted too.
+    `choices` [..., nodes + 1] is what the target picks at each verify row: row 0 after the root, row n + 1 after node
+    n. A node stands if it and all its ancestors are what the target chose at their parents. Siblings carry different
+    tokens, so the nodes that stand form one path down from the root; the choice at its end is emitted too. Nodes
+    deeper than `depth_limits` [...] do not stand, whatever they are.
 
     Lossless for the reason `accept_matching` is: every emitted token is the target's choice after exactly the
     tokens emitted before it. A chain is a tree, and gets the same tokens from both.
     """
-    chosen = tree.tokens == choices[tree.parents + 1]  # [nodes]
-    stands = ~(visibility(tree.parents)[1:, 1:] & ~chosen).any(1)  # [nodes]
-    accepted = stands.sum()
+    chosen = tree.tokens == choices.gather(-1, tree.parents + 1)  # [..., nodes]
+    if depth_limits is not None:
+        chosen = chosen & (tree.depths <= depth_limits[..., None])
+    stands = ~(visibility(tree.parents)[..., 1:, 1:] & ~chosen[..., None, :]).any(-1)  # [..., nodes]
+    accepted = stands.sum(-1)
 
     # A standing node at depth d is the path's d-th. The others all go to one slot past the end, which is cut off.
     slots = torch.where(stands, tree.depths - 1, tree.max_depth)
-    numbers = torch.arange(tree.tokens.shape[0], device=slots.device)
-    path = torch.full((tree.max_depth + 1,), PADDING, device=slots.device).scatter(0, slots, numbers)
-    path = path[: tree.max_depth]
+    numbers = torch.arange(tree.tokens.shape[-1], device=slots.device).expand(slots.shape)
+    path = slots.new_full((*slots.shape[:-1], tree.max_depth + 1), PADDING).scatter(-1, slots, numbers)
+    path = path[..., : tree.max_depth]
 
-    rows_on_path = torch.cat([path.new_zeros(1), path + 1])
-    tokens = _up_to(choices[rows_on_path][None], accepted[None])[0]
+    rows_on_path = F.pad(path + 1, (1, 0))  # the root first
+    tokens = _up_to(choices.gather(-1, rows_on_path), accepted)
     return AcceptedPath(tokens=tokens, nodes=path, accepted=accepted)
 
 
@@ -152,6 +156,6 @@ def _leading(passes: Tensor) -> Tensor:
 
 
 def _up_to(tokens: Tensor, accepted: Tensor) -> Tensor:
-    """Keep the accepted tokens and the one after them; the rest is PADDING. [batch, depth + 1]"""
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    return tokens.masked_fill(places > accepted[:, None], PADDING)
+    """Keep the accepted tokens and the one after them; the rest is PADDING. [..., depth + 1]"""
+    places = torch.arange(tokens.shape[-1], device=tokens.device)
+    return tokens.masked_fill(places > accepted[..., None], PADDING)

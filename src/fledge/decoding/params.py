@@ -15,6 +15,9 @@ from fledge.errors import ConfigError, refuses_unknown_names
 # Below this a temperature means greedy (vLLM's threshold): dividing logits by it would overflow, not sharpen.
 GREEDY_TEMPERATURE = 1e-5
 
+MAX_ANSWERS = 128
+MAX_LOGPROBS = 20  # OpenAI's and vLLM's limit
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -41,6 +44,8 @@ class SamplingParams:
     min_tokens: int = 0
     stop: Sequence[str] = ()  # one string counts as a list of one; JSON's null as an empty list
     stop_token_ids: Sequence[int] = ()
+    n: int = 1  # answers to give
+    logprobs: int | None = None  # likeliest tokens to report with each token's log-probability; None: no logprobs
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -56,6 +61,10 @@ class SamplingParams:
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0),
             "logit_bias": _logit_bias(self.logit_bias),
             "seed": _seed(self.seed),
+            "n": _integer("n", self.n, low=1, high=MAX_ANSWERS),
+            "logprobs": None
+            if self.logprobs is None
+            else _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS),
             "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=1),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
             "stop": _stop_strings(self.stop),

@@ -11,6 +11,7 @@ at least as much as its child, so the best nodes form a tree by themselves; `ran
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from torch import Tensor
 class Expansion:
     """All candidates of one level, and those of them whose continuations are drafted next."""
 
-    tokens: Tensor  # [candidates] int64
-    origins: Tensor  # [candidates] int64, the frontier row each one continues
-    scores: Tensor  # [candidates] cumulative log-probability
-    frontier: Tensor  # [width] int64, candidates to grow, best first
+    tokens: Tensor  # [..., candidates] int64
+    origins: Tensor  # [..., candidates] int64, the frontier row each one continues
+    scores: Tensor  # [..., candidates] cumulative log-probability
+    frontier: Tensor  # [..., width] int64, candidates to grow, best first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,10 @@ class DraftTree:
     In verify rows (`visibility`, the target's choices) row 0 is the root and row n + 1 is node n.
     """
 
-    tokens: Tensor  # [nodes] int64
-    parents: Tensor  # [nodes] int64, -1 is the root
-    depths: Tensor  # [nodes] int64, 1 for the root's children
-    scores: Tensor  # [nodes]
+    tokens: Tensor  # [..., nodes] int64
+    parents: Tensor  # [..., nodes] int64, -1 is the root
+    depths: Tensor  # [..., nodes] int64, 1 for the root's children
+    scores: Tensor  # [..., nodes]
     max_depth: int  # a bound on depths that the host knows without asking the device
 
     def check_integrity(self) -> None:
@@ -53,17 +54,19 @@ class DraftTree:
 def expand(scores: Tensor, logprobs: Tensor, width: int) -> Expansion:
     """Draft one level: the best `width` continuations of each frontier node, and the best `width` of them all.
 
-    `scores` is [frontier] and `logprobs` [frontier, vocab], the drafter's log-softmax after each frontier node.
-    The first level has the root for its frontier: scores of [0] and logprobs of [1, vocab]. The frontier of the
-    next level is `expansion.frontier`, with scores `expansion.scores[expansion.frontier]`.
+    `scores` is [..., frontier] and `logprobs` [..., frontier, vocab], the drafter's log-softmax after each frontier
+    node. The first level has the root for its frontier: scores of [0] and logprobs of [1, vocab]. The frontier of
+    the next level is `expansion.frontier`, with the scores at those places.
     """
-    per_node = min(width, logprobs.shape[1])
-    best, tokens = logprobs.topk(per_node, dim=-1)  # [frontier, per_node]
+    per_node = min(width, logprobs.shape[-1])
+    best, tokens = logprobs.topk(per_node, dim=-1)  # [..., frontier, per_node]
     # A log-softmax may round to a hair above zero; a child must never outscore its parent.
-    candidates = (scores[:, None] + best.clamp(max=0.0)).flatten()
-    origins = torch.arange(scores.shape[0], device=scores.device).repeat_interleave(per_node)
-    frontier = candidates.topk(min(width, candidates.shape[0])).indices
-    return Expansion(tokens=tokens.flatten(), origins=origins, scores=candidates, frontier=frontier)
+    candidates = (scores[..., None] + best.clamp(max=0.0)).flatten(-2)
+    origins = torch.arange(scores.shape[-1], device=scores.device).repeat_interleave(per_node)
+    frontier = candidates.topk(min(width, candidates.shape[-1])).indices
+    return Expansion(
+        tokens=tokens.flatten(-2), origins=origins.expand(candidates.shape), scores=candidates, frontier=frontier
+    )
 
 
 def rank(levels: Sequence[Expansion], budget: int) -> DraftTree:
@@ -73,41 +76,49 @@ def rank(levels: Sequence[Expansion], budget: int) -> DraftTree:
     A stable sort by descending score therefore puts every parent before its children, equal scores included, and
     any prefix of it is connected.
     """
+    parents_by_level = [torch.full_like(levels[0].origins, -1)]
     start = 0
-    grown = levels[0].origins.new_full((1,), -1)  # the numbers of the frontier; before the first level, the root
-    numbered = []
-    for level in levels:
-        numbered.append(grown[level.origins])
-        grown = level.frontier + start
-        start += level.tokens.shape[0]
-    parents = torch.cat(numbered)
-    tokens = torch.cat([level.tokens for level in levels])
-    scores = torch.cat([level.scores for level in levels])
-    depths = torch.cat([torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)])
+    for above, level in pairwise(levels):
+        parents_by_level.append(above.frontier.gather(-1, level.origins) + start)
+        start += above.tokens.shape[-1]
+    tokens = torch.cat([level.tokens for level in levels], dim=-1)
+    scores = torch.cat([level.scores for level in levels], dim=-1)
+    parents = torch.cat(parents_by_level, dim=-1)
+    depths = torch.cat([torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)], dim=-1)
 
-    best = scores.sort(descending=True, stable=True).indices[:budget]
-    kept = best.sort().values  # back in order of number: parents first
-    renumbered = torch.full_like(tokens, -1)
-    renumbered[kept] = torch.arange(kept.shape[0], device=kept.device)
-    old_parents = parents[kept]
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
+    kept = best.sort(dim=-1).values  # back in order of number: parents first
+    places = torch.arange(kept.shape[-1], device=kept.device).expand(kept.shape)
+    renumbered = torch.full_like(tokens, -1).scatter(-1, kept, places)
+    old_parents = parents.gather(-1, kept)
+    new_parents = renumbered.gather(-1, old_parents.clamp(min=0))
     return DraftTree(
-        tokens=tokens[kept],
-        parents=torch.where(old_parents < 0, old_parents, renumbered[old_parents.clamp(min=0)]),
-        depths=depths[kept],
-        scores=scores[kept],
+        tokens=tokens.gather(-1, kept),
+        parents=torch.where(old_parents < 0, old_parents, new_parents),
+        depths=depths.gather(-1, kept),
+        scores=scores.gather(-1, kept),
         max_depth=len(levels),
     )
+
+
+def tree_size(*, depth: int, width: int, budget: int, vocab_size: int) -> int:
+    """Return how many nodes `rank` keeps after `depth` levels of `expand`."""
+    candidates, frontier = 0, 1
+    for _ in range(depth):
+        level = frontier * min(width, vocab_size)
+        candidates, frontier = candidates + level, min(width, level)
+    return min(budget, candidates)
 
 
 def visibility(parents: Tensor) -> Tensor:
     """Return which verify rows each verify row attends to: itself, its ancestors and the root.
 
-    [nodes] -> bool [nodes + 1, nodes + 1]; row 0 is the root. Starting from one step up, each squaring doubles the
-    number of steps, so a logarithmic number of small matrix products reaches the root from any depth.
+    [..., nodes] -> bool [..., nodes + 1, nodes + 1]; row 0 is the root. Starting from one step up, each squaring
+    doubles the number of steps, so a logarithmic number of small matrix products reaches the root from any depth.
     """
-    nodes = parents.shape[0]
-    reach = torch.eye(nodes + 1, device=parents.device)
-    reach[torch.arange(1, nodes + 1, device=parents.device), parents + 1] = 1.0
+    nodes = parents.shape[-1]
+    reach = torch.eye(nodes + 1, device=parents.device).repeat(*parents.shape[:-1], 1, 1)
+    reach[..., 1:, :].scatter_(-1, parents[..., None] + 1, 1.0)
     for _ in range(nodes.bit_length()):
         reach = (reach @ reach).clamp(max=1.0)
     return reach > 0

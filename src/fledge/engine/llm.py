@@ -1,12 +1,11 @@
 """The offline API: `LLM(...).generate(prompts, SamplingParams(...))`, under vLLM's names.
 
-Requests are run one after another by the reference loop.
+It turns text into requests and tokens into text; the engine does the rest.
 """
 
 import random
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.reference import Round, Speculation, generate
-from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamEvent, TextPiece
+from fledge.engine.answer import Answer
+from fledge.engine.engine import Engine, EngineConfig
+from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.speculative_config import SpeculativeConfig
 from fledge.engine.text_stream import TextStream
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
@@ -31,6 +30,28 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The part of `EngineConfig` that users set."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}: found {value!r}, allowed is an integer of at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"
+            )
 
 
 @refuses_unknown_names("LLM argument")
@@ -45,34 +66,76 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 8192,
+        enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Load the models. `dtype` "auto" is the dtype the target is stored in; the drafter follows the target."""
+        """Load the models. `dtype` "auto" is the dtype the target is stored in; the drafter follows the target.
+
+        The other names are vLLM's; `kv_cache_bytes` sizes the KV cache directly, on a GPU or a CPU.
+        """
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
         directory = resolve(model)
         self.target = load_target(directory, dtype=_dtype(dtype), device=_device(device))
         self.tokenizer = load_tokenizer(directory)
         self.max_model_len = self._check_length(max_model_len)
         self.eos_ids = self._find_eos_ids()
-        self.speculation = None if config is None else self._load_speculation(config)
+        self.engine = self._build_engine(
+            config,
+            EngineOptions(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enable_prefix_caching=enable_prefix_caching,
+                enforce_eager=enforce_eager,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_bytes=kv_cache_bytes,
+            ),
+        )
         self._seeds = random.Random(seed)  # for requests that bring none
         self._requests = 0
+        self._answers: dict[str, Answer] = {}
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one or several prompts: strings, token id lists, `{"prompt": ...}` or `{"prompt_token_ids": ...}`."""
+        """Answer one or several prompts together, in continuous batches.
+
+        A prompt is a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `progress` is
+        called with the number of finished and of all prompts.
+        """
         several = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(several)
         if len(sampling_params) != len(several):
             raise ConfigError(f"{len(several)} prompts but {len(sampling_params)} sampling parameters")
-        checked = [
-            (prompt, self._encode(prompt), params) for prompt, params in zip(several, sampling_params, strict=True)
+        # All prompts are checked before the first one runs.
+        encoded = [self._encode(prompt) for prompt in several]
+        jobs = [
+            self._submit(_text_of(prompt), ids, params)
+            for prompt, ids, params in zip(several, encoded, sampling_params, strict=True)
         ]
-        return [_last(self._run(_text_of(prompt), ids, params)) for prompt, ids, params in checked]
+        outputs: list[RequestOutput | None] = [None] * len(jobs)
+        waiting = dict(enumerate(jobs))
+        try:
+            while waiting:
+                self._advance()
+                for number in [number for number, job in waiting.items() if job.is_finished]:
+                    job = waiting.pop(number)
+                    outputs[number] = job.output(self.eos_ids)
+                    self._forget([job])
+                    if progress is not None:
+                        progress(len(jobs) - len(waiting), len(jobs))
+        finally:
+            self._forget(waiting.values())
+        return [output for output in outputs if output is not None]
 
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | None = None
@@ -84,74 +147,59 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Answer one prompt, one event a round. The prompt is checked now, not at the first event."""
-        return self._run(_text_of(prompt), self._encode(prompt), sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
+        return self._stream(_text_of(prompt), self._encode(prompt), params)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids a conversation becomes."""
         return encode_chat(self._require_tokenizer("chat messages"), messages)
 
-    def _run(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
-        started = time.perf_counter()
-        first_token_at: float | None = None
-        stream = None if self.tokenizer is None else TextStream(self.tokenizer, params)
-        acceptance = AcceptanceStatistics()
-        token_ids: list[int] = []
-        drafted: list[bool] = []  # for each token
-        request_id = str(self._requests)
-        self._requests += 1
-        rounds = generate(
-            self.target,
-            prompt_ids,
-            params,
-            seed=self._seeds.getrandbits(63),
-            speculation=self.speculation,
-            max_length=self.max_model_len,
-            eos_ids=self.eos_ids,
-        )
-        for done in rounds:
-            first_token_at = first_token_at or time.perf_counter()
-            acceptance.add(drafted=done.drafted, accepted=done.accepted)
-            fresh, stopped = _take(done, stream)
-            token_ids += fresh
-            drafted += [index < done.accepted for index in range(len(fresh))]
-            finished = stopped or done.finish_reason is not None
-            pieces = stream.release(finished=finished) if stream is not None else []
-            output = None
-            if finished:
-                rounds.close()
-                stop_string = stream.stop_string if stream is not None else None
-                reason = "stop" if stopped else done.finish_reason
-                completion = CompletionOutput(
-                    index=0,
-                    text=stream.text if stream is not None else "",
-                    token_ids=tuple(token_ids),
-                    finish_reason=reason,
-                    stop_reason=stop_string or self._stop_id(reason, token_ids),
-                )
-                output = RequestOutput(
-                    request_id=request_id,
-                    prompt=text,
-                    prompt_token_ids=tuple(prompt_ids),
-                    outputs=(completion,),
-                    metrics=RequestMetrics(
-                        acceptance=acceptance,
-                        time_to_first_token=first_token_at - started,
-                        seconds=time.perf_counter() - started,
-                    ),
-                )
-            yield StreamEvent(
-                pieces=tuple(TextPiece(text=piece, drafted=drafted[index]) for index, piece in pieces),
-                token_ids=tuple(fresh),
-                output=output,
-            )
-            if finished:
-                return
+    def _stream(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
+        job = self._submit(text, prompt_ids, params)
+        (answer,) = job.answers
+        try:
+            while not job.is_finished:
+                before = len(answer.token_ids)
+                self._advance()
+                fresh = tuple(answer.token_ids[before:])
+                output = job.output(self.eos_ids) if job.is_finished else None
+                if fresh or output is not None:
+                    yield StreamEvent(pieces=answer.release(), token_ids=fresh, output=output)
+        finally:
+            self._forget([job])
 
-    def _stop_id(self, reason: str | None, token_ids: list[int]) -> int | None:
-        """The stop id that ended the answer; None for the target's own end-of-text, as in vLLM."""
-        if reason != "stop" or token_ids[-1] in self.eos_ids:
-            return None
-        return token_ids[-1]
+    def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> "_Job":
+        number = self._requests
+        self._requests += 1
+        drawn = self._seeds.getrandbits(63)
+        answers = []
+        for index in range(params.n):
+            # Answers to one prompt must differ, and still follow from the seed.
+            seed = (drawn if params.seed is None else params.seed) + index
+            request = self.engine.add_request(
+                f"{number}-{index}", prompt_ids, replace(params, seed=None, n=1), seed=seed, eos_ids=self.eos_ids
+            )
+            stream = None if self.tokenizer is None else TextStream(self.tokenizer, params)
+            answers.append(Answer(request, stream, index))
+            self._answers[request.id] = answers[-1]
+        return _Job(str(number), text, tuple(prompt_ids), answers)
+
+    def _advance(self) -> None:
+        """One step of the engine, for all answers in the making."""
+        for update in self.engine.step():
+            answer = self._answers[update.request.id]
+            answer.take(update)
+            if answer.stopped_by_string and answer.request.finish_reason is None:
+                self.engine.abort(answer.request.id, reason="stop")
+
+    def _forget(self, jobs: Iterable["_Job"]) -> None:
+        """Drop jobs, finished or not (an exception, or a stream that nobody reads to its end)."""
+        for job in jobs:
+            for answer in job.answers:
+                self.engine.abort(answer.request.id)
+                self._answers.pop(answer.request.id, None)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Mapping):
@@ -202,39 +250,53 @@ class LLM:
         own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         return tuple(sorted({*self.target.config.eos_ids, *(() if own is None else (own,))}))
 
-    def _load_speculation(self, config: SpeculativeConfig) -> Speculation | None:
-        depth = config.depth_at(batch_size=1)
-        if depth == 0:
-            return None
+    def _load_drafter(self, config: SpeculativeConfig) -> Drafter:
         drafter = load_drafter(resolve(config.model), self.target)
-        _check_method(config, drafter)
+        found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
+        if config.method not in (None, found):
+            raise ConfigError(
+                f"speculative_config: 'method' is '{config.method}', but {config.model} is a drafter "
+                f"for method '{found}'"
+            )
         if config.max_model_len is not None:
             limit = min(config.max_model_len, drafter.config.max_positions)
             drafter.config = replace(drafter.config, max_positions=limit)
-        tree = None
-        if config.tree_width is not None:
-            tree = TreeShape(width=config.tree_width, budget=config.tree_budget)
-        return Speculation(
-            drafter=drafter, depth=depth, tree=tree, sample_drafts=config.draft_sample_method == "probabilistic"
+        return drafter
+
+    def _build_engine(self, config: SpeculativeConfig | None, options: EngineOptions) -> Engine:
+        if config is None:
+            return Engine(self.target, None, EngineConfig(max_model_len=self.max_model_len, **asdict(options)))
+        engine_config = EngineConfig(
+            max_model_len=self.max_model_len,
+            **asdict(options),
+            max_depth=config.max_depth,
+            tree=None if config.tree_width is None else TreeShape(width=config.tree_width, budget=config.tree_budget),
+            sample_drafts=config.draft_sample_method == "probabilistic",
         )
+        return Engine(self.target, self._load_drafter(config), engine_config, config.depth_at)
 
 
-def _take(done: Round, stream: TextStream | None) -> tuple[list[int], bool]:
-    """Return the round's tokens up to the one that completes a stop string, and whether one did."""
-    if stream is None:
-        return list(done.tokens), False
-    for count, token in enumerate(done.tokens, start=1):
-        if stream.push(token):
-            return list(done.tokens[:count]), True
-    return list(done.tokens), False
+class _Job:
+    """A prompt and the answers to it that are in the making."""
 
+    def __init__(self, number: str, text: str | None, prompt_ids: tuple[int, ...], answers: list[Answer]) -> None:
+        self.number = number
+        self.text = text
+        self.prompt_ids = prompt_ids
+        self.answers = answers
 
-def _last(events: Iterator[StreamEvent]) -> RequestOutput:
-    output = None
-    for event in events:
-        output = event.output
-    assert output is not None
-    return output
+    @property
+    def is_finished(self) -> bool:
+        return all(answer.is_finished for answer in self.answers)
+
+    def output(self, eos_ids: tuple[int, ...]) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.number,
+            prompt=self.text,
+            prompt_token_ids=self.prompt_ids,
+            outputs=tuple(answer.completion(eos_ids) for answer in self.answers),
+            metrics=RequestMetrics.pooled([answer.metrics() for answer in self.answers]),
+        )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -246,14 +308,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _text_of(prompt: Prompt) -> str | None:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
-
-
-def _check_method(config: SpeculativeConfig, drafter: Drafter) -> None:
-    found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
-    if config.method not in (None, found):
-        raise ConfigError(
-            f"speculative_config: 'method' is '{config.method}', but {config.model} is a drafter for method '{found}'"
-        )
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -71,6 +71,12 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative_config: not valid JSON: {error}") from None
         return cls.from_dict(values)
 
+    @property
+    def max_depth(self) -> int:
+        """The deepest `depth_at` can answer."""
+        table = self.num_speculative_tokens_per_batch_size or ()
+        return max(self.num_speculative_tokens, *(row[2] for row in table), 0)
+
     def depth_at(self, batch_size: int) -> int:
         """Return how deep to draft for a batch; 0 means not at all."""
         for first, last, depth in self.num_speculative_tokens_per_batch_size or ():

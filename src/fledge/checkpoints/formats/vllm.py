@@ -112,7 +112,7 @@ def write(config: DrafterConfig) -> dict[str, Any]:
         return {
             "architectures": ["EagleLlamaForCausalLM"],
             **write_layer_fields(config),
-            "bias": config.fc_bias,
+            # Not "bias", EAGLE's own name for fc's bias: vLLM takes it for attention biases that are not there.
             "torch_dtype": config.dtype,
         }
     fields: dict[str, Any] = {

@@ -1,0 +1,114 @@
+"""The drafting half of a round, for a batch: chains, or trees. `decoding/drafting.py` is the same for one sequence."""
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.drafting import TreeShape
+from fledge.decoding.random import Stream, uniform
+from fledge.decoding.sampling import choose
+from fledge.decoding.tree import Expansion, expand, rank
+from fledge.engine.paged_cache import RoundPass, slots_of
+from fledge.engine.round_models import RoundModels, chain_pass
+from fledge.engine.row_state import RowState
+from fledge.kernels.argmax import argmax_rows
+from fledge.models.drafter.base import DraftStates
+
+
+def propose(models: RoundModels, state: RowState, rows: Tensor, settled: DraftStates, depth: int) -> None:
+    """Draft for `rows` [batch] from the drafter's states [batch, hidden] at their last settled rows."""
+    if models.tree is not None:
+        _draft_trees(models, state, rows, settled, depth, models.tree)
+    else:
+        _draft_chains(models, state, rows, settled, depth)
+    # The reference loop's rule: the drafts and the token after them must lie before `draft_until`.
+    room = state.draft_until[rows] - state.length[rows] - 2
+    state.draft_count[rows] = room.clamp(min=0, max=depth)
+
+
+def _draft_chains(models: RoundModels, state: RowState, rows: Tensor, states: DraftStates, depth: int) -> None:
+    drafter, cache = models.require_drafter()
+    position = state.length[rows] - 1  # of the settled row
+    for step in range(depth):
+        if models.sample_drafts:
+            token = _sample(models, state, rows, states.head, position, step)
+        else:
+            token = drafter.to_target_ids(argmax_rows(drafter.logits(states.head)))
+        state.drafts[rows, step] = token
+        if step + 1 < depth:
+            position = position + 1
+            storage = chain_pass(cache, models, state, rows, position[:, None])
+            states = drafter(token, states.feature, position, storage)
+
+
+def _sample(models: RoundModels, state: RowState, rows: Tensor, head: Tensor, position: Tensor, step: int) -> Tensor:
+    """Draw one draft for each row at its temperature, and keep the distribution it came from."""
+    drafter, _ = models.require_drafter()
+    logits = drafter.full_vocab_logits(head).float()
+    probs = (logits / state.temperature[rows, None]).softmax(-1)
+    # A greedy request drafts its best token, with certainty.
+    best = torch.zeros_like(probs).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
+    probs = torch.where(state.is_greedy[rows, None], best, probs)
+    state.draft_probs[rows, step] = probs
+    return choose(probs, uniform(state.seed[rows], position + 2, Stream.DRAFT))
+
+
+def _draft_trees(
+    models: RoundModels, state: RowState, rows: Tensor, states: DraftStates, depth: int, shape: TreeShape
+) -> None:
+    """Grow a tree for each row, level by level.
+
+    The rows of earlier levels are fed again with each level: attention is told who sees whom within one pass only,
+    and the drafter is small. They sit behind the settled rows and are overwritten by the next round.
+    """
+    drafter, cache = models.require_drafter()
+    batch, device = len(rows), rows.device
+    tables, length = state.block_tables[rows], state.length[rows]
+    head, feature = states.head[:, None], states.feature[:, None]  # [batch, frontier, hidden]
+    scores = torch.zeros(batch, 1, device=device)
+    tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)  # of all rows drafted so far
+    features = feature[:, :0]
+    depths = tokens
+    mask = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)  # which drafted row sees which
+    levels: list[Expansion] = []
+    for level in range(depth):
+        logprobs = drafter.full_vocab_logits(head).float().log_softmax(-1)  # [batch, frontier, vocab]
+        expansion = expand(scores, logprobs, shape.width)
+        levels.append(expansion)
+        if level + 1 == depth:
+            break
+        grown = expansion.frontier  # [batch, width]
+        origins = expansion.origins.gather(1, grown)
+        scores = expansion.scores.gather(1, grown)
+        mask = _with_children(mask, origins, width=grown.shape[1], previous=head.shape[1] if level else 0)
+        tokens = torch.cat([tokens, expansion.tokens.gather(1, grown)], dim=1)
+        features = torch.cat([features, feature.gather(1, origins[..., None].expand(-1, -1, feature.shape[-1]))], dim=1)
+        depths = torch.cat([depths, torch.full_like(grown, level)], dim=1)
+        stored = length[:, None] + torch.arange(tokens.shape[1], device=device)
+        storage = RoundPass(
+            cache=cache,
+            block_tables=tables,
+            context_lens=length,
+            slots=slots_of(tables, stored, models.block_size).flatten(),
+            rows=tokens.shape[1],
+            max_context=models.max_length,
+            tree_mask=mask,
+            depths=depths,
+        )
+        out = drafter(tokens.flatten(), features.flatten(0, 1), (length[:, None] + depths).flatten(), storage)
+        head = out.head.view(batch, -1, out.head.shape[-1])[:, -grown.shape[1] :]
+        feature = out.feature.view(batch, -1, out.feature.shape[-1])[:, -grown.shape[1] :]
+    tree = rank(levels, shape.budget)
+    state.tree_tokens[rows] = tree.tokens
+    state.tree_parents[rows] = tree.parents
+    state.tree_depths[rows] = tree.depths
+
+
+def _with_children(mask: Tensor, origins: Tensor, *, width: int, previous: int) -> Tensor:
+    """Add `width` rows to the mask [batch, n, n]: each sees itself and what its origin, of the last level, sees."""
+    batch, drafted = mask.shape[0], mask.shape[1]
+    inherited = mask.new_zeros(batch, width, drafted)
+    if drafted:
+        inherited = mask[:, drafted - previous :].gather(1, origins[..., None].expand(-1, -1, drafted))
+    own = torch.eye(width, dtype=torch.bool, device=mask.device).expand(batch, -1, -1)
+    above = torch.cat([mask, mask.new_zeros(batch, drafted, width)], dim=2)
+    return torch.cat([above, torch.cat([inherited, own], dim=2)], dim=1)

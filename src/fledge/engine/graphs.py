@@ -1,0 +1,118 @@
+"""Rounds as CUDA graphs: one for each batch size in use, each depth and each way of choosing.
+
+A graph replays a whole round with one launch. It reads its rows from a fixed tensor and everything else from the row
+state, so between replays only the list of rows changes. Batches are padded to the next captured size with the row
+that belongs to nobody.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.engine.choosing import Choosing, DeviceChooser
+from fledge.engine.round import RoundOutcome, run_round
+from fledge.engine.round_models import RoundModels
+from fledge.engine.row_state import RowState
+
+MAX_GRAPHS = 256  # a bound on graph memory; rounds beyond it run without
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """What distinguishes one captured round from another."""
+
+    batch: int
+    verify: int
+    draft: int
+    choosing: Choosing
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedRound:
+    graph: torch.cuda.CUDAGraph
+    rows: Tensor  # [batch]: written before each replay
+    counts: Tensor  # [batch]: drafts that counted, as they were before the round
+    outcome: RoundOutcome
+
+
+def batch_sizes(max_requests: int) -> list[int]:
+    """Return the batch sizes to capture: every one up to 4, then steps of at most a quarter."""
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32) if size < max_requests]
+    sizes += range(40, min(max_requests, 128), 8)
+    sizes += range(128, max_requests, 32)
+    return [*(size for size in sizes if size < max_requests), max_requests]
+
+
+class RoundGraphs:
+    """Captures rounds when they are first needed, or ahead of time by `warm_up`."""
+
+    def __init__(self, models: RoundModels, state: RowState, max_requests: int) -> None:
+        self.models = models
+        self.state = state
+        self.sizes = batch_sizes(max_requests)
+        self._captured: dict[RoundShape, CapturedRound] = {}
+        self._pool: Any = None  # of graph memory; torch gives its type no public name
+
+    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> tuple[RoundOutcome, Tensor]:
+        """Run a round for `rows`; return its outcome and how many drafts counted, for those rows only."""
+        size = next(size for size in self.sizes if size >= len(rows))
+        shape = RoundShape(size, verify, draft, choosing)
+        padded = self.state.tensor([*rows, *[self.state.padding_row] * (size - len(rows))])
+        captured = self._captured.get(shape)
+        if captured is None and len(self._captured) < MAX_GRAPHS:
+            captured = self._capture(shape)
+        if captured is None:
+            counts = self.state.draft_count[padded]
+            chooser = DeviceChooser(self.state, padded, choosing)
+            outcome = run_round(self.models, self.state, padded, chooser, verify=verify, draft=draft)
+        else:
+            captured.rows.copy_(padded, non_blocking=True)
+            captured.graph.replay()
+            counts, outcome = captured.counts, captured.outcome
+        used = len(rows)
+        return RoundOutcome(tokens=outcome.tokens[:used], accepted=outcome.accepted[:used]), counts[:used]
+
+    def warm_up(
+        self, depths: Iterable[int], max_batch: int, progress: Callable[[int, int], None] = lambda _done, _all: None
+    ) -> None:
+        """Capture the greedy rounds of all batch sizes up to `max_batch`, the largest first: it sizes the memory."""
+        sizes = [size for size in reversed(self.sizes) if size <= max_batch]
+        shapes = [RoundShape(size, depth, depth, Choosing.GREEDY) for depth in depths for size in sizes]
+        for done, shape in enumerate(shapes):
+            progress(done, len(shapes))
+            if shape not in self._captured:
+                self._capture(shape)
+        progress(len(shapes), len(shapes))
+
+    def _capture(self, shape: RoundShape) -> CapturedRound:
+        """Run the round once on padding, so that kernels are compiled and libraries set up, then record it."""
+        rows = torch.full((shape.batch,), self.state.padding_row, dtype=torch.int64, device=self.state.device)
+
+        def play() -> tuple[RoundOutcome, Tensor]:
+            counts = self.state.draft_count[rows]
+            chooser = DeviceChooser(self.state, rows, shape.choosing)
+            outcome = run_round(self.models, self.state, rows, chooser, verify=shape.verify, draft=shape.draft)
+            return outcome, counts
+
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            play()
+            self._reset_padding()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outcome, counts = play()
+            self._reset_padding()
+        self._pool = graph.pool()
+        captured = CapturedRound(graph=graph, rows=rows, counts=counts, outcome=outcome)
+        self._captured[shape] = captured
+        return captured
+
+    def _reset_padding(self) -> None:
+        """The padding row must not wander off: its positions would leave its block."""
+        self.state.length[self.state.padding_row] = 0
+        self.state.last_token[self.state.padding_row] = 0

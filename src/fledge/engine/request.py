@@ -1,0 +1,102 @@
+"""A request inside the engine: what was asked, what is known of the answer, and where it stands."""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.kv_pool import BlockTable
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"  # has no row and no blocks
+    PREFILL = "prefill"  # has a row and blocks; its tokens are being read
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """Mutable; changed by the scheduler (phase, row, blocks) and the engine (tokens, statistics) only.
+
+    `tokens` is what the host knows. The device may be ahead of it by the rounds that have not been read yet, which
+    add at most `in_flight` tokens.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    max_length: int  # of prompt and answer together
+    draft_until: int  # no drafting for positions from here on
+
+    tokens: list[int] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    row: int | None = None
+    table: BlockTable = field(default_factory=BlockTable)
+    placed_blocks: int = 0  # blocks of the table that the device knows
+    settled: int = 0  # positions whose target and drafter rows are final
+    in_flight: int = 0
+    finish_reason: str | None = None
+
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    logprobs: list["TokenLogprobs"] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, found in the pool when it was admitted
+    preemptions: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def chooses_first_token(self) -> bool:
+        """Whether prefill ends by choosing a token. After a preemption the last token is known already."""
+        return self.num_output == 0
+
+    @property
+    def prefill_end(self) -> int:
+        """How many tokens prefill reads: all of a prompt; of a resumed request all but the last."""
+        return len(self.tokens) if self.chooses_first_token else len(self.tokens) - 1
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the host must see each round before the next: its choices depend on the tokens before."""
+        p = self.params
+        penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        return penalised or p.logit_bias is not None or p.min_tokens > 0 or p.logprobs is not None
+
+    def accept(self, tokens: list[int]) -> list[int]:
+        """Take over tokens up to the first that ends the answer; return those taken."""
+        limit = self.max_length
+        if self.params.max_tokens is not None:
+            limit = min(limit, len(self.prompt) + self.params.max_tokens)
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            if token in self.stop_ids:
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= limit:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return tokens[:count]
+        return tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities under the target's own distribution, before temperature and penalties."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, best first

@@ -1,0 +1,154 @@
+"""One round as one device program: verify, accept, fuse, extend the drafter, draft.
+
+Nothing here reads a tensor on the host, so a whole round can be captured as a CUDA graph and the next one can be
+launched before anybody knows what this one accepted. `decoding/reference.py` is the same thing said simply.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.acceptance import accept_rejection, accept_tree
+from fledge.decoding.tree import DraftTree, visibility
+from fledge.engine.choosing import Chooser
+from fledge.engine.draft_round import propose
+from fledge.engine.paged_cache import RoundPass, slots_of
+from fledge.engine.round_models import RoundModels, chain_pass
+from fledge.engine.row_state import RowState
+from fledge.kernels.accept import accept_chain, accept_greedy
+from fledge.models.drafter.base import DraftStates
+from fledge.models.target.decoder import TargetStates
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOutcome:
+    """What the host reads, one round late."""
+
+    tokens: Tensor  # [batch, depth + 1]: emitted tokens, then PADDING
+    accepted: Tensor  # [batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verified:
+    """The first half of a round. Settled rows are those of the last token and of the accepted drafts, in order."""
+
+    tokens: Tensor  # [batch, width]: emitted tokens, then PADDING
+    accepted: Tensor  # [batch]
+    states: TargetStates  # [batch * width, ...] of the settled rows; rows after them are padding
+
+
+def run_round(
+    models: RoundModels, state: RowState, rows: Tensor, chooser: Chooser, *, verify: int, draft: int
+) -> RoundOutcome:
+    """Verify `verify` drafts (levels of a tree) of each of `rows` [batch], then draft `draft` more.
+
+    Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
+    """
+    length = state.length[rows]
+    drafter = models.drafter if draft else None
+    aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
+    if verify and models.tree is not None:
+        verified = _verify_trees(models, state, rows, chooser, verify, aux_layer_ids)
+    else:
+        verified = _verify_chains(models, state, rows, chooser, verify, aux_layer_ids)
+    state.last_token[rows] = verified.tokens.gather(1, verified.accepted[:, None]).squeeze(1)
+    state.length[rows] = length + verified.accepted + 1
+    if drafter is None:
+        state.draft_count[rows] = 0
+    else:
+        _extend_and_draft(models, state, rows, length, verified, draft)
+    return RoundOutcome(tokens=verified.tokens, accepted=verified.accepted)
+
+
+def _verify_chains(
+    models: RoundModels, state: RowState, rows: Tensor, chooser: Chooser, verify: int, aux_layer_ids: tuple[int, ...]
+) -> _Verified:
+    batch, width = len(rows), verify + 1
+    drafts = state.drafts[rows, :verify]  # [batch, verify]
+    tokens = torch.cat([state.last_token[rows, None], drafts], dim=1)  # [batch, width]
+    positions = state.length[rows, None] + torch.arange(width, device=rows.device)
+    storage = chain_pass(models.target_cache, models, state, rows, positions)
+    states = models.target(tokens.flatten(), positions.flatten(), storage, aux_layer_ids)
+    logits = models.target.logits(states.final)  # [batch * width, vocab]
+    limits = state.draft_count[rows]
+    if chooser.is_greedy:
+        found = accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=limits)
+        return _Verified(tokens=found.tokens, accepted=found.accepted, states=states)
+    decided = positions + 1
+    if models.sample_drafts and verify:
+        judged = accept_rejection(
+            drafts,
+            state.draft_probs[rows, :verify],
+            chooser.probabilities(logits).view(batch, width, -1),
+            *chooser.rejection_uniforms(decided),
+            draft_lengths=limits,
+        )
+        return _Verified(tokens=judged.tokens, accepted=judged.accepted, states=states)
+    found = accept_chain(drafts, chooser.choices(logits, decided).view(batch, width), draft_lengths=limits)
+    return _Verified(tokens=found.tokens, accepted=found.accepted, states=states)
+
+
+def _verify_trees(
+    models: RoundModels, state: RowState, rows: Tensor, chooser: Chooser, depth: int, aux_layer_ids: tuple[int, ...]
+) -> _Verified:
+    """Verify whole trees. Node n is stored at slot length + 1 + n; the accepted path then moves to its positions."""
+    batch, length = len(rows), state.length[rows]
+    tree = DraftTree(
+        tokens=state.tree_tokens[rows],
+        parents=state.tree_parents[rows],
+        depths=state.tree_depths[rows],
+        scores=state.tree_tokens[rows].float(),  # ranked already, and not asked for again
+        max_depth=depth,
+    )
+    width = tree.tokens.shape[1] + 1
+    depths = torch.cat([torch.zeros_like(length)[:, None], tree.depths], dim=1)  # [batch, width]
+    tokens = torch.cat([state.last_token[rows, None], tree.tokens], dim=1)
+    positions, tables = length[:, None] + depths, state.block_tables[rows]
+    stored = length[:, None] + torch.arange(width, device=rows.device)
+    storage = RoundPass(
+        cache=models.target_cache,
+        block_tables=tables,
+        context_lens=length,
+        slots=slots_of(tables, stored, models.block_size).flatten(),
+        rows=width,
+        max_context=models.max_length,
+        tree_mask=visibility(tree.parents),
+        depths=depths,
+    )
+    states = models.target(tokens.flatten(), positions.flatten(), storage, aux_layer_ids)
+    choices = chooser.choices(models.target.logits(states.final), positions + 1).view(batch, width)
+    path = accept_tree(tree, choices, depth_limits=state.draft_count[rows])
+
+    # Rows after the path's end stay where they are (source = destination) and are overwritten by the next round.
+    places = torch.arange(depth + 1, device=rows.device).expand(batch, -1)
+    on_path = places <= path.accepted[:, None]
+    source = torch.where(on_path, torch.cat([places[:, :1], path.nodes + 1], dim=1), places)  # verify rows
+    moved_from = slots_of(tables, length[:, None] + source, models.block_size)
+    moved_to = slots_of(tables, length[:, None] + places, models.block_size)
+    models.target_cache.move(moved_from.flatten(), moved_to.flatten())
+
+    flat = (torch.arange(batch, device=rows.device)[:, None] * width + source.clamp(max=width - 1)).flatten()
+    settled = TargetStates(final=states.final[flat], aux=None if states.aux is None else states.aux[flat])
+    return _Verified(tokens=path.tokens, accepted=path.accepted, states=settled)
+
+
+def _extend_and_draft(
+    models: RoundModels, state: RowState, rows: Tensor, length: Tensor, verified: _Verified, depth: int
+) -> None:
+    """Let the drafter read the settled rows, then draft from the last of them.
+
+    Row i pairs the feature at its position with the token emitted after it. Rows after the last settled one hold
+    padding: they are computed because leaving them out would take longer, and overwritten while drafting.
+    """
+    drafter, cache = models.require_drafter()
+    batch, width = verified.tokens.shape
+    positions = length[:, None] + torch.arange(width, device=rows.device)
+    out = drafter(
+        verified.tokens.clamp(min=0).flatten(),
+        drafter.fuse(verified.states),
+        positions.flatten(),
+        chain_pass(cache, models, state, rows, positions),
+    )
+    last = torch.arange(batch, device=rows.device) * width + verified.accepted
+    propose(models, state, rows, DraftStates(head=out.head[last], feature=out.feature[last]), depth)

@@ -1,0 +1,239 @@
+"""Runs what the scheduler planned, and reads the results when asked.
+
+The runner owns the device: caches, row state, graphs. It knows requests only as sources of tokens and settings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.tree import DraftTree
+from fledge.engine.choosing import Choosing, DeviceChooser, Logprobs, Watcher
+from fledge.engine.draft_round import propose
+from fledge.engine.graphs import RoundGraphs
+from fledge.engine.paged_cache import ChunkPass, PagedCache
+from fledge.engine.request import Request, TokenLogprobs
+from fledge.engine.round import run_round
+from fledge.engine.round_models import RoundModels
+from fledge.engine.row_state import RowState
+from fledge.engine.scheduler import Chunk, Plan
+from fledge.models.drafter.base import DraftStates
+
+
+@dataclass(kw_only=True)
+class RequestResult:
+    """What a launch did for one request."""
+
+    request: Request
+    tokens: list[int]
+    drafted: int
+    accepted: int
+    in_flight: int  # what the scheduler had reserved for it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Readback:
+    """Tensors on their way to the host. `ready` waits for them; until then nobody waits for anything."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensors and tensors[0].is_cuda:
+            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host = list(tensors)
+
+    def ready(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """One step on the device: what was asked, and where its results arrive."""
+
+    plan: Plan
+    first_tokens: Readback | None  # [chunks that chose a token]
+    first_logprobs: Logprobs | None
+    rounds: Readback | None  # tokens [batch, verify + 1], accepted [batch], drafts that counted [batch]
+    round_logprobs: Logprobs | None
+
+
+class Runner:
+    """Executes plans. Everything it does is queued on the device's stream, in order."""
+
+    def __init__(self, models: RoundModels, state: RowState, graphs: RoundGraphs | None) -> None:
+        self.models = models
+        self.state = state
+        self.graphs = graphs
+        self.device = state.device
+        self.vocab_size = models.target.config.vocab_size
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launch:
+        admitted = [chunk.request for chunk in plan.chunks if chunk.request.placed_blocks == 0]
+        if admitted:
+            self.state.begin([_row(request) for request in admitted], admitted, self.vocab_size)
+        self._place_blocks([*(chunk.request for chunk in plan.chunks), *plan.decoding])
+        rounds, round_logprobs = self._round(plan) if plan.decoding else (None, None)
+        first, first_logprobs = self._prefill(plan.chunks, plan.draft) if plan.chunks else (None, None)
+        return Launch(
+            plan=plan, first_tokens=first, first_logprobs=first_logprobs, rounds=rounds, round_logprobs=round_logprobs
+        )
+
+    def read(self, launch: Launch) -> list[RequestResult]:
+        """Wait for a launch and return its results, one for each request that got tokens."""
+        results: list[RequestResult] = []
+        if launch.rounds is not None:
+            tokens, accepted, counts = (tensor.tolist() for tensor in launch.rounds.ready())
+            per_row = launch.plan.verify + 1
+            for i, request in enumerate(launch.plan.decoding):
+                kept = accepted[i] + 1
+                logprobs = []
+                if launch.round_logprobs is not None:
+                    logprobs = launch.round_logprobs.of(request, i * per_row, tokens[i][:kept])
+                results.append(
+                    RequestResult(
+                        request=request,
+                        tokens=tokens[i][:kept],
+                        drafted=min(counts[i], launch.plan.verify),
+                        accepted=accepted[i],
+                        in_flight=per_row,
+                        logprobs=logprobs,
+                    )
+                )
+        if launch.first_tokens is not None:
+            (first,) = launch.first_tokens.ready()
+            choosing = [chunk.request for chunk in launch.plan.chunks if chunk.chooses]
+            for i, (request, token) in enumerate(zip(choosing, first.tolist(), strict=True)):
+                logprobs = [] if launch.first_logprobs is None else launch.first_logprobs.of(request, i, [token])
+                results.append(
+                    RequestResult(
+                        request=request, tokens=[token], drafted=0, accepted=0, in_flight=1, logprobs=logprobs
+                    )
+                )
+        return results
+
+    def _place_blocks(self, requests: list[Request]) -> None:
+        placements: list[tuple[int, int, int]] = []
+        for request in requests:
+            blocks = request.table.blocks
+            assert request.row is not None
+            placements += [(request.row, i, blocks[i]) for i in range(request.placed_blocks, len(blocks))]
+            request.placed_blocks = len(blocks)
+        self.state.place_blocks(placements)
+
+    def _round(self, plan: Plan) -> tuple[Readback, Logprobs | None]:
+        requests, verify, draft = plan.decoding, plan.verify, plan.draft
+        rows = [_row(request) for request in requests]
+        watched = any(request.is_watched for request in requests)
+        if self.graphs is not None and not watched:
+            choosing = Choosing.needed_by(requests)
+            outcome, counts = self.graphs.replay(rows, verify=verify, draft=draft, choosing=choosing)
+            return Readback([outcome.tokens, outcome.accepted, counts]), None
+        index = self.state.tensor(rows)
+        counts = self.state.draft_count[index]
+        if not watched:
+            chooser = DeviceChooser(self.state, index, Choosing.needed_by(requests))
+            outcome = run_round(self.models, self.state, index, chooser, verify=verify, draft=draft)
+            return Readback([outcome.tokens, outcome.accepted, counts]), None
+        watcher = Watcher(requests, self.state, self.vocab_size, self._drafts(index, verify))
+        outcome = run_round(self.models, self.state, index, watcher, verify=verify, draft=draft)
+        return Readback([outcome.tokens, outcome.accepted, counts]), watcher.logprobs
+
+    def _drafts(self, rows: Tensor, verify: int) -> Tensor | DraftTree | None:
+        """What the next round of `rows` verifies."""
+        if verify == 0:
+            return None
+        if self.models.tree is None:
+            return self.state.drafts[rows, :verify]
+        tokens = self.state.tree_tokens[rows]
+        return DraftTree(
+            tokens=tokens,
+            parents=self.state.tree_parents[rows],
+            depths=self.state.tree_depths[rows],
+            scores=tokens.float(),
+            max_depth=verify,
+        )
+
+    def _prefill(self, chunks: list[Chunk], depth: int) -> tuple[Readback | None, Logprobs | None]:
+        """Read chunks of prompts into both caches; where one completes, choose the next token and draft."""
+        models, state = self.models, self.state
+        index = state.tensor([_row(chunk.request) for chunk in chunks])
+        lengths = [chunk.end - chunk.start for chunk in chunks]
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        tokens = state.tensor([t for chunk in chunks for t in chunk.request.tokens[chunk.start : chunk.end]])
+        positions = state.tensor([p for chunk in chunks for p in range(chunk.start, chunk.end)])
+        slots = state.tensor([s for chunk in chunks for s in _slots(chunk, models.block_size)])
+        context_lens = state.tensor([chunk.start for chunk in chunks])
+        query_starts = state.tensor(starts, torch.int32)
+        tables = state.block_tables[index]
+
+        def storage(cache: PagedCache) -> ChunkPass:
+            return ChunkPass(
+                cache=cache,
+                block_tables=tables,
+                context_lens=context_lens,
+                query_starts=query_starts,
+                slots=slots,
+                max_chunk=max(lengths),
+            )
+
+        drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
+        aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
+        states = models.target(tokens, positions, storage(models.target_cache), aux_layer_ids)
+
+        completing = [i for i, chunk in enumerate(chunks) if chunk.completes]
+        choosing = [i for i, chunk in enumerate(chunks) if chunk.chooses]
+        first, logprobs = None, None
+        if choosing:
+            ends = state.tensor([starts[i + 1] - 1 for i in choosing])
+            requests = [chunks[i].request for i in choosing]
+            watcher = Watcher(requests, state, self.vocab_size)
+            following_end = state.tensor([chunks[i].end for i in choosing])
+            first = watcher.choices(models.target.logits(states.final[ends]), following_end)
+            logprobs = watcher.logprobs
+        if completing:
+            rows = index[state.tensor(completing)]
+            state.length[rows] = state.tensor([chunks[i].end for i in completing])
+            known = [i for i in completing if not chunks[i].chooses]
+            if known:
+                state.last_token[index[state.tensor(known)]] = state.tensor(
+                    [chunks[i].request.tokens[chunks[i].end] for i in known]
+                )
+            if first is not None:
+                state.last_token[index[state.tensor(choosing)]] = first
+            state.draft_count[rows] = 0
+        if drafter is not None and models.drafter_cache is not None:
+            following = state.tensor([t for chunk in chunks for t in _following(chunk)])
+            if first is not None:
+                following[state.tensor([starts[i + 1] - 1 for i in choosing])] = first
+            out = drafter(following, drafter.fuse(states), positions, storage(models.drafter_cache))
+            if completing and depth > 0:
+                ends = state.tensor([starts[i + 1] - 1 for i in completing])
+                propose(models, state, rows, DraftStates(head=out.head[ends], feature=out.feature[ends]), depth)
+        return (None if first is None else Readback([first])), logprobs
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None
+    return request.row
+
+
+def _slots(chunk: Chunk, block_size: int) -> list[int]:
+    blocks = chunk.request.table.blocks
+    return [blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, chunk.end)]
+
+
+def _following(chunk: Chunk) -> list[int]:
+    """The token after each of the chunk's; 0 stands in for one that is not known yet."""
+    tokens = chunk.request.tokens[chunk.start + 1 : chunk.end + 1]
+    return tokens + [0] * (chunk.end - chunk.start - len(tokens))

@@ -1,0 +1,185 @@
+"""Who runs in the next step: admission in order of arrival, prompts in chunks, blocks ahead of need.
+
+Knows requests, rows and blocks; knows no tensors and no tokens' meaning. A step has two parts that run one after the
+other: chunks of prompts, under a token budget so that they cannot hold up decoding for long, and a round for all
+requests that are decoding.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from fledge.engine.kv_pool import KVPool
+from fledge.engine.request import Phase, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A run of a request's tokens to read: `start` to `end`."""
+
+    request: Request
+    start: int
+    end: int
+    completes: bool  # no tokens are left after it
+    chooses: bool  # it completes, and the next token is not known yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One step. `verify` drafts are checked and `draft` tokens drafted in the round; chunks that complete draft too."""
+
+    chunks: list[Chunk]
+    decoding: list[Request]
+    verify: int
+    draft: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks and not self.decoding
+
+
+class MustSettle(Exception):  # noqa: N818 - a signal, not an error
+    """The plan needs tokens that are still in flight: read them and ask again."""
+
+
+class Scheduler:
+    """Owns the waiting queue, the running requests, their rows and their blocks."""
+
+    def __init__(
+        self, pool: KVPool, *, max_requests: int, max_prefill_tokens: int, max_depth: int, scratch_slots: int = 0
+    ) -> None:
+        """`scratch_slots` is what a round needs beyond the tokens it may add: the room to lay out trees."""
+        self.pool = pool
+        self.scratch_slots = scratch_slots
+        self.max_prefill_tokens = max_prefill_tokens
+        self.max_depth = max_depth
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission: the last is the first to be preempted
+        self.preemptions = 0
+        self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._last_draft = 0
+
+    @property
+    def lookahead(self) -> int:
+        """Slots a request needs beyond its known tokens: one unread round, one to run, and its drafts."""
+        return 3 * (self.max_depth + 1) + self.scratch_slots
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it stands. What the device still computes for it is discarded."""
+        if request.phase is Phase.WAITING:
+            self.waiting.remove(request)
+        elif request.phase is not Phase.FINISHED:
+            self.running.remove(request)
+            self._vacate(request)
+        request.phase = Phase.FINISHED
+
+    def plan(self, depth: int) -> Plan:
+        """Decide the next step, drafting `depth` tokens. Raises MustSettle before anything is changed for good.
+
+        Changes phases, rows and blocks of the requests it moves.
+        """
+        if depth > 0:
+            if self._last_draft == 0 and any(request.in_flight for request in self.running):
+                raise MustSettle  # the drafter has missed tokens that nobody knows yet
+            self._catch_up()
+        verify = self._last_draft
+        decoding = [request for request in self.running if request.phase is Phase.DECODE]
+        for request in decoding:
+            if request.phase is Phase.DECODE:  # not preempted by an earlier one in this loop
+                self._grow(request)
+        decoding = [request for request in decoding if request.phase is Phase.DECODE]
+        chunks = self._plan_chunks(self.max_prefill_tokens - len(decoding) * (verify + 1))
+        for request in decoding:
+            request.in_flight += verify + 1
+        self._last_draft = depth
+        return Plan(chunks=chunks, decoding=decoding, verify=verify, draft=depth)
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity(request.table for request in self.running)
+        rows = [request.row for request in self.running]
+        assert None not in rows
+        assert len(set(rows) | set(self._free_rows)) == len(rows) + len(self._free_rows), "a row is owned twice"
+        assert all(request.phase in (Phase.PREFILL, Phase.DECODE) for request in self.running)
+        assert all(request.phase is Phase.WAITING for request in self.waiting)
+        assert all(not request.table.blocks and request.row is None for request in self.waiting)
+        assert all(0 <= request.settled < len(request.tokens) + 1 for request in self.running)
+        assert all(request.in_flight >= 0 for request in self.running)
+
+    def _plan_chunks(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        budget = max(budget, 1)  # however many requests decode, prompts move on
+        for request in self.running:
+            if request.phase is Phase.PREFILL and budget > 0:
+                chunks.append(self._chunk(request, budget))
+                budget -= chunks[-1].end - chunks[-1].start
+        while budget > 0 and self.waiting and self._free_rows and self._admit(self.waiting[0]):
+            request = self.waiting.popleft()
+            chunks.append(self._chunk(request, budget))
+            budget -= chunks[-1].end - chunks[-1].start
+        return chunks
+
+    def _chunk(self, request: Request, budget: int) -> Chunk:
+        start, end = request.settled, min(request.prefill_end, request.settled + budget)
+        completes = end == request.prefill_end
+        chooses = completes and request.chooses_first_token
+        request.settled = end
+        if completes:
+            request.in_flight += int(chooses)
+            request.phase = Phase.DECODE
+        return Chunk(request=request, start=start, end=end, completes=completes, chooses=chooses)
+
+    def _admit(self, request: Request) -> bool:
+        """Give the request a row and blocks for all it has, what is cached included; False if there is no room."""
+        table = self.pool.match(request.tokens[: request.prefill_end])
+        cached = len(table.blocks) * self.pool.block_size
+        if not self.pool.grow(table, len(request.tokens) + self.lookahead):
+            self.pool.release(table)
+            self.pool.asked_tokens -= request.prefill_end
+            self.pool.hit_tokens -= cached
+            return False
+        request.table, request.row = table, self._free_rows.pop()
+        request.settled, request.placed_blocks = cached, 0
+        if request.preemptions == 0:
+            request.cached_tokens = cached
+        request.phase = Phase.PREFILL
+        self.running.append(request)
+        return True
+
+    def _grow(self, request: Request) -> None:
+        """Allocate ahead for the next round; preempt from the back of the line until there is room."""
+        needed = len(request.tokens) + request.in_flight + self.lookahead - (self.max_depth + 1)
+        while not self.pool.grow(request.table, needed):
+            if any(other.in_flight for other in self.running):
+                raise MustSettle
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return
+
+    def _preempt(self, request: Request) -> None:
+        """Give up a request's row and blocks. It is read again from the start, or from what stays cached, later."""
+        self.running.remove(request)
+        self._vacate(request)
+        request.phase = Phase.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _catch_up(self) -> None:
+        """Send requests whose drafter rows stayed behind (rounds without drafting) back to read what it missed."""
+        behind = [
+            r for r in self.running if r.phase is Phase.DECODE and r.settled < len(r.tokens) - 1 and r.draft_until
+        ]
+        if any(request.in_flight for request in behind):
+            raise MustSettle
+        for request in behind:
+            request.phase = Phase.PREFILL
+
+    def _vacate(self, request: Request) -> None:
+        assert request.row is not None
+        self._free_rows.append(request.row)
+        self.pool.release(request.table)
+        request.row = None
+        request.settled = request.placed_blocks = request.in_flight = 0

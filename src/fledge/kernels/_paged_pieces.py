@@ -1,0 +1,278 @@
+"""The two kernels of `paged_attention`: attention over pieces of keys, and the combination of pieces.
+
+The grid is fixed by what the host knows: `slots` pieces that run at once and one more for each sequence. Which piece
+of which sequence a program has, it works out from all lengths, so that pieces are about equally long whatever mix of
+lengths a replayed graph meets: one captured grid serves every length up to the bound, a long sequence among short ones
+is spread over the GPU, and programs left without a piece exit at once. Sequences of several pieces leave partial
+results, which a second kernel combines in a fixed order: results do not vary from run to run.
+"""
+
+from fledge.kernels._online_softmax import softmax_step
+from fledge.kernels._triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "row_blocks"])
+def piece_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    tables_ptr,
+    lengths_ptr,
+    tree_ptr,
+    depths_ptr,
+    scale,
+    window,
+    batch,
+    num_queries,
+    slots,
+    min_split,
+    row_blocks,
+    query_batch_stride,
+    query_stride,
+    query_head_stride,
+    key_block_stride,
+    key_token_stride,
+    key_head_stride,
+    value_block_stride,
+    value_token_stride,
+    value_head_stride,
+    table_stride,
+    tree_batch_stride,
+    tree_row_stride,
+    tree_column_stride,
+    depth_batch_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    DIRECT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (KV head and block of rows, unit): a unit is a piece of the keys of one sequence."""
+    kv_head = tl.program_id(0) // row_blocks
+    row_block = tl.program_id(0) % row_blocks
+    unit = tl.program_id(1)
+
+    sequence, first_unit, pieces = _unit_owner(
+        unit, lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW
+    )
+    if sequence >= batch:
+        return
+    context = tl.load(lengths_ptr + sequence).to(tl.int32)
+    begin, span = _key_span(context, num_queries, window, BLOCK_N, WINDOW)
+    length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
+    first = begin + (unit - first_unit) * length
+    last = tl.minimum(first + length, begin + span)
+    sequence = sequence.to(tl.int64)
+
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    number = row // GROUP  # of the query
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_D)
+    row_inside = row < num_queries * GROUP
+    tile_inside = row_inside[:, None] & (dim < HEAD_DIM)[None, :]
+    query_at = sequence * query_batch_stride + number[:, None] * query_stride + head[:, None] * query_head_stride
+    query = tl.load(query_ptr + query_at + dim[None, :], mask=tile_inside, other=0.0)
+
+    depth = number
+    if TREE:
+        column = tl.arange(0, BLOCK_Q)
+        tree_at = (
+            sequence * tree_batch_stride + number[:, None] * tree_row_stride + column[None, :] * tree_column_stride
+        )
+        in_tree = row_inside[:, None] & (column < num_queries)[None, :]
+        ancestor = tl.load(tree_ptr + tree_at, mask=in_tree, other=0).to(tl.int64)
+        ancestors = tl.sum(ancestor << column[None, :].to(tl.int64), axis=1)  # [rows] one bit for each query
+        if WINDOW:
+            depth = tl.load(depths_ptr + sequence * depth_batch_stride + number, mask=row_inside, other=0).to(tl.int32)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table = tables_ptr + sequence * table_stride
+    for start in range(first, last, BLOCK_N):
+        key_number = start + tl.arange(0, BLOCK_N)
+        inside = key_number < last
+        if BLOCK_SIZE % BLOCK_N == 0:  # a step lies within one block of the cache
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        else:
+            block = tl.load(table + key_number // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offset = key_number % BLOCK_SIZE
+        kv_inside = inside[:, None]
+        if BLOCK_D != HEAD_DIM:
+            kv_inside = kv_inside & (dim < HEAD_DIM)[None, :]
+        key_at = block * key_block_stride + offset * key_token_stride + kv_head * key_head_stride
+        key = tl.load(key_ptr + key_at[:, None] + dim[None, :], mask=kv_inside, other=0.0)
+        value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
+        value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kv_inside, other=0.0)
+
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        own = key_number - context  # the key's number within this pass, negative before it
+        if TREE:
+            bit = (ancestors[:, None] >> tl.maximum(own, 0)[None, :].to(tl.int64)) & 1
+            visible = inside[None, :] & ((own < 0)[None, :] | (bit != 0))
+        else:
+            visible = inside[None, :] & (own[None, :] <= number[:, None])
+        if WINDOW:
+            key_depth = own
+            if TREE:
+                in_pass = (own >= 0) & inside
+                stored = tl.load(depths_ptr + sequence * depth_batch_stride + own, mask=in_pass, other=0).to(tl.int32)
+                key_depth = tl.where(own < 0, own, stored)
+            visible = visible & (depth[:, None] - key_depth[None, :] < window)
+        scores = tl.where(visible, scores, float("-inf"))
+        peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, True)
+
+    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if DIRECT or pieces == 1:
+        out_at = ((sequence * num_queries + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
+        tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=tile_inside)
+    else:
+        partial_at = (unit.to(tl.int64) * KV_HEADS + kv_head) * (num_queries * GROUP) + row
+        tl.store(partial_ptr + partial_at[:, None] * HEAD_DIM + dim[None, :], mixed, mask=tile_inside)
+        tl.store(lse_ptr + partial_at, peak + tl.log2(total), mask=row_inside)
+
+
+@triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "num_rows"])
+def combine_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    lengths_ptr,
+    window,
+    batch,
+    num_queries,
+    slots,
+    min_split,
+    num_rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first_unit, pieces = _units_of(
+        sequence, lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW
+    )
+    if pieces == 1:
+        return  # written already
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, BLOCK_D)
+    row_inside = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for start in range(0, pieces, PIECES):
+        piece = start + tl.arange(0, PIECES)
+        at = (((first_unit + piece).to(tl.int64) * KV_HEADS + kv_head) * num_rows)[:, None] + row[None, :]
+        inside = (piece < pieces)[:, None] & (row < num_rows)[None, :]
+        lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))  # [pieces, rows]
+        partial_at = at[:, :, None] * HEAD_DIM + dim[None, None, :]
+        partial = tl.load(
+            partial_ptr + partial_at, mask=inside[:, :, None] & (dim < HEAD_DIM)[None, None, :], other=0.0
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, axis=0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(lse - shift[None, :])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weight, axis=0)
+        acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
+        peak = new_peak
+    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    head = kv_head * GROUP + row % GROUP
+    out_at = ((sequence.to(tl.int64) * num_queries + row // GROUP) * (KV_HEADS * GROUP) + head) * HEAD_DIM
+    tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=row_inside)
+
+
+@triton.jit
+def _unit_owner(
+    unit,
+    lengths_ptr,
+    batch,
+    num_queries,
+    window,
+    slots,
+    min_split,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return the sequence a unit belongs to (`batch` or more: to none), that sequence's first unit, and its pieces."""
+    sequence, pieces = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    if BLOCK_B == 1:
+        total = tl.sum(pieces, axis=0)
+        return tl.where(unit < total, 0, batch), 0, total
+    ends = tl.cumsum(pieces, axis=0)
+    owner = tl.sum((ends <= unit).to(tl.int32), axis=0)
+    first_unit = tl.sum(tl.where(sequence < owner, pieces, 0), axis=0)
+    return owner, first_unit, tl.sum(tl.where(sequence == owner, pieces, 0), axis=0)
+
+
+@triton.jit
+def _units_of(
+    owner,
+    lengths_ptr,
+    batch,
+    num_queries,
+    window,
+    slots,
+    min_split,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return the first unit of a sequence and the number of its pieces."""
+    sequence, pieces = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    first_unit = tl.sum(tl.where(sequence < owner, pieces, 0), axis=0)
+    return first_unit, tl.sum(tl.where(sequence == owner, pieces, 0), axis=0)
+
+
+@triton.jit
+def _cut(
+    lengths_ptr,
+    batch,
+    num_queries,
+    window,
+    slots,
+    min_split,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return the number of pieces of every sequence, [BLOCK_B], 0 beyond the batch.
+
+    All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
+    """
+    sequence = tl.arange(0, BLOCK_B)
+    context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
+    _, span = _key_span(context, num_queries, window, BLOCK_N, WINDOW)
+    span = tl.where(sequence < batch, span, 0)
+    length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)
+    pieces = tl.maximum((2 * span + length) // (2 * length), 1)  # to the nearest
+    return sequence, tl.where(sequence < batch, pieces, 0)
+
+
+@triton.jit
+def _key_span(context, num_queries, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the first key any query of a sequence sees, rounded down to a step, and the number of keys from it on."""
+    begin = context * 0
+    if WINDOW:
+        begin = tl.maximum(context - window + 1, 0) // BLOCK_N * BLOCK_N
+    return begin, tl.maximum(context + num_queries - begin, 0)

@@ -1,0 +1,172 @@
+"""Which drafts of a chain stand when they must be what the target chose, and what the round emits: one launch.
+
+    drafts   [ a  b  x ]        accepted 2, last c
+    choices  [ a  b  c  d ]     tokens [ a  b  c  PADDING ]
+
+`accept_greedy` starts from the target's logits instead of its choices and saves a launch: the argmax of the last
+step and the comparison are one kernel. All of it is integers and comparisons: kernel and reference agree exactly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.argmax import argmax_rows_reference, chunk_maxima, first_of_chunks
+
+PADDING = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainOutcome:
+    """What a round emits for each row of a batch."""
+
+    tokens: Tensor  # [batch, depth + 1] int64: accepted drafts, then the target's own token, then PADDING
+    accepted: Tensor  # [batch] int64 number of accepted drafts
+    last: Tensor  # [batch] int64 the target's own token: the last one emitted, with which the next round begins
+
+
+def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    """Accept drafts [batch, depth] for as long as they equal choices [batch, depth + 1], which are the target's.
+
+    Only the first `draft_lengths` [batch] drafts of a row are considered, all of them by default.
+    """
+    if runs_triton(choices):
+        return accept_chain_triton(drafts, choices, draft_lengths=draft_lengths)
+    return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
+
+
+def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
+    if runs_triton(logits):
+        return accept_greedy_triton(drafts, logits, draft_lengths=draft_lengths)
+    choices = argmax_rows_reference(logits.flatten(0, 1)).view(logits.shape[:2])
+    return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
+
+
+def accept_chain_reference(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    matches = drafts == choices[:, :-1]
+    if draft_lengths is not None:
+        matches = matches & (torch.arange(drafts.shape[1], device=drafts.device) < draft_lengths[:, None])
+    accepted = matches.long().cumprod(1).sum(1)
+    places = torch.arange(choices.shape[1], device=choices.device)
+    return ChainOutcome(
+        tokens=choices.masked_fill(places > accepted[:, None], PADDING),
+        accepted=accepted,
+        last=choices.gather(1, accepted[:, None]).squeeze(1),
+    )
+
+
+def accept_chain_triton(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    batch, places = choices.shape
+    outcome = _empty(batch, places, choices.device)
+    drafts, choices = drafts.contiguous(), choices.contiguous()
+    _accept_kernel[(batch,)](
+        drafts,
+        choices,
+        drafts if draft_lengths is None else draft_lengths,
+        outcome.tokens,
+        outcome.accepted,
+        outcome.last,
+        PLACES=places,
+        BLOCK=next_power_of_two(places),
+        LENGTHS=draft_lengths is not None,
+        num_warps=1,
+    )
+    return outcome
+
+
+def accept_greedy_triton(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    batch, places, vocab = logits.shape
+    values, indices = chunk_maxima(logits.reshape(batch * places, vocab))
+    outcome = _empty(batch, places, logits.device)
+    drafts = drafts.contiguous()
+    chunks = values.shape[1]
+    _accept_greedy_kernel[(batch,)](
+        drafts,
+        values,
+        indices,
+        drafts if draft_lengths is None else draft_lengths,
+        outcome.tokens,
+        outcome.accepted,
+        outcome.last,
+        vocab,
+        PLACES=places,
+        CHUNKS=chunks,
+        BLOCK=next_power_of_two(chunks),
+        LENGTHS=draft_lengths is not None,
+        num_warps=1,
+    )
+    return outcome
+
+
+def _empty(batch: int, places: int, device: torch.device) -> ChainOutcome:
+    return ChainOutcome(
+        tokens=torch.empty(batch, places, dtype=torch.int64, device=device),
+        accepted=torch.empty(batch, dtype=torch.int64, device=device),
+        last=torch.empty(batch, dtype=torch.int64, device=device),
+    )
+
+
+@triton.jit
+def _accept_kernel(
+    drafts_ptr,
+    choices_ptr,
+    lengths_ptr,
+    tokens_ptr,
+    accepted_ptr,
+    last_ptr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    drafted = place < PLACES - 1
+    if LENGTHS:
+        drafted = drafted & (place < tl.load(lengths_ptr + row))
+    choice = tl.load(choices_ptr + row * PLACES + place, mask=place < PLACES, other=-1)
+    draft = tl.load(drafts_ptr + row * (PLACES - 1) + place, mask=drafted, other=-1)
+    # The first place whose draft does not stand; the place after the last draft never does.
+    fell = (place < PLACES) & ~(drafted & (draft == choice))
+    accepted = tl.min(tl.where(fell, place, PLACES - 1), axis=0)
+    tokens = tl.where(place <= accepted, choice, -1)
+    tl.store(tokens_ptr + row * PLACES + place, tokens, mask=place < PLACES)
+    tl.store(accepted_ptr + row, accepted.to(tl.int64))
+    tl.store(last_ptr + row, tl.sum(tl.where(place == accepted, choice, 0), axis=0))
+
+
+@triton.jit
+def _accept_greedy_kernel(
+    drafts_ptr,
+    values_ptr,
+    indices_ptr,
+    lengths_ptr,
+    tokens_ptr,
+    accepted_ptr,
+    last_ptr,
+    vocab,
+    PLACES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """One warp walks the places of a row: each is a choice from the chunks' maxima, kept while the drafts stand."""
+    row = tl.program_id(0).to(tl.int64)
+    length = PLACES - 1
+    if LENGTHS:
+        length = tl.minimum(tl.load(lengths_ptr + row).to(tl.int32), length)
+    accepted = tl.zeros([], tl.int64)
+    last = tl.zeros([], tl.int64)
+    standing = tl.full([], 1, tl.int64)
+    for place in tl.static_range(PLACES):
+        choice = first_of_chunks(values_ptr, indices_ptr, row * PLACES + place, vocab, CHUNKS, BLOCK).to(tl.int64)
+        tl.store(tokens_ptr + row * PLACES + place, tl.where(standing != 0, choice, -1))
+        last = tl.where(standing != 0, choice, last)
+        if place < PLACES - 1:
+            draft = tl.load(drafts_ptr + row * (PLACES - 1) + place).to(tl.int64)
+            standing = standing * ((draft == choice) & (place < length)).to(tl.int64)
+            accepted += standing
+    tl.store(accepted_ptr + row, accepted)
+    tl.store(last_ptr + row, last)

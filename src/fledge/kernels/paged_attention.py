@@ -1,0 +1,330 @@
+"""Attention of a few new tokens per sequence over its paged cache: decoding, verifying a chain, verifying a tree.
+
+    query  [batch, queries, heads, head_dim]      a program has one KV head of one sequence and a piece of its keys;
+    keys   block_tables -> key_cache              the queries of all heads that share the KV head are the rows of one
+                                                  matrix product, so every key is read once
+
+How the keys are cut into pieces, and why one captured grid serves all lengths, is told in `_paged_pieces`.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.kernels._paged_pieces import combine_kernel, piece_kernel
+from fledge.kernels._triton import next_power_of_two, runs_triton
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitLaunch:
+    """How the work is cut. `paged_attention` picks one by `choose_launch` unless it is given."""
+
+    slots: int  # pieces of keys, over all sequences, to aim for
+    min_split: int  # keys in a piece, about, at least
+    block_m: int  # rows (queries x heads that share a KV head) of one program
+    block_n: int  # keys of one step
+    num_warps: int
+    num_stages: int
+
+    def most_pieces(self, longest: int) -> int:
+        """Return the number of pieces of a sequence of `longest` keys, at most: `_pieces` of the kernel."""
+        return max(1, (2 * longest + self.min_split) // (2 * self.min_split))
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    max_context: int | None = None,
+    sliding_window: int | None = None,
+    tree_mask: Tensor | None = None,
+    query_depths: Tensor | None = None,
+    launch: SplitLaunch | None = None,
+) -> Tensor:
+    """Return the attention [batch, queries, heads, head_dim] of new tokens whose keys and values are stored already.
+
+    `query` is [batch, queries, heads, head_dim]; the caches are [num_blocks, block_size, kv_heads, head_dim] with
+    any strides but 1 in the last dimension; `block_tables` [batch, max_blocks] int32; `context_lens` [batch] is the
+    number of keys before this pass. Key n of a row lives in block `block_tables[row, n // block_size]`.
+
+    Chain: query i sees keys 0 to context_len + i. Tree, with `tree_mask` [batch or 1, queries, queries] bool: it
+    sees all keys before the pass, and key context_len + j if `tree_mask[i, j]`; at most 64 queries. With a
+    `sliding_window`, of those only keys at positions above its own minus the window; positions in a tree are
+    context_len + `query_depths` [batch or 1, queries]. A query that sees nothing (a context_len below zero says
+    "no row here") gets zeros.
+
+    `max_context` bounds `context_lens` on the host, by default by the width of the block table.
+    """
+    _check(query, key_cache, block_tables, sliding_window, tree_mask, query_depths)
+    if max_context is None:
+        max_context = block_tables.shape[1] * key_cache.shape[1]
+    if runs_triton(query, key_cache, value_cache):
+        return paged_attention_triton(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            context_lens,
+            scale=scale,
+            max_context=max_context,
+            sliding_window=sliding_window,
+            tree_mask=tree_mask,
+            query_depths=query_depths,
+            launch=launch,
+        )
+    return paged_attention_reference(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lens,
+        scale=scale,
+        max_context=max_context,
+        sliding_window=sliding_window,
+        tree_mask=tree_mask,
+        query_depths=query_depths,
+    )
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    block_tables: Tensor,
+    sliding_window: int | None,
+    tree_mask: Tensor | None,
+    query_depths: Tensor | None,
+) -> None:
+    batch, queries, heads, head_dim = query.shape
+    assert heads % key_cache.shape[2] == 0
+    assert head_dim == key_cache.shape[3]
+    assert block_tables.shape[0] == batch
+    if tree_mask is not None:
+        assert queries <= 64, "a row of a tree mask is kept in 64 bits"
+        assert tree_mask.shape[-2:] == (queries, queries)
+        assert sliding_window is None or query_depths is not None, "a window in a tree needs the depths"
+
+
+def paged_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    max_context: int,
+    sliding_window: int | None = None,
+    tree_mask: Tensor | None = None,
+    query_depths: Tensor | None = None,
+) -> Tensor:
+    """Gather every row's keys side by side and attend under a mask. Also what runs on a CPU."""
+    batch, queries, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    blocks = min(block_tables.shape[1], -(-(max_context + queries) // key_cache.shape[1]))
+    keys = key_cache[block_tables[:, :blocks]].flatten(1, 2)  # [batch, length, kv_heads, head_dim]
+    values = value_cache[block_tables[:, :blocks]].flatten(1, 2)
+    visible = _visible(
+        context_lens, queries, keys.shape[1], sliding_window, tree_mask, query_depths
+    )  # [batch, queries, length]
+    # The heads that share a KV head become rows beside the queries: keys are never repeated.
+    packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
+    mask = visible.repeat_interleave(group, dim=1)[:, None]
+    mixed = F.scaled_dot_product_attention(
+        packed, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    mixed = mixed.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(query.shape)
+    return out
+
+
+def _visible(
+    context_lens: Tensor,
+    queries: int,
+    length: int,
+    sliding_window: int | None,
+    tree_mask: Tensor | None,
+    query_depths: Tensor | None,
+) -> Tensor:
+    """Return which keys each query sees, bool [batch, queries, length]."""
+    context = context_lens.long()[:, None]  # [batch, 1]
+    key = torch.arange(length, device=context.device)
+    steps = torch.arange(queries, device=context.device)
+    depths = steps[None] if query_depths is None else query_depths.long()
+    own = key - context  # [batch, length] the number of the key within this pass, negative before it
+    if tree_mask is None:
+        visible = own[:, None] <= steps[:, None]
+    else:
+        in_pass = (own >= 0) & (own < queries)
+        column = own.clamp(0, queries - 1)[:, None].expand(-1, queries, -1)
+        seen = tree_mask.expand(context.shape[0], -1, -1).gather(2, column)
+        visible = (own < 0)[:, None] | (seen & in_pass[:, None])
+    if sliding_window is not None:
+        key_position = key.expand(context.shape[0], -1)
+        if tree_mask is not None:
+            own_depth = depths.expand(context.shape[0], -1).gather(1, own.clamp(0, queries - 1))
+            key_position = torch.where(own < 0, key_position, context + own_depth)
+        distance = (context + depths)[:, :, None] - key_position[:, None]
+        visible = visible & (distance < sliding_window)
+    return visible
+
+
+def choose_launch(
+    *, batch: int, rows: int, kv_heads: int, head_dim: int, element_size: int, processors: int
+) -> SplitLaunch:
+    """Cut the work into as many pieces as the multiprocessors hold at once: uneven filling costs up to a fifth.
+
+    A tile has 16 to 64 rows. Up to 32 rows memory is the limit: steps of 8 KB of keys, two of them in flight, and
+    registers for four programs on a multiprocessor. With 64 rows the matrix products count too: 16 KB, for which they
+    have a faster instruction, and two programs. A step takes about 0.4 us and the second kernel two or more, so a
+    piece has at least 128 keys, or 256 where the sequences alone fill the GPU.
+    """
+    block_m = min(64, max(16, next_power_of_two(rows)))
+    large = block_m == 64
+    tile_bytes = 16384 if large else 8192
+    block_n = max(16, min(128, tile_bytes // (max(16, next_power_of_two(head_dim)) * element_size)))
+    programs_per_piece = kv_heads * -(-rows // block_m)
+    return SplitLaunch(
+        slots=max(1, (2 if large else 4) * processors // programs_per_piece),
+        min_split=128 if batch * programs_per_piece <= processors else 256,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=4,
+        num_stages=2 if element_size > 2 else 3 if large else 5,
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter: any number will do
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def paged_attention_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    max_context: int,
+    sliding_window: int | None = None,
+    tree_mask: Tensor | None = None,
+    query_depths: Tensor | None = None,
+    launch: SplitLaunch | None = None,
+) -> Tensor:
+    batch, queries, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    rows = queries * group
+    if launch is None:
+        launch = choose_launch(
+            batch=batch,
+            rows=rows,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            element_size=query.element_size(),
+            processors=_processors(query.device),
+        )
+    assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
+    # The block in which a window begins is taken whole.
+    longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
+    most_pieces = launch.most_pieces(longest + queries)
+    units = min(launch.slots + batch, batch * most_pieces)
+    direct = most_pieces == 1
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    partial, partial_lse = out, out
+    if not direct:
+        partial = torch.empty(units, kv_heads, rows, head_dim, dtype=torch.float32, device=query.device)
+        partial_lse = torch.empty(units, kv_heads, rows, dtype=torch.float32, device=query.device)
+    row_blocks = -(-rows // launch.block_m)
+    window = 0 if sliding_window is None else sliding_window
+    # Few compiled variants for all batch sizes.
+    block_b = next(size for size in (1, 64, 512, next_power_of_two(batch)) if size >= batch)
+    piece_kernel[(kv_heads * row_blocks, units)](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        partial,
+        partial_lse,
+        block_tables,
+        context_lens,
+        query if tree_mask is None else tree_mask.view(torch.uint8),
+        query if query_depths is None else query_depths,
+        scale / math.log(2),
+        window,
+        batch,
+        queries,
+        launch.slots,
+        launch.min_split,
+        row_blocks,
+        query.stride(0),
+        query.stride(1),
+        query.stride(2),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        block_tables.stride(0),
+        0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
+        0 if tree_mask is None else tree_mask.stride(1),
+        0 if tree_mask is None else tree_mask.stride(2),
+        0 if query_depths is None or query_depths.shape[0] == 1 else query_depths.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_B=block_b,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_D=max(16, next_power_of_two(head_dim)),
+        BLOCK_Q=next_power_of_two(queries) if tree_mask is not None else 1,
+        WINDOW=sliding_window is not None,
+        TREE=tree_mask is not None,
+        DIRECT=direct,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    if not direct:
+        # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
+        # to do here. Alone, a sequence has many pieces, which are taken at once.
+        per_program = rows * kv_heads * batch // (4 * _processors(query.device))
+        combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
+        at_once = 64 if combined == 1 else 32 // combined
+        combine_kernel[(-(-rows // combined), kv_heads, batch)](
+            partial,
+            partial_lse,
+            out,
+            context_lens,
+            window,
+            batch,
+            queries,
+            launch.slots,
+            launch.min_split,
+            rows,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_B=block_b,
+            BLOCK_D=next_power_of_two(head_dim),
+            BLOCK_N=launch.block_n,
+            PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
+            ROWS=combined,
+            WINDOW=sliding_window is not None,
+            num_warps=4,
+        )
+    return out

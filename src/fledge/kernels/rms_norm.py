@@ -1,0 +1,116 @@
+"""Root-mean-square normalisation of rows, alone or fused with the residual addition before it.
+
+Rounding follows `fledge.layers.norm.RMSNorm`: the row is normalised in float32, rounded to its dtype, then multiplied
+by the weight. The kernel sums the squares in another order than torch, so float32 results differ in the last bits
+and bfloat16 results by at most one unit in the last place, where a rounding falls the other way.
+"""
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
+    if runs_triton(x, weight):
+        return rms_norm_triton(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(x + residual), x + residual); the sum is rounded to the dtype before it is normalised."""
+    if runs_triton(x, residual, weight):
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = _as_rows(x)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    _launch(rows, None, weight, out, None, eps)
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    assert x.shape == residual.shape
+    assert x.dtype == residual.dtype
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(_as_rows(x), _as_rows(residual), weight, out, total, eps)
+    return out, total
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Return x as [rows, size] with neighbouring elements; rows of a 2-D slice stay where they are."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
+    """A whole row stays in registers. Short rows (heads) share a program, about 1,024 elements in each."""
+    rows, size = x.shape
+    if rows == 0:
+        return
+    block = next_power_of_two(size)
+    rows_per_program = max(1, 1024 // block)
+    num_warps = min(16, max(1, block * rows_per_program // 512))
+    _rms_norm_kernel[(triton.cdiv(rows, rows_per_program),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        out if total is None else total,
+        rows,
+        x.stride(0),
+        x.stride(0) if residual is None else residual.stride(0),
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ROWS=rows_per_program,
+        ADD=residual is not None,
+        num_warps=num_warps,
+    )
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (column < SIZE)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if ADD:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + row * SIZE + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=1) / SIZE
+    normed = (wide * (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]).to(x.dtype)
+    scaled = normed.to(tl.float32) * weight
+    tl.store(out_ptr + row * SIZE + column, scaled.to(out_ptr.dtype.element_ty), mask=inside)

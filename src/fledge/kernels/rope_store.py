@@ -1,0 +1,246 @@
+"""From the stacked projection to attention: per-head norm, rotation, and keys and values put in their cache slots.
+
+Rounding follows `fledge.layers`: the heads are normed as by RMSNorm; cos and sin are computed in float32 and rounded to
+the dtype; both products of the rotation and their sum are rounded to the dtype. Kernel and reference agree to one
+unit in the last place of a product; values are copied and agree exactly.
+"""
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.rms_norm import rms_norm_reference
+
+
+def rope_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    inverse_frequencies: Tensor,
+    magnitude: float,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return the rotated query [tokens, heads, head_dim]; write keys and values into the caches.
+
+    `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim], `positions` and `slots` [tokens] int64, the caches
+    [num_blocks, block_size, kv_heads, head_dim]. Token t goes to offset `slots[t] % block_size` of block
+    `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other.
+    """
+    run = rope_and_store_triton if runs_triton(qkv, q_norm_weight, k_norm_weight) else rope_and_store_reference
+    return run(
+        qkv,
+        positions,
+        inverse_frequencies,
+        magnitude,
+        slots,
+        key_cache,
+        value_cache,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        q_norm_weight,
+        k_norm_weight,
+        eps,
+    )
+
+
+def rope_and_store_reference(
+    qkv: Tensor,
+    positions: Tensor,
+    inverse_frequencies: Tensor,
+    magnitude: float,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))
+    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=-2)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        query, key = rms_norm_reference(query, q_norm_weight, eps), rms_norm_reference(key, k_norm_weight, eps)
+    angles = positions[:, None].float() * inverse_frequencies.float()
+    angles = torch.cat([angles, angles], dim=-1)[:, None]  # [tokens, 1, head_dim]
+    cos, sin = (angles.cos() * magnitude).to(qkv.dtype), (angles.sin() * magnitude).to(qkv.dtype)
+    kept = slots >= 0
+    block_size = key_cache.shape[1]
+    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
+    key_cache[blocks, offsets] = _rotate(key, cos, sin)[kept].to(key_cache.dtype)
+    value_cache[blocks, offsets] = value[kept].to(value_cache.dtype)
+    return _rotate(query, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def rope_and_store_triton(
+    qkv: Tensor,
+    positions: Tensor,
+    inverse_frequencies: Tensor,
+    magnitude: float,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """A program has some heads of one token: few of them while tokens are few, for latency, then up to 16."""
+    tokens = qkv.shape[0]
+    assert qkv.stride(-1) == 1
+    assert key_cache.stride(-1) == value_cache.stride(-1) == 1
+    query = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return query
+    widest = next_power_of_two(min(num_kv_heads, 16))
+    heads = min(widest, 2 if tokens <= 16 else 4 if tokens <= 128 else 16)
+    half_block = next_power_of_two(head_dim // 2)
+    programs = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    _rope_store_kernel[(tokens, programs)](
+        qkv,
+        positions,
+        inverse_frequencies,
+        slots,
+        query,
+        key_cache,
+        value_cache,
+        q_norm_weight if q_norm_weight is not None else qkv,
+        k_norm_weight if k_norm_weight is not None else qkv,
+        magnitude,
+        eps,
+        qkv.stride(0),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        BLOCK_SIZE=key_cache.shape[1],
+        QUERY_HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        HALF_BLOCK=half_block,
+        HEADS=heads,
+        NORM=q_norm_weight is not None and k_norm_weight is not None,
+        num_warps=min(4, max(1, heads * half_block // 128)),
+    )
+    return query
+
+
+@triton.jit
+def _rope_store_kernel(
+    qkv_ptr,
+    positions_ptr,
+    frequencies_ptr,
+    slots_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    magnitude,
+    eps,
+    qkv_stride,
+    key_block_stride,
+    key_token_stride,
+    key_head_stride,
+    value_block_stride,
+    value_token_stride,
+    value_head_stride,
+    BLOCK_SIZE: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Program (token, part): parts run over the query heads, then the key heads, then the value heads."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    query_parts: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
+    kv_parts: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    dim = tl.arange(0, HALF_BLOCK)
+    row = qkv_ptr + token * qkv_stride
+
+    if part < query_parts:
+        head = part * HEADS + tl.arange(0, HEADS)
+        inside = (head < QUERY_HEADS)[:, None] & (dim < HALF)[None, :]
+        at = head[:, None] * (2 * HALF) + dim[None, :]
+        low = tl.load(row + at, mask=inside, other=0.0)
+        high = tl.load(row + at + HALF, mask=inside, other=0.0)
+        if NORM:
+            low, high = _norm_heads(low, high, q_norm_ptr, eps, dim, HALF)
+        low, high = _rotate_heads(low, high, positions_ptr + token, frequencies_ptr, magnitude, dim, HALF)
+        out = query_ptr + token * (QUERY_HEADS * 2 * HALF) + at
+        tl.store(out, low, mask=inside)
+        tl.store(out + HALF, high, mask=inside)
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        is_key = part < query_parts + kv_parts
+        kv_part = tl.where(is_key, part - query_parts, part - query_parts - kv_parts)
+        head = kv_part * HEADS + tl.arange(0, HEADS)
+        inside = (head < KV_HEADS)[:, None] & (dim < HALF)[None, :] & (slot >= 0)
+        if is_key:
+            at = (QUERY_HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
+            low = tl.load(row + at, mask=inside, other=0.0)
+            high = tl.load(row + at + HALF, mask=inside, other=0.0)
+            if NORM:
+                low, high = _norm_heads(low, high, k_norm_ptr, eps, dim, HALF)
+            low, high = _rotate_heads(low, high, positions_ptr + token, frequencies_ptr, magnitude, dim, HALF)
+            out = key_ptr + block * key_block_stride + offset * key_token_stride
+            out = out + head[:, None] * key_head_stride + dim[None, :]
+            tl.store(out, low.to(key_ptr.dtype.element_ty), mask=inside)
+            tl.store(out + HALF, high.to(key_ptr.dtype.element_ty), mask=inside)
+        else:
+            at = (QUERY_HEADS + KV_HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
+            low = tl.load(row + at, mask=inside, other=0.0)
+            high = tl.load(row + at + HALF, mask=inside, other=0.0)
+            out = value_ptr + block * value_block_stride + offset * value_token_stride
+            out = out + head[:, None] * value_head_stride + dim[None, :]
+            tl.store(out, low.to(value_ptr.dtype.element_ty), mask=inside)
+            tl.store(out + HALF, high.to(value_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_heads(low, high, weight_ptr, eps, dim, HALF: tl.constexpr):
+    """RMSNorm of heads given as halves [heads, half]; the rounding is rms_norm's."""
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    squares = tl.sum(wide_low * wide_low, axis=1) + tl.sum(wide_high * wide_high, axis=1)
+    scale = (1.0 / tl.sqrt_rn(squares / (2 * HALF) + eps))[:, None]
+    weight_low = tl.load(weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    weight_high = tl.load(weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    normed_low = (wide_low * scale).to(low.dtype).to(tl.float32) * weight_low
+    normed_high = (wide_high * scale).to(low.dtype).to(tl.float32) * weight_high
+    return normed_low.to(low.dtype), normed_high.to(low.dtype)
+
+
+@triton.jit
+def _rotate_heads(low, high, position_ptr, frequencies_ptr, magnitude, dim, HALF: tl.constexpr):
+    """Rotate heads given as halves [heads, half]: dimension i pairs with i + half."""
+    dtype: tl.constexpr = low.dtype
+    position = tl.load(position_ptr).to(tl.float32)
+    angle = position * tl.load(frequencies_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
+    cos = (tl.cos(angle) * magnitude).to(dtype).to(tl.float32)[None, :]
+    sin = (tl.sin(angle) * magnitude).to(dtype).to(tl.float32)[None, :]
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    rotated_low = (wide_low * cos).to(dtype).to(tl.float32) - (wide_high * sin).to(dtype).to(tl.float32)
+    rotated_high = (wide_high * cos).to(dtype).to(tl.float32) + (wide_low * sin).to(dtype).to(tl.float32)
+    return rotated_low.to(dtype), rotated_high.to(dtype)

@@ -1,0 +1,202 @@
+"""Every kernel against its reference on a GPU, at the shapes models have. Also runs as a script where pytest is not.
+
+PYTHONPATH=src:. python tests/gpu/test_kernels.py
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+if torch.cuda.is_available():
+    os.environ.pop("TRITON_INTERPRET", None)
+
+from fledge.kernels.paged_attention import paged_attention
+from fledge.kernels.prefill_attention import paged_prefill_attention
+from tests.unit.kernels import cases
+
+GPU = "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def rms_norm() -> None:
+    for dtype in cases.DTYPES:
+        for rows, size in ((1, 4096), (7, 5120), (4, 3 * 8192), (1000, 2048), (33, 1000)):
+            cases.rms_norm(rows, size, dtype, GPU)
+        cases.rms_norm_heads(65, 32, 128, dtype, GPU)
+
+
+@check
+def swiglu() -> None:
+    for dtype in cases.DTYPES:
+        for rows, size in ((1, 14336), (64, 8192), (5, 1001)):
+            cases.swiglu(rows, size, dtype, GPU)
+
+
+@check
+def rope_store() -> None:
+    for dtype in cases.DTYPES:
+        for norm in (False, True):
+            for tokens, heads, kv_heads, head_dim in (
+                (4, 32, 8, 128),
+                (100, 28, 4, 128),
+                (700, 9, 3, 64),
+                (30, 4, 4, 80),
+            ):
+                cases.rope_store(tokens, heads, kv_heads, head_dim, dtype, GPU, norm=norm)
+
+
+@check
+def paged_attention_shapes() -> None:
+    contexts = [3000, 0, 17, 1023, 512]
+    for dtype in cases.DTYPES:
+        cases.paged_attention(contexts, 4, 32, 8, 128, dtype, GPU)
+        cases.paged_attention(contexts, 4, 32, 8, 128, dtype, GPU, max_context=131072)
+    cases.paged_attention(contexts, 1, 32, 8, 64, BF16, GPU, block_size=32)
+    cases.paged_attention(contexts, 16, 28, 4, 128, BF16, GPU, block_size=64)
+    cases.paged_attention(contexts, 7, 16, 8, 256, BF16, GPU)
+    cases.paged_attention(contexts, 3, 12, 12, 80, FP16, GPU)
+
+
+@check
+def paged_attention_long() -> None:
+    cases.paged_attention([131072 - 4], 4, 32, 8, 128, BF16, GPU)
+
+
+@check
+def paged_attention_batches() -> None:
+    for batch in (64, 200):
+        cases.paged_attention([(37 * i) % 900 for i in range(batch)], 4, 32, 8, 128, BF16, GPU, max_context=40000)
+    cases.paged_attention([200] * 40 + [30000] + [100] * 20, 4, 32, 8, 128, BF16, GPU, block_size=64)
+
+
+@check
+def paged_attention_absent_rows() -> None:
+    cases.paged_attention([-4, 100, -4], 4, 8, 2, 64, BF16, GPU)
+    cases.paged_attention([-4, 100, -4], 4, 8, 2, 64, BF16, GPU, max_context=9000)
+
+
+@check
+def paged_attention_windows_and_trees() -> None:
+    contexts = [3000, 0, 17, 1023]
+    for tree in (None, "shared", "each"):
+        for queries in (5, 16, 64):
+            for window in (None, 1, 200):
+                cases.paged_attention(contexts, queries, 16, 4, 128, BF16, GPU, window=window, tree=tree)
+
+
+@check
+def prefill() -> None:
+    for dtype in cases.DTYPES:
+        cases.prefill_attention([(0, 700), (300, 1), (1000, 129)], 32, 8, 128, dtype, GPU)
+    for window in (1, 100):
+        cases.prefill_attention([(0, 700), (300, 1), (1000, 129)], 28, 4, 128, BF16, GPU, window=window)
+    cases.prefill_attention([(0, 700), (5, 3)], 32, 8, 64, BF16, GPU, block_size=32)
+    cases.prefill_attention([(0, 700), (300, 1), (1000, 129)], 32, 8, 128, BF16, GPU, block_size=64)
+    cases.prefill_attention([(0, 300), (5, 3)], 16, 8, 256, BF16, GPU, block_size=64)
+    cases.prefill_attention([(0, 300), (5, 3)], 12, 12, 80, FP16, GPU)
+    cases.prefill_attention([(0, 10)], 12, 4, 128, BF16, GPU)
+
+
+@check
+def argmax() -> None:
+    for dtype in cases.DTYPES:
+        for rows, vocab in ((1, 32000), (64, 128256), (3, 151936), (5, 7)):
+            cases.argmax(rows, vocab, dtype, GPU)
+
+
+@check
+def accept() -> None:
+    for batch, depth in ((1, 1), (64, 3), (7, 16), (5, 0)):
+        cases.accept(batch, depth, 32000, BF16, GPU)
+
+
+@check
+def sample() -> None:
+    for dtype in cases.DTYPES:
+        for rows, vocab in ((64, 32000), (100, 128256), (20, 11)):
+            cases.sample(rows, vocab, dtype, GPU)
+
+
+@check
+def caches_beyond_two_billion_elements() -> None:
+    """Block ids times strides pass 2**31: the last block of a 2.3-billion-element cache."""
+    num_blocks, kv_heads, head_dim = 140_000, 8, 128
+    cache = torch.empty(num_blocks, 16, kv_heads, head_dim, dtype=BF16, device=GPU)
+    cache[-4:] = torch.randn(4, 16, kv_heads, head_dim, device=GPU)
+    tables = torch.tensor([[num_blocks - 1, num_blocks - 3, num_blocks - 2, num_blocks - 4]], dtype=torch.int32).to(GPU)
+    small = cache[-4:].clone()
+    small_tables = torch.tensor([[3, 1, 2, 0]], dtype=torch.int32, device=GPU)
+    lengths = torch.tensor([50], dtype=torch.int32, device=GPU)
+    query = torch.randn(1, 4, 32, head_dim, device=GPU, dtype=BF16)
+    expected = paged_attention(query, small, small, small_tables, lengths, scale=0.1)
+    assert torch.equal(paged_attention(query, cache, cache, tables, lengths, scale=0.1), expected)
+    starts = torch.tensor([0, 4], dtype=torch.int32, device=GPU)
+    chunk = paged_prefill_attention(query[0], cache, cache, tables, starts, lengths, 4, scale=0.1)
+    expected = paged_prefill_attention(query[0], small, small, small_tables, starts, lengths, 4, scale=0.1)
+    assert torch.equal(chunk, expected)
+
+
+@check
+def captured_graphs_follow_the_lengths() -> None:
+    """A graph captured for one set of lengths, replayed for another, gives what an eager call gives; twice the same."""
+    keys, values, tables = cases.paged_cache([5000, 300], 8, 128, 16, BF16, GPU)
+    query = torch.randn(2, 4, 32, 128, device=GPU, dtype=BF16)
+    lengths = torch.tensor([100, 4], dtype=torch.int32, device=GPU)
+
+    def attend() -> torch.Tensor:
+        return paged_attention(query, keys, values, tables, lengths, scale=0.1, max_context=4096)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for new in ([4096, 200], [0, 0], [1000, 290]):
+        lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert torch.equal(first, out)
+        assert torch.equal(out, attend())
+
+
+if "pytest" in sys.modules:
+    import pytest
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("name", CHECKS)
+    def test_kernel(name: str) -> None:
+        CHECKS[name]()
+
+
+def main(parts: list[str]) -> int:
+    """Run the checks whose names contain one of `parts`, or all."""
+    failed = 0
+    for name, function in CHECKS.items():
+        if parts and not any(part in name for part in parts):
+            continue
+        torch.manual_seed(0)
+        begin = time.time()
+        try:
+            function()
+            verdict = "ok"
+        except Exception:
+            failed += 1
+            verdict = "FAILED\n" + traceback.format_exc(limit=-3)
+        print(f"{name}: {verdict} ({time.time() - begin:.1f} s)", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

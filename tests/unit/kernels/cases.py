@@ -1,0 +1,270 @@
+"""Kernel against reference at given shapes. Used on the CPU under Triton's interpreter and on a GPU at larger shapes.
+
+Tolerances. Both sides compute in float32 and differ in the order of sums and in the last bits of exp, cos and sqrt:
+1e-5 of the size of the numbers in float32. With 16-bit dtypes a rounding may then fall the other way: one unit in
+the last place (2**-10 of a number in float16, 2**-7 in bfloat16), two where two rounded numbers are added.
+The interpreter truncates where it should round to bfloat16, so there every rounding counts one unit: BFLOAT16_SLACK.
+Attention rounds the softmax weights to the dtype before the second product, the reference does not have to; each
+weight is off by half a unit and the sum averages them out: 1 unit of the largest values involved.
+"""
+
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.accept import (
+    accept_chain_reference,
+    accept_chain_triton,
+    accept_greedy_triton,
+)
+from fledge.kernels.argmax import argmax_rows_reference, argmax_rows_triton
+from fledge.kernels.paged_attention import SplitLaunch, paged_attention_reference, paged_attention_triton
+from fledge.kernels.prefill_attention import paged_prefill_attention_reference, paged_prefill_attention_triton
+from fledge.kernels.rms_norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+from fledge.kernels.rope_store import rope_and_store_reference, rope_and_store_triton
+from fledge.kernels.sample import sample_rows_reference, sample_rows_triton
+from fledge.kernels.swiglu import swiglu_reference, swiglu_triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BFLOAT16_SLACK = 4.0 if INTERPRETED else 1.0
+UNIT = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7 * BFLOAT16_SLACK}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-6
+
+
+def close(actual: Tensor, expected: Tensor, units: float, *, size: float | None = None) -> None:
+    """Assert equality to `units` units in the last place of each number, or of numbers of the given size."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    tolerance = units * UNIT[actual.dtype]
+    if size is None:
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * 1e-3)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=tolerance * size)
+
+
+def randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def rms_norm(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    x = randn(rows, size, dtype=dtype, device=device) * 3
+    weight = randn(size, dtype=dtype, device=device)
+    close(rms_norm_triton(x, weight, EPS), rms_norm_reference(x, weight, EPS), 2)
+    residual = randn(rows, size, dtype=dtype, device=device)
+    normed, total = add_rms_norm_triton(x, residual, weight, EPS)
+    expected_normed, expected_total = add_rms_norm_reference(x, residual, weight, EPS)
+    close(total, expected_total, 1)
+    if not (INTERPRETED and dtype == torch.bfloat16):
+        assert torch.equal(total, expected_total), "one addition, rounded once"
+    close(normed, expected_normed, 2)
+
+
+def rms_norm_heads(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    """Heads taken from a wider projection: the rows are not neighbours in memory."""
+    x = randn(tokens, heads + 3, head_dim, dtype=dtype, device=device)[:, :heads]
+    weight = randn(head_dim, dtype=dtype, device=device)
+    close(rms_norm_triton(x, weight, EPS), rms_norm_reference(x, weight, EPS), 2)
+
+
+def swiglu(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    gate_up = randn(rows, 2 * size, dtype=dtype, device=device) * 4
+    close(swiglu_triton(gate_up), swiglu_reference(gate_up), 2)
+
+
+def rope_store(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, *, norm: bool
+) -> None:
+    block_size, num_blocks = 16, tokens // 16 + 4
+    caches = torch.randn(num_blocks, 2, block_size, kv_heads, head_dim, device=device).to(dtype)  # k and v interleaved
+    expected_caches = caches.clone()
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+    positions = torch.randint(0, 131072, (tokens,), device=device)
+    slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
+    slots[::5] = -1
+    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    weights = [randn(head_dim, dtype=dtype, device=device) if norm else None for _ in range(2)]
+    settings = (heads, kv_heads, head_dim, *weights, EPS)
+    query = rope_and_store_triton(qkv, positions, frequencies, 1.25, slots, caches[:, 0], caches[:, 1], *settings)
+    expected = rope_and_store_reference(
+        qkv, positions, frequencies, 1.25, slots, expected_caches[:, 0], expected_caches[:, 1], *settings
+    )
+    # Two rounded products of numbers up to about 5 * 1.25 (and a weight up to 4 with the norm) are added.
+    size = float(expected.abs().max())
+    close(query, expected, 2, size=size)
+    close(caches[:, 0], expected_caches[:, 0], 2, size=size)
+    assert torch.equal(caches[:, 1], expected_caches[:, 1]), "values are copied; other slots are untouched"
+
+
+def paged_cache(
+    lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return caches and block tables for sequences of these lengths, in shuffled blocks; unused table entries are 0."""
+    blocks = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(blocks) + 2
+    caches = torch.randn(num_blocks, 2, block_size, kv_heads, head_dim, device=device).to(dtype)
+    order = torch.randperm(num_blocks - 1).add(1).tolist()  # block 0 belongs to nobody
+    tables = torch.zeros(len(lengths), max(*blocks, 1) + 1, dtype=torch.int32)
+    for row, count in enumerate(blocks):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    return caches[:, 0], caches[:, 1], tables.to(device)
+
+
+def random_tree(queries: int) -> tuple[Tensor, Tensor]:
+    """Return the visibility [queries, queries] and the depths [queries] of a random tree; row 0 is the root."""
+    mask = torch.eye(queries, dtype=torch.bool)
+    depths = torch.zeros(queries, dtype=torch.int64)
+    for node in range(1, queries):
+        parent = int(torch.randint(0, node, ()))
+        mask[node] |= mask[parent]
+        depths[node] = depths[parent] + 1
+    return mask, depths
+
+
+def paged_attention(
+    contexts: list[int],
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    block_size: int = 16,
+    window: int | None = None,
+    tree: str | None = None,
+    max_context: int | None = None,
+    launch: SplitLaunch | None = None,
+) -> None:
+    """`tree` is None, "shared" (one tree for the batch) or "each". A context of -queries says "no row here"."""
+    keys, values, tables = paged_cache([c + queries for c in contexts], kv_heads, head_dim, block_size, dtype, device)
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
+    query = randn(len(contexts), queries, heads, head_dim, dtype=dtype, device=device)
+    mask = depths = None
+    if tree is not None:
+        trees = [random_tree(queries) for _ in range(len(contexts) if tree == "each" else 1)]
+        mask, depths = (torch.stack(side).to(device) for side in zip(*trees, strict=True))
+    bound = max(0, *contexts) if max_context is None else max_context
+    scale = 1 / math.sqrt(head_dim)
+    actual = paged_attention_triton(
+        query,
+        keys,
+        values,
+        tables,
+        lengths,
+        scale=scale,
+        max_context=bound,
+        sliding_window=window,
+        tree_mask=mask,
+        query_depths=depths,
+        launch=launch,
+    )
+    expected = paged_attention_reference(
+        query.float(),
+        keys.float(),
+        values.float(),
+        tables,
+        lengths,
+        scale=scale,
+        max_context=max(0, *contexts),
+        sliding_window=window,
+        tree_mask=mask,
+        query_depths=depths,
+    )
+    close(actual, expected.to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))
+    for row, context in enumerate(contexts):
+        if context + queries <= 0:
+            assert not actual[row].any(), "a row that is not there gets zeros"
+
+
+def prefill_attention(
+    chunks: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    block_size: int = 16,
+    window: int | None = None,
+) -> None:
+    """`chunks` are (context, new tokens)."""
+    contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
+    keys, values, tables = paged_cache([c + n for c, n in chunks], kv_heads, head_dim, block_size, dtype, device)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+    query = randn(sum(lengths), heads, head_dim, dtype=dtype, device=device)
+    scale = 1 / math.sqrt(head_dim)
+    actual = paged_prefill_attention_triton(
+        query, keys, values, tables, starts, context_lens, max(lengths), scale=scale, sliding_window=window
+    )
+    expected = paged_prefill_attention_reference(
+        query.float(),
+        keys.float(),
+        values.float(),
+        tables,
+        starts,
+        context_lens,
+        scale=scale,
+        sliding_window=window,
+    )
+    close(actual, expected.to(dtype), 1, size=float(expected.abs().max()))
+
+
+def argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    logits = randn(rows, vocab, dtype=dtype, device=device)  # 16-bit rows of this length have ties at the top
+    logits[0, :] = logits[0, 0]
+    logits[-1, vocab // 2 :] = logits[-1].max() + 1
+    expected = argmax_rows_reference(logits.cpu())  # torch promises the lowest index among equals on no device but
+    first = (logits.cpu() == logits.cpu().amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)  # this one-liner does
+    assert torch.equal(logits.cpu().gather(1, expected[:, None]), logits.cpu().gather(1, first[:, None]))
+    assert torch.equal(argmax_rows_triton(logits).cpu(), first)
+
+
+def accept(batch: int, depth: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    logits = randn(batch, depth + 1, vocab, dtype=dtype, device=device)
+    choices = argmax_rows_triton(logits.flatten(0, 1)).view(batch, depth + 1)
+    drafts = choices[:, :-1].clone()
+    wrong = torch.rand(batch, depth, device=device) < 0.25
+    drafts[wrong] = (drafts[wrong] + 1) % vocab
+    for lengths in (None, torch.randint(0, depth + 1, (batch,), device=device)):
+        expected = accept_chain_reference(drafts, choices, draft_lengths=lengths)
+        for outcome in (
+            accept_chain_triton(drafts, choices, draft_lengths=lengths),
+            accept_greedy_triton(drafts, logits, draft_lengths=lengths),
+        ):
+            assert torch.equal(outcome.accepted, expected.accepted)
+            assert torch.equal(outcome.tokens, expected.tokens)
+            assert torch.equal(outcome.last, expected.last)
+
+
+def sample(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+    """The drawn token's share of the cumulative probability, in float64, holds the uniform, to 1e-6."""
+    logits = randn(rows, vocab, dtype=dtype, device=device) * 4
+    logits[:, vocab // 3 : vocab // 2] = -torch.inf
+    temperature = torch.rand(rows, device=device) + 0.3
+    uniforms = torch.rand(rows, dtype=torch.float64, device=device)
+    uniforms[0] = 0.0
+    uniforms[-1] = 1.0 - 2.0**-53
+    is_greedy = torch.arange(rows, device=device) % 3 == 1
+    drawn = sample_rows_triton(logits, temperature, uniforms, is_greedy=is_greedy)
+    reference = sample_rows_reference(logits, temperature, uniforms, is_greedy=is_greedy)
+    first = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+    assert torch.equal(drawn[is_greedy], first[is_greedy])
+
+    probs = (logits.double() / temperature.double()[:, None]).softmax(-1)
+    upper = probs.cumsum(-1).gather(1, drawn[:, None]).squeeze(1)
+    share = probs.gather(1, drawn[:, None]).squeeze(1)
+    sampled = ~is_greedy
+    assert (share > 0)[sampled].all()
+    assert (uniforms <= upper + 1e-6)[sampled].all()
+    assert (uniforms >= upper - share - 1e-6)[sampled].all()
+    near_edge = (uniforms - upper).abs().minimum((uniforms - (upper - share)).abs()) < 1e-6
+    assert ((drawn == reference) | near_edge)[sampled].all()

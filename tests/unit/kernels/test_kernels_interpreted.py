@@ -1,0 +1,118 @@
+"""Every kernel against its reference, on the CPU under Triton's interpreter: small and awkward shapes."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
+
+from fledge.kernels.paged_attention import SplitLaunch
+from tests.unit.kernels import cases
+
+CPU = "cpu"
+dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+# The interpreter multiplies bfloat16 matrices by their bit patterns: those are checked on a GPU.
+dot_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+# A few dozen keys are several pieces, and a piece a few steps.
+MANY_SPLITS = SplitLaunch(slots=5, min_split=16, block_m=16, block_n=16, num_warps=4, num_stages=1)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (5, 1000), (2, 2049)])
+def test_rms_norm(rows, size, dtype):
+    cases.rms_norm(rows, size, dtype, CPU)
+
+
+@dtypes
+def test_rms_norm_of_heads(dtype):
+    cases.rms_norm_heads(5, 3, 80, dtype, CPU)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 520), (33, 100)])
+def test_swiglu(rows, size, dtype):
+    cases.swiglu(rows, size, dtype, CPU)
+
+
+@dtypes
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim"), [(1, 4, 4, 16), (18, 6, 2, 24), (17, 5, 1, 16)])
+def test_rope_and_store(tokens, heads, kv_heads, head_dim, norm, dtype):
+    cases.rope_store(tokens, heads, kv_heads, head_dim, dtype, CPU, norm=norm)
+
+
+@dot_dtypes
+@pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
+@pytest.mark.parametrize("tree", [None, "each"])
+def test_paged_attention(launch, tree, dtype):
+    cases.paged_attention([37, 0, 90], 4, 6, 2, 24, dtype, CPU, tree=tree, launch=launch)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("queries", [1, 3, 7])
+def test_paged_attention_block_sizes_and_query_counts(block_size, queries):
+    cases.paged_attention(
+        [70, 5], queries, 8, 2, 16, torch.float32, CPU, block_size=block_size, launch=MANY_SPLITS, max_context=300
+    )
+
+
+@pytest.mark.parametrize("tree", [None, "shared", "each"])
+@pytest.mark.parametrize("window", [1, 2, 20, 64])
+@pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
+def test_paged_attention_sliding_window(window, tree, launch):
+    cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, launch=launch)
+
+
+def test_paged_attention_spreads_a_long_sequence_among_short_ones():
+    contexts = [3, 200, 0, 7, 1, 90, 2]
+    cases.paged_attention(contexts, 2, 4, 2, 16, torch.float32, CPU, launch=MANY_SPLITS)
+
+
+def test_paged_attention_rows_that_are_not_there():
+    cases.paged_attention([-3, 20], 3, 4, 2, 16, torch.float32, CPU, launch=MANY_SPLITS)
+    cases.paged_attention([-3, 20], 3, 4, 2, 16, torch.float32, CPU)
+
+
+def test_paged_attention_tree_of_64_in_several_row_blocks():
+    cases.paged_attention([20], 64, 2, 1, 16, torch.float32, CPU, tree="each", launch=MANY_SPLITS)
+
+
+def test_paged_attention_does_not_depend_on_the_bound():
+    """A graph is captured for the longest context and replayed for short ones."""
+    for bound in (50, 1000, 131072):
+        cases.paged_attention([50, 9], 2, 4, 1, 16, torch.float32, CPU, max_context=bound)
+
+
+@dot_dtypes
+@pytest.mark.parametrize("window", [None, 1, 13])
+def test_prefill_attention(window, dtype):
+    cases.prefill_attention([(0, 37), (21, 1), (40, 20)], 6, 2, 24, dtype, CPU, window=window)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_prefill_attention_block_sizes(block_size):
+    cases.prefill_attention([(70, 33), (0, 5)], 7, 1, 16, torch.float32, CPU, block_size=block_size)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 5), (3, 4096), (4, 9001)])
+def test_argmax(rows, vocab, dtype):
+    cases.argmax(rows, vocab, dtype, CPU)
+
+
+@pytest.mark.parametrize(("batch", "depth"), [(1, 1), (7, 3), (2, 16)])
+def test_accept(batch, depth):
+    cases.accept(batch, depth, 5000, torch.float32, CPU)
+
+
+def test_accept_without_drafts():
+    cases.accept(3, 0, 50, torch.float32, CPU)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "vocab"), [(9, 11), (12, 4096), (12, 9001)])
+def test_sample(rows, vocab, dtype):
+    cases.sample(rows, vocab, dtype, CPU)

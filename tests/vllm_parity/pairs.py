@@ -1,0 +1,121 @@
+"""The pairs on which Fledge and vLLM must agree: one for each thing a drafter's config or files can say."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from fledge.checkpoints.drafter import Format, TargetReference, save_drafter
+from fledge.checkpoints.target import save_target
+from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.models.config import Architecture, DrafterConfig, TargetConfig
+from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
+from fledge.models.target import FAMILIES
+from fledge.models.target.decoder import TargetModel
+from tests.vllm_parity.training import synthetic_text, train_drafter, train_target
+
+VOCAB_SIZE = 192
+MAX_POSITIONS = 256
+
+_LAYER = LayerConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,  # the smallest that vLLM's CPU attention has a kernel for
+    norm_eps=1e-5,
+    rope=RopeConfig(type="llama3", theta=50000.0, factor=4.0, original_max_positions=64),
+)
+LLAMA = TargetConfig(
+    family="llama",
+    layer=_LAYER,
+    num_layers=8,
+    vocab_size=VOCAB_SIZE,
+    max_positions=MAX_POSITIONS,
+    tied_head=False,
+)
+QWEN3 = replace(
+    LLAMA, family="qwen3", layer=replace(_LAYER, qk_norm=True, rope=RopeConfig(theta=1_000_000.0)), tied_head=True
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A pair, and the format its drafter is written in."""
+
+    name: str
+    target: TargetConfig
+    drafter: DrafterConfig
+    format: Format = "vllm"
+    train_steps: int = 100  # few: a drafter that has learned all of so simple a text would never be wrong
+
+    @property
+    def method(self) -> str:
+        """What vLLM calls the drafter. 3.1 is `eagle3` there."""
+        return "eagle" if self.drafter.architecture is Architecture.EAGLE1 else "eagle3"
+
+
+_LLAMA_3, _LLAMA_3_1 = EAGLE_3.config_for(LLAMA), EAGLE_3_1.config_for(LLAMA)
+CASES = (
+    Case(name="eagle3", target=LLAMA, drafter=_LLAMA_3),
+    Case(name="eagle3.1", target=LLAMA, drafter=_LLAMA_3_1),
+    Case(name="eagle1", target=LLAMA, drafter=EAGLE_1.config_for(LLAMA), train_steps=40),
+    Case(name="norm-before-residual", target=LLAMA, drafter=replace(_LLAMA_3, norm_before_residual=True)),
+    Case(name="norm-before-fc", target=LLAMA, drafter=replace(_LLAMA_3, norm_before_fc=True)),
+    Case(name="reduced-vocabulary", target=LLAMA, drafter=replace(_LLAMA_3_1, draft_vocab_size=VOCAB_SIZE // 2)),
+    Case(name="own-embedding", target=LLAMA, drafter=replace(_LLAMA_3_1, own_embedding=True)),
+    Case(
+        name="deep-four-aux-shared-head",
+        target=LLAMA,
+        drafter=replace(_LLAMA_3_1, num_layers=2, aux_layer_ids=(0, 2, 5, 8), num_aux_states=4, own_head=False),
+    ),
+    Case(
+        name="speculators",
+        target=LLAMA,
+        drafter=replace(_LLAMA_3_1, norm_before_residual=True, draft_vocab_size=VOCAB_SIZE // 2),
+        format="speculators",
+    ),
+    Case(name="qwen3", target=QWEN3, drafter=EAGLE_3_1.config_for(QWEN3)),
+    Case(name="qwen3-llama-style", target=QWEN3, drafter=EAGLE_3.config_for(QWEN3, layer=_LAYER)),
+    Case(name="qwen3-speculators", target=QWEN3, drafter=EAGLE_3.config_for(QWEN3), format="speculators"),
+)
+
+
+@cache
+def text() -> Tensor:
+    return synthetic_text(VOCAB_SIZE, length=40_000, seed=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairDirectories:
+    """Where a pair was written to."""
+
+    target: Path
+    drafter: Path
+
+
+class Workshop:
+    """Trains pairs and writes them below `root`, each target once for all its drafters."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._targets: dict[str, TargetModel] = {}
+
+    def make(self, case: Case) -> PairDirectories:
+        family = case.target.family
+        directories = PairDirectories(target=self.root / f"target-{family}", drafter=self.root / case.name)
+        if family not in self._targets:
+            self._targets[family] = train_target(case.target, text(), steps=220, seed=0)
+            save_target(self._targets[family], directories.target)
+        target = self._targets[family]
+        drafter = train_drafter(case.drafter, target, text(), steps=case.train_steps, unroll=5, seed=0)
+        save_drafter(
+            drafter,
+            directories.drafter,
+            to=case.format,
+            target=TargetReference(
+                name_or_path=str(directories.target), architectures=(FAMILIES[family].architecture,)
+            ),
+        )
+        return directories

@@ -103,7 +103,7 @@ class Bench:
     def wants(self, kernel: str) -> bool:
         return self.only is None or self.only in kernel
 
-    def add(  # noqa: PLR0917
+    def add(
         self,
         kernel: str,
         shape: str,
@@ -191,7 +191,7 @@ def bench_rope(bench: Bench, tokens: int, *, norm: bool) -> None:
     )
 
 
-def paged_inputs(  # noqa: PLR0917
+def paged_inputs(
     batch: int, context: int, queries: int, heads: int, kv_heads: int, head_dim: int, block_size: int, sets: int
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     blocks = -(-(context + queries) // block_size)
@@ -291,7 +291,7 @@ PREFILL = (  # batch, context, new tokens, heads, kv_heads, head_dim, block_size
 )
 
 
-def prefill_inputs(  # noqa: PLR0917
+def prefill_inputs(
     batch: int, context: int, new: int, heads: int, kv_heads: int, head_dim: int, page: int = 16
 ) -> tuple[Tensor, ...]:
     _, keys, values, tables, lengths = paged_inputs(batch, context, new, heads, kv_heads, head_dim, page, 1)[0]

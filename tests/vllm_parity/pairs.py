@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from examples.miniature.training import Budget, synthetic_text, train_drafter, train_target
 from fledge.checkpoints.drafter import Format, TargetReference, save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.layers.config import LayerConfig, RopeConfig
@@ -13,7 +14,6 @@ from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
-from tests.vllm_parity.training import synthetic_text, train_drafter, train_target
 
 VOCAB_SIZE = 192
 MAX_POSITIONS = 256
@@ -106,10 +106,11 @@ class Workshop:
         family = case.target.family
         directories = PairDirectories(target=self.root / f"target-{family}", drafter=self.root / case.name)
         if family not in self._targets:
-            self._targets[family] = train_target(case.target, text(), steps=220, seed=0)
+            self._targets[family] = train_target(case.target, text(), Budget(steps=220, rate=4e-3))
             save_target(self._targets[family], directories.target)
         target = self._targets[family]
-        drafter = train_drafter(case.drafter, target, text(), steps=case.train_steps, unroll=5, seed=0)
+        budget = Budget(steps=case.train_steps, rate=3e-3)
+        drafter = train_drafter(case.drafter, target, text(), budget, unroll=5)
         save_drafter(
             drafter,
             directories.drafter,

@@ -6,6 +6,7 @@ import warnings
 import typer
 
 from fledge import __version__
+from fledge.cli.bench import bench
 from fledge.cli.convert import convert
 from fledge.cli.generate import generate
 from fledge.cli.inspect import inspect
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(inspect)
 app.command()(convert)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

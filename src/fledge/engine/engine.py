@@ -44,7 +44,7 @@ class EngineConfig:
     max_model_len: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192  # of prompts, in one step
-    block_size: int = 16
+    block_size: int | None = None  # 64 on a GPU, where attention reads whole pages; 16 on a CPU
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None  # instead of num_blocks
     gpu_memory_utilization: float = 0.9
@@ -53,6 +53,7 @@ class EngineConfig:
     max_depth: int = 0  # the deepest drafting the policy may ask for
     tree: TreeShape | None = None
     sample_drafts: bool = False
+    read_late: bool | None = None  # read a launch after the next one is under way; None: on a GPU only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +91,19 @@ class Engine:
         config: EngineConfig,
         depth_policy: DepthPolicy = lambda _running: 0,
     ) -> None:
-        self.config = config
         self.device = target.embed_tokens.weight.device
+        on_gpu = self.device.type == "cuda"
         self.statistics = EngineStatistics()
         self._depth_policy = depth_policy
         self._requests: dict[str, Request] = {}
         self._in_flight: Launch | None = None
+        self._reads_late = on_gpu if config.read_late is None else config.read_late
         self._seed = 0
 
-        block_size = config.block_size
+        self.config = config
+        block_size = config.block_size or (64 if on_gpu else 16)
         nodes = _tree_nodes(config, target.config.vocab_size)
-        num_blocks = _num_blocks(config, target, drafter, self.device)
+        num_blocks = _num_blocks(config, block_size, target, drafter)
         self.pool = KVPool(num_blocks, block_size, prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.pool,
@@ -128,7 +131,7 @@ class Engine:
             tree_nodes=nodes,
             draft_probs_vocab=target.config.vocab_size if config.sample_drafts else 0,
         )
-        use_graphs = self.device.type == "cuda" and not config.enforce_eager
+        use_graphs = on_gpu and not config.enforce_eager
         self.graphs = RoundGraphs(models, state, config.max_num_seqs) if use_graphs else None
         self.runner = Runner(models, state, self.graphs)
 
@@ -194,7 +197,7 @@ class Engine:
         launched = clock()
         if previous is not None:
             updates += self._digest(previous)
-        if self.device.type != "cuda" or plan.is_empty:
+        if not self._reads_late or plan.is_empty:
             updates += self._settle()
         self.statistics.schedule_seconds += planned - started
         self.statistics.launch_seconds += launched - planned
@@ -290,25 +293,25 @@ def _cache(model: TargetModel | Drafter, num_blocks: int, block_size: int) -> Pa
     )
 
 
-def _num_blocks(config: EngineConfig, target: TargetModel, drafter: Drafter | None, device: torch.device) -> int:
+def _num_blocks(config: EngineConfig, block_size: int, target: TargetModel, drafter: Drafter | None) -> int:
     """As many blocks as memory allows, and no more than all requests at full length could use."""
     if config.num_blocks is not None:
         return config.num_blocks
     models: list[TargetModel | Drafter] = [target] if drafter is None else [target, drafter]
-    per_block = sum(
+    per_block: int = sum(
         PagedCache.bytes_per_block(
             model.config.layer,
             num_layers=model.config.num_layers,
-            block_size=config.block_size,
+            block_size=block_size,
             dtype=_weight(model).dtype,
         )
         for model in models
     )
     slack = 3 * (config.max_depth + 1) + _scratch_slots(config, _tree_nodes(config, target.config.vocab_size))
-    useful = config.max_num_seqs * -(-(config.max_model_len + slack) // config.block_size) + 1
+    useful = config.max_num_seqs * -(-(config.max_model_len + slack) // block_size) + 1
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
-    elif device.type == "cuda":
+    elif (device := _weight(target).device).type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1 - config.gpu_memory_utilization))
     else:

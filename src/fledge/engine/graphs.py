@@ -65,9 +65,7 @@ class RoundGraphs:
         if captured is None and len(self._captured) < MAX_GRAPHS:
             captured = self._capture(shape)
         if captured is None:
-            counts = self.state.draft_count[padded]
-            chooser = DeviceChooser(self.state, padded, choosing)
-            outcome = run_round(self.models, self.state, padded, chooser, verify=verify, draft=draft)
+            outcome, counts = self._play(padded, shape)
         else:
             captured.rows.copy_(padded, non_blocking=True)
             captured.graph.replay()
@@ -90,29 +88,24 @@ class RoundGraphs:
     def _capture(self, shape: RoundShape) -> CapturedRound:
         """Run the round once on padding, so that kernels are compiled and libraries set up, then record it."""
         rows = torch.full((shape.batch,), self.state.padding_row, dtype=torch.int64, device=self.state.device)
-
-        def play() -> tuple[RoundOutcome, Tensor]:
-            counts = self.state.draft_count[rows]
-            chooser = DeviceChooser(self.state, rows, shape.choosing)
-            outcome = run_round(self.models, self.state, rows, chooser, verify=shape.verify, draft=shape.draft)
-            return outcome, counts
-
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            play()
-            self._reset_padding()
+            self._play(rows, shape)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            outcome, counts = play()
-            self._reset_padding()
+            outcome, counts = self._play(rows, shape)
         self._pool = graph.pool()
         captured = CapturedRound(graph=graph, rows=rows, counts=counts, outcome=outcome)
         self._captured[shape] = captured
         return captured
 
-    def _reset_padding(self) -> None:
-        """The padding row must not wander off: its positions would leave its block."""
-        self.state.length[self.state.padding_row] = 0
-        self.state.last_token[self.state.padding_row] = 0
+    def _play(self, rows: Tensor, shape: RoundShape) -> tuple[RoundOutcome, Tensor]:
+        """Run the round. The padding row must not wander off, or its positions would leave its block table."""
+        counts = self.state.draft_count[rows]
+        chooser = DeviceChooser(self.state, rows, shape.choosing)
+        outcome = run_round(self.models, self.state, rows, chooser, verify=shape.verify, draft=shape.draft)
+        self.state.length[self.state.padding_row].zero_()
+        self.state.last_token[self.state.padding_row].zero_()
+        return outcome, counts

@@ -80,7 +80,7 @@ class LLM:
         """
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
         directory = resolve(model)
-        self.target = load_target(directory, dtype=_dtype(dtype), device=_device(device))
+        self.target = load_target(directory, dtype=choose_dtype(dtype), device=choose_device(device))
         self.tokenizer = load_tokenizer(directory)
         self.max_model_len = self._check_length(max_model_len)
         self.eos_ids = self._find_eos_ids()
@@ -310,7 +310,8 @@ def _text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def choose_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of that name; None for "auto"."""
     if name == "auto":
         return None
     if name not in _DTYPES:
@@ -318,7 +319,8 @@ def _dtype(name: str) -> torch.dtype | None:
     return _DTYPES[name]
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """Return the device of that name; "auto" is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

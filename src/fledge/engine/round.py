@@ -55,7 +55,7 @@ def run_round(
     state.last_token[rows] = verified.tokens.gather(1, verified.accepted[:, None]).squeeze(1)
     state.length[rows] = length + verified.accepted + 1
     if drafter is None:
-        state.draft_count[rows] = 0
+        state.draft_count.index_fill_(0, rows, 0)  # plain assignment would copy a number from the host
     else:
         _extend_and_draft(models, state, rows, length, verified, draft)
     return RoundOutcome(tokens=verified.tokens, accepted=verified.accepted)

@@ -1,8 +1,10 @@
-"""Plain training loops for pairs so small that seconds are enough. No part of the product: only the models are.
+"""Plain training loops for pairs so small that a minute is enough. No part of the product: only the models are.
 
-The parity tests need drafters that are right some of the time, at every depth. Random weights never are.
+The demo and the vLLM parity tests need drafters that are right some of the time, at every depth. Random weights never
+are.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +18,19 @@ from fledge.models.drafter.variants import build
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
 
-WINDOW = 48  # tokens of a training sequence
-BATCH = 10
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much training a model gets."""
+
+    steps: int
+    batch: int = 10  # sequences in a step
+    window: int = 48  # tokens of a sequence
+    rate: float  # the highest learning rate
+    seed: int = 0
+
+
+Progress = Callable[[float], None]  # called after each step, with its loss
 
 
 def synthetic_text(vocab_size: int, *, length: int, seed: int) -> Tensor:
@@ -77,29 +90,36 @@ class BatchedStorage:
         return mixed
 
 
-def train_target(config: TargetConfig, text: Tensor, *, steps: int, seed: int) -> TargetModel:
+def train_target(
+    config: TargetConfig, text: Tensor, budget: Budget, progress: Progress = lambda _loss: None
+) -> TargetModel:
     """Next-token training on random windows of `text`."""
-    torch.manual_seed(seed)
+    torch.manual_seed(budget.seed)
     target = TargetModel(config)
-    random = torch.Generator().manual_seed(seed)
-    optimizer, schedule = _optimizer(list(target.parameters()), 4e-3, steps)
-    for _ in range(steps):
-        tokens = _windows(text, WINDOW + 1, random)  # [batch, window + 1]
-        final = _states(target, tokens[:, :-1], ()).final
-        loss = F.cross_entropy(target.logits(final).flatten(0, 1), tokens[:, 1:].flatten())
-        _step(loss, optimizer, schedule)
+    optimisation = _Optimisation(list(target.parameters()), budget)
+    for windows in _windows(text, budget, extra=1):  # [batch, window + 1]
+        final = _states(target, windows[:, :-1], ()).final
+        loss = F.cross_entropy(target.logits(final).flatten(0, 1), windows[:, 1:].flatten())
+        optimisation.step(loss)
+        progress(loss.item())
     return target.eval()
 
 
 def train_drafter(
-    config: DrafterConfig, target: TargetModel, text: Tensor, *, steps: int, unroll: int, seed: int
+    config: DrafterConfig,
+    target: TargetModel,
+    text: Tensor,
+    budget: Budget,
+    progress: Progress = lambda _loss: None,
+    *,
+    unroll: int,
 ) -> Drafter:
     """Training-time test: `unroll` draft steps from every position, real tokens, features of the drafter's own.
 
     What the drafter learns to predict is the target's choice, not the text. A reduced vocabulary takes the tokens that
     the text uses most; positions at which the target wants another one do not count.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(budget.seed)
     drafter = build(config)
     if config.reduced_vocab:
         frequent = text.bincount(minlength=config.vocab_size).argsort(descending=True)[: config.draft_vocab_size]
@@ -110,14 +130,14 @@ def train_drafter(
     own = list(drafter.parameters())
     target.requires_grad_(False)
     drafter.share_with(target)
-    random = torch.Generator().manual_seed(seed)
-    optimizer, schedule = _optimizer(own, 3e-3, steps)
-    for _ in range(steps):
-        tokens = _windows(text, WINDOW, random)
+    optimisation = _Optimisation(own, budget)
+    for tokens in _windows(text, budget):  # [batch, window]
         with torch.no_grad():
             states = _states(target, tokens, drafter.aux_layer_ids)
             choices = target.logits(states.final).argmax(-1)  # [batch, window]: after each token
-        _step(_unrolled_loss(drafter, tokens, states, choices, unroll), optimizer, schedule)
+        loss = _unrolled_loss(drafter, tokens, states, choices, unroll)
+        optimisation.step(loss)
+        progress(loss.item())
     return drafter.eval()
 
 
@@ -148,20 +168,24 @@ def _states(target: TargetModel, tokens: Tensor, aux_layer_ids: tuple[int, ...])
     return states
 
 
-def _windows(text: Tensor, length: int, random: torch.Generator) -> Tensor:
-    starts = torch.randint(len(text) - length, (BATCH, 1), generator=random)
-    return text[starts + torch.arange(length)]
+def _windows(text: Tensor, budget: Budget, *, extra: int = 0) -> Iterator[Tensor]:
+    """A batch for each step: pieces of `text` from random places."""
+    random = torch.Generator().manual_seed(budget.seed)
+    length = budget.window + extra
+    for _ in range(budget.steps):
+        starts = torch.randint(len(text) - length, (budget.batch, 1), generator=random)
+        yield text[starts + torch.arange(length)]
 
 
-def _optimizer(
-    parameters: list[torch.nn.Parameter], rate: float, steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
+class _Optimisation:
+    """AdamW with a rate that rises, then falls to nothing."""
 
+    def __init__(self, parameters: list[torch.nn.Parameter], budget: Budget) -> None:
+        self.optimizer = torch.optim.AdamW(parameters, lr=budget.rate, weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, budget.rate, total_steps=budget.steps)
 
-def _step(loss: Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    schedule.step()
+    def step(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()

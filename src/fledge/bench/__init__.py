@@ -1,0 +1,1 @@
+"""Measuring. Speeds are ratios or absolute times of one named setup, never a bare number."""

@@ -1,0 +1,80 @@
+"""`fledge bench`: how fast, measured."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from fledge.errors import ConfigError
+
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+
+
+@bench.callback()
+def _group() -> None:
+    pass
+
+
+@bench.command()
+def rounds(
+    *,
+    shape: Annotated[str, typer.Option(help="Shapes of random models, comma-separated: 8b, 1b, 120m, 29m.")] = "29m",
+    depth: Annotated[str, typer.Option(help="Draft depths, comma-separated; 0 is plain decoding.")] = "0,3",
+    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16",
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    count: Annotated[int, typer.Option("--rounds", min=10, help="Rounds to time in each cell.")] = 100,
+    prefill: Annotated[bool, typer.Option("--prefill", help="Also time 8 prompts of 4,096 tokens.")] = False,
+    long_context: Annotated[int, typer.Option(help="Also decode at the end of a context this long.")] = 0,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+) -> None:
+    """Time whole-engine rounds of random models: a table, then one JSON line."""
+    import torch  # noqa: PLC0415 - `fledge --help` must not import torch
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    from fledge.bench import rounds as measure  # noqa: PLC0415
+    from fledge.engine.llm import choose_device, choose_dtype  # noqa: PLC0415
+
+    place = choose_device(device)
+    on_gpu = place.type == "cuda"
+    precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
+    depths, sizes = _integers("depth", depth), _integers("concurrency", concurrency)
+    console = Console(stderr=True)
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
+    if on_gpu:
+        report["limits"] = vars(measure.measure_limits(place))
+    cells = []
+    table = Table(title=f"ms per round, {report['device']}, {precision}")
+    for heading in ("shape", "K", *(f"C={size}" for size in sizes)):
+        table.add_column(heading, justify="right")
+    with console.status("measuring") as status:
+        for name in shape.split(","):
+            for k in depths:
+                row = []
+                for cell in measure.measure_rounds(
+                    name, [k], sizes, device=place, dtype=precision, rounds=count, enforce_eager=enforce_eager
+                ):
+                    status.update(f"{name}: K={k}, C={cell.concurrency}: {cell.milliseconds:.2f} ms")
+                    cells.append(measure.as_row(cell))
+                    row.append(f"{cell.milliseconds:.2f}")
+                table.add_row(name, str(k), *row)
+            if prefill:
+                status.update(f"{name}: prefill")
+                report[f"prefill {name}"] = measure.measure_prefill(
+                    name, device=place, dtype=precision, prompts=8, tokens=4096
+                )
+            if long_context:
+                status.update(f"{name}: {long_context} tokens of context")
+                report[f"long context {name}"] = measure.measure_long_context(
+                    name, device=place, dtype=precision, tokens=long_context, depth=max(depths)
+                )
+    Console().print(table)
+    print(json.dumps({**report, "rounds": cells}))
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--{name}: found {text!r}, expected whole numbers separated by commas") from None

@@ -1,0 +1,180 @@
+"""Tiny pairs in float64, what may be asked of them, and what the reference loop answers: for tests of the engine.
+
+float64, so that two ways to compute the same logits cannot disagree about a near-tie. Six tokens, so that an untrained
+drafter is right often enough for its every row to matter.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fledge.decoding import reference
+from fledge.decoding.drafting import TreeShape
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.reference import Round, Speculation
+from fledge.engine.choosing import Choosing
+from fledge.engine.engine import Engine, EngineConfig, Update
+from fledge.engine.graphs import CapturedRound, RoundGraphs, RoundShape
+from fledge.engine.request import Request
+from fledge.engine.round import RoundOutcome
+from fledge.models.config import DrafterConfig
+from fledge.models.drafter.base import Drafter
+from fledge.models.target.decoder import TargetModel
+from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
+
+VOCAB = 6
+EOS = 1
+MAX_LENGTH = 64
+_LAYER = replace(TINY_LAYER, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
+TARGET = replace(TINY_TARGET, vocab_size=VOCAB, num_layers=3, layer=_LAYER, max_positions=MAX_LENGTH, eos_ids=(EOS,))
+TREE = TreeShape(width=2, budget=5)
+
+
+def _drafters() -> dict[str, DrafterConfig]:
+    configs = drafter_configs(TARGET)
+    configs["four-aux-states"] = replace(configs["four-aux-states"], aux_layer_ids=(0, 1, 2, 3))
+    configs["narrow"] = replace(configs["narrow"], layer=replace(_LAYER, hidden_size=8, intermediate_size=8))
+    return configs
+
+
+DRAFTERS = _drafters()
+
+
+@functools.cache
+def target() -> TargetModel:
+    return make_target(TARGET).double()
+
+
+@functools.cache
+def drafter(name: str = "eagle3.1", max_positions: int = MAX_LENGTH) -> Drafter:
+    made = make_drafter(replace(DRAFTERS[name], max_positions=max_positions), make_target(TARGET), seed=2).double()
+    made.share_with(target())
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request, as a test writes it down."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0, max_tokens=12))
+    seed: int = 0
+    speculate: bool = True
+    eos_ids: tuple[int, ...] = (EOS,)
+
+    def submit(self, engine: Engine, request_id: str) -> Request:
+        return engine.add_request(
+            request_id, self.prompt, self.params, seed=self.seed, eos_ids=self.eos_ids, speculate=self.speculate
+        )
+
+
+def greedy(prompt: Sequence[int], max_tokens: int = 12, **settings: object) -> Ask:
+    """A greedy request that runs to its limit."""
+    params = SamplingParams.from_dict({"temperature": 0, "max_tokens": max_tokens, **settings})
+    return Ask(prompt=tuple(prompt), params=params, eos_ids=())
+
+
+def sampled(prompt: Sequence[int], max_tokens: int = 12, seed: int = 0, **settings: object) -> Ask:
+    params = SamplingParams.from_dict({"temperature": 0.8, "max_tokens": max_tokens, **settings})
+    return Ask(prompt=tuple(prompt), params=params, seed=seed, eos_ids=())
+
+
+def rounds_of(ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH) -> list[Round]:
+    """What the reference loop does with a request."""
+    return list(
+        reference.generate(
+            target(),
+            ask.prompt,
+            ask.params,
+            seed=ask.seed,
+            speculation=speculation if ask.speculate else None,
+            max_length=max_length,
+            eos_ids=ask.eos_ids,
+        )
+    )
+
+
+def answer_of(ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH) -> tuple[list[int], str]:
+    """Its tokens, and why it ended."""
+    rounds = rounds_of(ask, speculation, max_length)
+    assert rounds[-1].finish_reason is not None
+    return [token for done in rounds for token in done.tokens], rounds[-1].finish_reason
+
+
+def make_engine(
+    *,
+    drafts: Drafter | None = None,
+    depth: int | Callable[[int], int] = 3,
+    max_depth: int | None = None,
+    graphs: bool = False,
+    **settings: object,
+) -> Engine:
+    """Build an engine on the tiny target. `graphs`: rounds go through (a stand-in for) captured graphs."""
+    values = {
+        "max_model_len": MAX_LENGTH,
+        "max_num_seqs": 4,
+        "block_size": 4,
+        "num_blocks": 200,
+        "max_depth": max_depth if max_depth is not None else depth if isinstance(depth, int) else 4,
+        **settings,
+    }
+    policy = (lambda _running: depth) if isinstance(depth, int) else depth
+    engine = Engine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
+    if graphs:
+        engine.runner.graphs = CpuGraphs(engine.runner.models, engine.runner.state, engine.config.max_num_seqs)
+    return engine
+
+
+def run(engine: Engine, limit: int = 2000) -> list[Update]:
+    """Step until nothing is left, checking integrity after each step; return all updates."""
+    updates: list[Update] = []
+    while engine.has_unfinished:
+        updates += engine.step()
+        engine.check_integrity()
+        limit -= 1
+        assert limit > 0, "the engine does not come to an end"
+    return updates
+
+
+def answers(engine: Engine, asks: Sequence[Ask]) -> list[list[int]]:
+    """Run requests together and return their tokens."""
+    first = engine.statistics.finished + engine.statistics.aborted
+    requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
+    run(engine)
+    return [request.output for request in requests]
+
+
+class CpuGraphs(RoundGraphs):
+    """Graphs as they behave on a GPU, without one: fixed rows in, fixed tensors out, batches padded."""
+
+    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> tuple[RoundOutcome, Tensor]:
+        outcome, counts = super().replay(rows, verify=verify, draft=draft, choosing=choosing)
+        # On a GPU the copy to the host is queued behind the replay; here nothing else keeps the results.
+        return RoundOutcome(tokens=outcome.tokens.clone(), accepted=outcome.accepted.clone()), counts.clone()
+
+    def _capture(self, shape: RoundShape) -> CapturedRound:
+        rows = torch.full((shape.batch,), self.state.padding_row, dtype=torch.int64)
+        with torch.inference_mode():
+            outcome, counts = self._play(rows, shape)
+        captured = CapturedRound(
+            graph=_CpuGraph(lambda: self._play(rows, shape), outcome, counts),  # type: ignore[arg-type]
+            rows=rows,
+            counts=counts,
+            outcome=outcome,
+        )
+        self._captured[shape] = captured
+        return captured
+
+
+class _CpuGraph:
+    def __init__(self, play: Callable[[], tuple[RoundOutcome, Tensor]], outcome: RoundOutcome, counts: Tensor) -> None:
+        self._play, self._outcome, self._counts = play, outcome, counts
+
+    def replay(self) -> None:
+        outcome, counts = self._play()
+        self._outcome.tokens.copy_(outcome.tokens)
+        self._outcome.accepted.copy_(outcome.accepted)
+        self._counts.copy_(counts)

@@ -1,0 +1,182 @@
+"""The engine against the reference loop, whatever happens in whatever order.
+
+Hypothesis joins, aborts, steps and changes the depth at will, on pools that are too small, with prompts that share
+prefixes, with chains, trees and sampled drafts, reading at once or one launch late, with and without (stand-ins for)
+graphs. Every request that ends must have the reference's tokens, every aborted one a prefix of them, and between steps
+every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones.
+"""
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.reference import Speculation
+from fledge.engine.request import Request
+from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, answer_of, drafter, make_engine
+
+EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
+MAX_DEPTH = 4
+
+# Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
+_STEMS = ((2, 3, 4, 5, 0, 2, 3, 4, 5, 0, 2, 3, 3, 0, 5, 4), (2, 3, 4, 5, 1, 1, 2), (5,), (4, 4, 4, 4, 4, 4, 4, 4, 4))
+_TOKENS = st.integers(0, VOCAB - 1)
+PROMPTS = st.builds(
+    lambda stem, cut, tail: (*stem[:cut], *tail)[:24] or stem[:1],
+    st.sampled_from(_STEMS),
+    st.integers(1, 16),
+    st.lists(_TOKENS, max_size=4),
+)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    values: dict[str, Any] = {"max_tokens": draw(st.integers(1, 20))}
+    values["temperature"] = draw(st.sampled_from([0.0, 0.0, 0.7, 1.3]))
+    if draw(st.booleans()):
+        values |= draw(
+            st.sampled_from(
+                [
+                    {"top_k": 3},
+                    {"top_p": 0.8},
+                    {"min_p": 0.1},
+                    {"top_k": 4, "top_p": 0.9},
+                    {"repetition_penalty": 1.3},
+                    {"presence_penalty": 0.8, "frequency_penalty": -0.4},
+                    {"logit_bias": {0: 1.5, 4: -2.0}},
+                    {"min_tokens": min(6, values["max_tokens"])},
+                    {"logprobs": 2},
+                ]
+            )
+        )
+    if draw(st.integers(0, 3)) == 0:
+        values["stop_token_ids"] = draw(st.lists(_TOKENS, min_size=1, max_size=2))
+    values["ignore_eos"] = draw(st.booleans())
+    return SamplingParams(**values)
+
+
+ASKS = st.builds(
+    Ask,
+    prompt=PROMPTS,
+    params=sampling_params(),
+    seed=st.integers(0, 3),
+    speculate=st.sampled_from([True, True, True, False]),
+    eos_ids=st.sampled_from([(EOS,), ()]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        kind=st.sampled_from(["chain", "chain", "tree", "sampled", "plain"]),
+        name=st.sampled_from(sorted(DRAFTERS)),
+        drafter_positions=st.sampled_from([MAX_LENGTH, MAX_LENGTH, 20]),
+        depth=st.integers(0, MAX_DEPTH),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        spare_slots=st.sampled_from([0, 8, 40, 400]),
+        seqs=st.integers(1, 5),
+        budget=st.sampled_from([1, 5, 16, 100]),
+        caching=st.sampled_from([True, True, False]),
+        read_late=st.booleans(),
+        graphs=st.booleans(),
+    )
+    def start(
+        self,
+        kind: str,
+        name: str,
+        drafter_positions: int,
+        depth: int,
+        block_size: int,
+        spare_slots: int,
+        seqs: int,
+        budget: int,
+        caching: bool,
+        read_late: bool,
+        graphs: bool,
+    ) -> None:
+        self.kind, self.depth = kind, depth
+        self.drafter = None if kind == "plain" else drafter(name, drafter_positions)
+        lookahead = 3 * (MAX_DEPTH + 1) + 10
+        self.max_length = 48
+        self.engine = make_engine(
+            drafts=self.drafter,
+            depth=lambda _running: self.depth,
+            max_depth=MAX_DEPTH,
+            tree=TREE if kind == "tree" else None,
+            sample_drafts=kind == "sampled",
+            max_model_len=self.max_length,
+            block_size=block_size,
+            num_blocks=2 + (self.max_length + lookahead + spare_slots) // block_size,  # one at full length always fits
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+            read_late=read_late,
+            graphs=graphs,
+        )
+        self.asked: list[tuple[Ask, Request, int]] = []
+
+    @rule(ask=ASKS)
+    def add(self, ask: Ask) -> None:
+        request = ask.submit(self.engine, str(len(self.asked)))
+        self.asked.append((ask, request, self.depth))
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def add_again(self, data: st.DataObject) -> None:
+        """The same prompt once more: everything of it may be cached, or only now be on its way there."""
+        self.add(data.draw(st.sampled_from(self.asked))[0])
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.engine.step()
+            self.engine.check_integrity()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        _, request, _ = data.draw(st.sampled_from(self.asked))
+        self.engine.abort(request.id)
+        self.engine.check_integrity()
+
+    @precondition(lambda self: self.kind != "sampled")  # whose tokens, unlike their distribution, follow the depth
+    @rule(depth=st.integers(0, MAX_DEPTH))
+    def change_depth(self, depth: int) -> None:
+        self.depth = depth
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            if not self.engine.has_unfinished:
+                break
+            self.step(1)
+        assert not self.engine.has_unfinished, "the engine does not come to an end"
+        assert self.engine.pool.used == 0
+        for ask, request, depth in self.asked:
+            speculation = None
+            if self.kind == "sampled" and depth and self.drafter is not None:
+                speculation = Speculation(drafter=self.drafter, depth=depth, sample_drafts=True)
+            tokens, reason = answer_of(ask, speculation, self.max_length)
+            if request.finish_reason == "abort":
+                assert request.output == tokens[: request.num_output]
+            else:
+                assert (request.output, request.finish_reason) == (tokens, reason)
+            if ask.params.logprobs is not None:
+                assert [entry.token for entry in request.logprobs] == request.output
+
+
+def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=EXPLORE or 60,
+            stateful_step_count=25,
+            derandomize=not EXPLORE,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -7,40 +7,42 @@ from fledge.decoding.drafting import TreeShape
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import choose
 from fledge.decoding.tree import Expansion, expand, rank
-from fledge.engine.paged_cache import RoundPass, slots_of
-from fledge.engine.round_models import RoundModels, chain_pass
+from fledge.engine.paged_cache import RoundPass
+from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.kernels.argmax import argmax_rows
+from fledge.kernels.round_rows import DraftPlaces, slots_of
 from fledge.models.drafter.base import DraftStates
 
 
-def propose(models: RoundModels, state: RowState, rows: Tensor, settled: DraftStates, depth: int) -> None:
+def propose(
+    models: RoundModels, state: RowState, rows: Tensor, settled: DraftStates, places: DraftPlaces, depth: int
+) -> None:
     """Draft for `rows` [batch] from the drafter's states [batch, hidden] at their last settled rows."""
     if models.tree is not None:
         _draft_trees(models, state, rows, settled, depth, models.tree)
     else:
-        _draft_chains(models, state, rows, settled, depth)
-    # The reference loop's rule: the drafts and the token after them must lie before `draft_until`.
-    room = state.draft_until[rows] - state.length[rows] - 2
-    state.draft_count[rows] = room.clamp(min=0, max=depth)
+        _draft_chains(models, state, rows, settled, places, depth)
 
 
-def _draft_chains(models: RoundModels, state: RowState, rows: Tensor, states: DraftStates, depth: int) -> None:
+def _draft_chains(
+    models: RoundModels, state: RowState, rows: Tensor, states: DraftStates, places: DraftPlaces, depth: int
+) -> None:
     drafter, cache = models.require_drafter()
-    position = state.length[rows] - 1  # of the settled row
+    tokens: list[Tensor] = []
     for step in range(depth):
+        if step > 0:
+            position = places.positions[step - 1]
+            storage = models.storage(cache, places.tables, position, places.slots[step - 1], rows=1)
+            states = drafter(tokens[-1], states.feature, position, storage)
         if models.sample_drafts:
-            token = _sample(models, state, rows, states.head, position, step)
+            tokens.append(_sample(models, state, rows, states.head, step))
         else:
-            token = drafter.to_target_ids(argmax_rows(drafter.logits(states.head)))
-        state.drafts[rows, step] = token
-        if step + 1 < depth:
-            position = position + 1
-            storage = chain_pass(cache, models, state, rows, position[:, None])
-            states = drafter(token, states.feature, position, storage)
+            tokens.append(drafter.to_target_ids(argmax_rows(drafter.logits(states.head))))
+    state.drafts[rows, :depth] = torch.stack(tokens, dim=1)
 
 
-def _sample(models: RoundModels, state: RowState, rows: Tensor, head: Tensor, position: Tensor, step: int) -> Tensor:
+def _sample(models: RoundModels, state: RowState, rows: Tensor, head: Tensor, step: int) -> Tensor:
     """Draw one draft for each row at its temperature, and keep the distribution it came from."""
     drafter, _ = models.require_drafter()
     logits = drafter.full_vocab_logits(head).float()
@@ -49,7 +51,8 @@ def _sample(models: RoundModels, state: RowState, rows: Tensor, head: Tensor, po
     best = torch.zeros_like(probs).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
     probs = torch.where(state.is_greedy[rows, None], best, probs)
     state.draft_probs[rows, step] = probs
-    return choose(probs, uniform(state.seed[rows], position + 2, Stream.DRAFT))
+    # The settled row is at length - 1 and predicts the token at length + 1.
+    return choose(probs, uniform(state.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
 
 
 def _draft_trees(
@@ -98,9 +101,10 @@ def _draft_trees(
         head = out.head.view(batch, -1, out.head.shape[-1])[:, -grown.shape[1] :]
         feature = out.feature.view(batch, -1, out.feature.shape[-1])[:, -grown.shape[1] :]
     tree = rank(levels, shape.budget)
-    state.tree_tokens[rows] = tree.tokens
-    state.tree_parents[rows] = tree.parents
-    state.tree_depths[rows] = tree.depths
+    nodes = tree.tokens.shape[1]  # a shallower tree than the deepest may have fewer
+    state.tree_tokens[rows, :nodes] = tree.tokens
+    state.tree_parents[rows, :nodes] = tree.parents
+    state.tree_depths[rows, :nodes] = tree.depths
 
 
 def _with_children(mask: Tensor, origins: Tensor, *, width: int, previous: int) -> Tensor:

@@ -34,7 +34,6 @@ class RoundShape:
 class CapturedRound:
     graph: torch.cuda.CUDAGraph
     rows: Tensor  # [batch]: written before each replay
-    counts: Tensor  # [batch]: drafts that counted, as they were before the round
     outcome: RoundOutcome
 
 
@@ -56,8 +55,8 @@ class RoundGraphs:
         self._captured: dict[RoundShape, CapturedRound] = {}
         self._pool: Any = None  # of graph memory; torch gives its type no public name
 
-    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> tuple[RoundOutcome, Tensor]:
-        """Run a round for `rows`; return its outcome and how many drafts counted, for those rows only."""
+    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> RoundOutcome:
+        """Run a round for `rows`; return its outcome for those rows only."""
         size = next(size for size in self.sizes if size >= len(rows))
         shape = RoundShape(size, verify, draft, choosing)
         padded = self.state.tensor([*rows, *[self.state.padding_row] * (size - len(rows))])
@@ -65,13 +64,15 @@ class RoundGraphs:
         if captured is None and len(self._captured) < MAX_GRAPHS:
             captured = self._capture(shape)
         if captured is None:
-            outcome, counts = self._play(padded, shape)
+            outcome = self._play(padded, shape)
         else:
             captured.rows.copy_(padded, non_blocking=True)
             captured.graph.replay()
-            counts, outcome = captured.counts, captured.outcome
+            outcome = captured.outcome
         used = len(rows)
-        return RoundOutcome(tokens=outcome.tokens[:used], accepted=outcome.accepted[:used]), counts[:used]
+        return RoundOutcome(
+            tokens=outcome.tokens[:used], accepted=outcome.accepted[:used], drafted=outcome.drafted[:used]
+        )
 
     def warm_up(
         self, depths: Iterable[int], max_batch: int, progress: Callable[[int, int], None] = lambda _done, _all: None
@@ -95,17 +96,16 @@ class RoundGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            outcome, counts = self._play(rows, shape)
+            outcome = self._play(rows, shape)
         self._pool = graph.pool()
-        captured = CapturedRound(graph=graph, rows=rows, counts=counts, outcome=outcome)
+        captured = CapturedRound(graph=graph, rows=rows, outcome=outcome)
         self._captured[shape] = captured
         return captured
 
-    def _play(self, rows: Tensor, shape: RoundShape) -> tuple[RoundOutcome, Tensor]:
+    def _play(self, rows: Tensor, shape: RoundShape) -> RoundOutcome:
         """Run the round. The padding row must not wander off, or its positions would leave its block table."""
-        counts = self.state.draft_count[rows]
         chooser = DeviceChooser(self.state, rows, shape.choosing)
         outcome = run_round(self.models, self.state, rows, chooser, verify=shape.verify, draft=shape.draft)
         self.state.length[self.state.padding_row].zero_()
         self.state.last_token[self.state.padding_row].zero_()
-        return outcome, counts
+        return outcome

@@ -119,9 +119,3 @@ class ChunkPass:
             scale=spec.scale,
             sliding_window=spec.sliding_window,
         )
-
-
-def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Return the slot of each position: block_tables [batch, max_blocks], positions [batch, n] -> [batch, n]."""
-    blocks = block_tables.gather(1, positions // block_size)
-    return blocks.long() * block_size + positions % block_size

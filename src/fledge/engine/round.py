@@ -13,10 +13,11 @@ from fledge.decoding.acceptance import accept_rejection, accept_tree
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.choosing import Chooser
 from fledge.engine.draft_round import propose
-from fledge.engine.paged_cache import RoundPass, slots_of
-from fledge.engine.round_models import RoundModels, chain_pass
+from fledge.engine.paged_cache import RoundPass
+from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.kernels.accept import accept_chain, accept_greedy
+from fledge.kernels.round_rows import OpenedRound, SettledRound, open_round, settle_round, slots_of
 from fledge.models.drafter.base import DraftStates
 from fledge.models.target.decoder import TargetStates
 
@@ -27,6 +28,7 @@ class RoundOutcome:
 
     tokens: Tensor  # [batch, depth + 1]: emitted tokens, then PADDING
     accepted: Tensor  # [batch]
+    drafted: Tensor  # [batch]: how many drafts there were to accept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,55 +47,81 @@ def run_round(
 
     Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
     """
-    length = state.length[rows]
-    drafter = models.drafter if draft else None
-    aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
+    opened = open_round(
+        rows,
+        last_token=state.last_token,
+        drafts=state.drafts,
+        length=state.length,
+        draft_count=state.draft_count,
+        block_tables=state.block_tables,
+        verify=verify,
+        block_size=models.block_size,
+    )
+    aux_layer_ids = models.drafter.aux_layer_ids if models.drafter is not None and draft else ()
     if verify and models.tree is not None:
-        verified = _verify_trees(models, state, rows, chooser, verify, aux_layer_ids)
+        verified = _verify_trees(models, state, rows, chooser, opened, verify, aux_layer_ids)
     else:
-        verified = _verify_chains(models, state, rows, chooser, verify, aux_layer_ids)
-    state.last_token[rows] = verified.tokens.gather(1, verified.accepted[:, None]).squeeze(1)
-    state.length[rows] = length + verified.accepted + 1
-    if drafter is None:
-        state.draft_count.index_fill_(0, rows, 0)  # plain assignment would copy a number from the host
-    else:
-        _extend_and_draft(models, state, rows, length, verified, draft)
-    return RoundOutcome(tokens=verified.tokens, accepted=verified.accepted)
+        verified = _verify_chains(models, state, rows, chooser, opened, verify, aux_layer_ids)
+    settled = settle_round(
+        rows,
+        opened,
+        verified.tokens,
+        verified.accepted,
+        last_token=state.last_token,
+        length=state.length,
+        draft_count=state.draft_count,
+        draft_until=state.draft_until,
+        depth=draft,
+        block_size=models.block_size,
+    )
+    if draft:
+        _extend_and_draft(models, state, rows, opened, verified, settled, draft)
+    return RoundOutcome(tokens=verified.tokens, accepted=verified.accepted, drafted=opened.drafted)
 
 
 def _verify_chains(
-    models: RoundModels, state: RowState, rows: Tensor, chooser: Chooser, verify: int, aux_layer_ids: tuple[int, ...]
+    models: RoundModels,
+    state: RowState,
+    rows: Tensor,
+    chooser: Chooser,
+    opened: OpenedRound,
+    verify: int,
+    aux_layer_ids: tuple[int, ...],
 ) -> _Verified:
     batch, width = len(rows), verify + 1
-    drafts = state.drafts[rows, :verify]  # [batch, verify]
-    tokens = torch.cat([state.last_token[rows, None], drafts], dim=1)  # [batch, width]
-    positions = state.length[rows, None] + torch.arange(width, device=rows.device)
-    storage = chain_pass(models.target_cache, models, state, rows, positions)
-    states = models.target(tokens.flatten(), positions.flatten(), storage, aux_layer_ids)
+    storage = models.storage(models.target_cache, opened.tables, opened.context, opened.slots, rows=width)
+    states = models.target(opened.tokens, opened.positions, storage, aux_layer_ids)
     logits = models.target.logits(states.final)  # [batch * width, vocab]
-    limits = state.draft_count[rows]
+    drafts = opened.tokens.view(batch, width)[:, 1:]
     if chooser.is_greedy:
-        found = accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=limits)
+        found = accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
         return _Verified(tokens=found.tokens, accepted=found.accepted, states=states)
-    decided = positions + 1
+    decided = opened.positions.view(batch, width) + 1
     if models.sample_drafts and verify:
         judged = accept_rejection(
             drafts,
             state.draft_probs[rows, :verify],
             chooser.probabilities(logits).view(batch, width, -1),
             *chooser.rejection_uniforms(decided),
-            draft_lengths=limits,
+            draft_lengths=opened.drafted,
         )
         return _Verified(tokens=judged.tokens, accepted=judged.accepted, states=states)
-    found = accept_chain(drafts, chooser.choices(logits, decided).view(batch, width), draft_lengths=limits)
+    choices = chooser.choices(logits, decided).view(batch, width)
+    found = accept_chain(drafts, choices, draft_lengths=opened.drafted)
     return _Verified(tokens=found.tokens, accepted=found.accepted, states=states)
 
 
 def _verify_trees(
-    models: RoundModels, state: RowState, rows: Tensor, chooser: Chooser, depth: int, aux_layer_ids: tuple[int, ...]
+    models: RoundModels,
+    state: RowState,
+    rows: Tensor,
+    chooser: Chooser,
+    opened: OpenedRound,
+    depth: int,
+    aux_layer_ids: tuple[int, ...],
 ) -> _Verified:
     """Verify whole trees. Node n is stored at slot length + 1 + n; the accepted path then moves to its positions."""
-    batch, length = len(rows), state.length[rows]
+    batch, length = len(rows), opened.context
     tree = DraftTree(
         tokens=state.tree_tokens[rows],
         parents=state.tree_parents[rows],
@@ -118,7 +146,7 @@ def _verify_trees(
     )
     states = models.target(tokens.flatten(), positions.flatten(), storage, aux_layer_ids)
     choices = chooser.choices(models.target.logits(states.final), positions + 1).view(batch, width)
-    path = accept_tree(tree, choices, depth_limits=state.draft_count[rows])
+    path = accept_tree(tree, choices, depth_limits=opened.drafted)
 
     # Rows after the path's end stay where they are (source = destination) and are overwritten by the next round.
     places = torch.arange(depth + 1, device=rows.device).expand(batch, -1)
@@ -134,7 +162,13 @@ def _verify_trees(
 
 
 def _extend_and_draft(
-    models: RoundModels, state: RowState, rows: Tensor, length: Tensor, verified: _Verified, depth: int
+    models: RoundModels,
+    state: RowState,
+    rows: Tensor,
+    opened: OpenedRound,
+    verified: _Verified,
+    settled: SettledRound,
+    depth: int,
 ) -> None:
     """Let the drafter read the settled rows, then draft from the last of them.
 
@@ -142,13 +176,9 @@ def _extend_and_draft(
     padding: they are computed because leaving them out would take longer, and overwritten while drafting.
     """
     drafter, cache = models.require_drafter()
-    batch, width = verified.tokens.shape
-    positions = length[:, None] + torch.arange(width, device=rows.device)
-    out = drafter(
-        verified.tokens.clamp(min=0).flatten(),
-        drafter.fuse(verified.states),
-        positions.flatten(),
-        chain_pass(cache, models, state, rows, positions),
-    )
-    last = torch.arange(batch, device=rows.device) * width + verified.accepted
-    propose(models, state, rows, DraftStates(head=out.head[last], feature=out.feature[last]), depth)
+    width = verified.tokens.shape[1]
+    storage = models.storage(cache, settled.places.tables, opened.context, opened.slots, rows=width)
+    out = drafter(settled.tokens, drafter.fuse(verified.states), opened.positions, storage)
+    head = out.head[settled.last_rows]
+    feature = head if out.feature is out.head else out.feature[settled.last_rows]
+    propose(models, state, rows, DraftStates(head=head, feature=feature), settled.places, depth)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
-from fledge.engine.paged_cache import PagedCache, RoundPass, slots_of
-from fledge.engine.row_state import RowState
+from fledge.decoding.tree import DraftTree, tree_size
+from fledge.engine.paged_cache import PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
@@ -24,20 +24,27 @@ class RoundModels:
     tree: TreeShape | None = None  # draft trees instead of chains
     sample_drafts: bool = False  # sampled requests: draft at random, accept by rejection
 
+    def drafted_trees(self, state: RowState, rows: Tensor, depth: int) -> DraftTree:
+        """Return the trees of `depth` levels that were drafted for `rows` [batch]."""
+        assert self.tree is not None
+        vocab_size = self.target.config.vocab_size
+        nodes = tree_size(depth=depth, width=self.tree.width, budget=self.tree.budget, vocab_size=vocab_size)
+        tokens = state.tree_tokens[rows, :nodes]
+        return DraftTree(
+            tokens=tokens,
+            parents=state.tree_parents[rows, :nodes],
+            depths=state.tree_depths[rows, :nodes],
+            scores=tokens.float(),  # ranked already, and not asked for again
+            max_depth=depth,
+        )
+
     def require_drafter(self) -> tuple[Drafter, PagedCache]:
         assert self.drafter is not None
         assert self.drafter_cache is not None
         return self.drafter, self.drafter_cache
 
-
-def chain_pass(cache: PagedCache, models: RoundModels, state: RowState, rows: Tensor, positions: Tensor) -> RoundPass:
-    """Storage for new rows at `positions` [batch, n], each sequence's one after another."""
-    tables = state.block_tables[rows]
-    return RoundPass(
-        cache=cache,
-        block_tables=tables,
-        context_lens=positions[:, 0],
-        slots=slots_of(tables, positions, models.block_size).flatten(),
-        rows=positions.shape[1],
-        max_context=models.max_length,
-    )
+    def storage(self, cache: PagedCache, tables: Tensor, context: Tensor, slots: Tensor, rows: int) -> RoundPass:
+        """Storage for `rows` new tokens of each sequence, one after another."""
+        return RoundPass(
+            cache=cache, block_tables=tables, context_lens=context, slots=slots, rows=rows, max_context=self.max_length
+        )

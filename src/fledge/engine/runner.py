@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.tree import DraftTree
-from fledge.engine.choosing import Choosing, DeviceChooser, Logprobs, Watcher
+from fledge.engine.choosing import Chooser, Choosing, DeviceChooser, Logprobs, Watcher
 from fledge.engine.draft_round import propose
 from fledge.engine.graphs import RoundGraphs
 from fledge.engine.paged_cache import ChunkPass, PagedCache
@@ -19,6 +19,7 @@ from fledge.engine.round import run_round
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.scheduler import Chunk, Plan
+from fledge.kernels.round_rows import draft_places
 from fledge.models.drafter.base import DraftStates
 
 
@@ -61,7 +62,7 @@ class Launch:
     plan: Plan
     first_tokens: Readback | None  # [chunks that chose a token]
     first_logprobs: Logprobs | None
-    rounds: Readback | None  # tokens [batch, verify + 1], accepted [batch], drafts that counted [batch]
+    rounds: Readback | None  # tokens [batch, verify + 1], accepted [batch], drafted [batch]
     round_logprobs: Logprobs | None
 
 
@@ -91,7 +92,7 @@ class Runner:
         """Wait for a launch and return its results, one for each request that got tokens."""
         results: list[RequestResult] = []
         if launch.rounds is not None:
-            tokens, accepted, counts = (tensor.tolist() for tensor in launch.rounds.ready())
+            tokens, accepted, drafted = (tensor.tolist() for tensor in launch.rounds.ready())
             per_row = launch.plan.verify + 1
             for i, request in enumerate(launch.plan.decoding):
                 kept = accepted[i] + 1
@@ -102,7 +103,7 @@ class Runner:
                     RequestResult(
                         request=request,
                         tokens=tokens[i][:kept],
-                        drafted=min(counts[i], launch.plan.verify),
+                        drafted=drafted[i],
                         accepted=accepted[i],
                         in_flight=per_row,
                         logprobs=logprobs,
@@ -133,19 +134,17 @@ class Runner:
         requests, verify, draft = plan.decoding, plan.verify, plan.draft
         rows = [_row(request) for request in requests]
         watched = any(request.is_watched for request in requests)
+        logprobs = None
         if self.graphs is not None and not watched:
-            choosing = Choosing.needed_by(requests)
-            outcome, counts = self.graphs.replay(rows, verify=verify, draft=draft, choosing=choosing)
-            return Readback([outcome.tokens, outcome.accepted, counts]), None
-        index = self.state.tensor(rows)
-        counts = self.state.draft_count[index]
-        if not watched:
-            chooser = DeviceChooser(self.state, index, Choosing.needed_by(requests))
+            outcome = self.graphs.replay(rows, verify=verify, draft=draft, choosing=Choosing.needed_by(requests))
+        else:
+            index = self.state.tensor(rows)
+            chooser: Chooser = DeviceChooser(self.state, index, Choosing.needed_by(requests))
+            if watched:
+                chooser = Watcher(requests, self.state, self.vocab_size, self._drafts(index, verify))
             outcome = run_round(self.models, self.state, index, chooser, verify=verify, draft=draft)
-            return Readback([outcome.tokens, outcome.accepted, counts]), None
-        watcher = Watcher(requests, self.state, self.vocab_size, self._drafts(index, verify))
-        outcome = run_round(self.models, self.state, index, watcher, verify=verify, draft=draft)
-        return Readback([outcome.tokens, outcome.accepted, counts]), watcher.logprobs
+            logprobs = chooser.logprobs if isinstance(chooser, Watcher) else None
+        return Readback([outcome.tokens, outcome.accepted, outcome.drafted]), logprobs
 
     def _drafts(self, rows: Tensor, verify: int) -> Tensor | DraftTree | None:
         """What the next round of `rows` verifies."""
@@ -219,7 +218,13 @@ class Runner:
             out = drafter(following, drafter.fuse(states), positions, storage(models.drafter_cache))
             if completing and depth > 0:
                 ends = state.tensor([starts[i + 1] - 1 for i in completing])
-                propose(models, state, rows, DraftStates(head=out.head[ends], feature=out.feature[ends]), depth)
+                settled_lengths = state.length[rows]
+                places = draft_places(
+                    settled_lengths, state.block_tables[rows], depth=depth, block_size=models.block_size
+                )
+                settled = DraftStates(head=out.head[ends], feature=out.feature[ends])
+                propose(models, state, rows, settled, places, depth)
+                state.draft_count[rows] = (state.draft_until[rows] - settled_lengths - 2).clamp(min=0, max=depth)
         return (None if first is None else Readback([first])), logprobs
 
 

@@ -30,7 +30,8 @@ def main(shape: str, depth: int, concurrency: int) -> None:
     busy = sum(event.time_range.elapsed_us() for event in events)
     count = len(events) / ROUNDS
     print(
-        f"{shape} K={depth} C={concurrency}: {span / ROUNDS:.0f} us/round, busy {busy / ROUNDS:.0f} us, {count:.0f} kernels"
+        f"{shape} K={depth} C={concurrency}: {span / ROUNDS:.0f} us a round, busy {busy / ROUNDS:.0f} us, "
+        f"{count:.0f} kernels"
     )
     totals: dict[str, list[float]] = {}
     for event in events:

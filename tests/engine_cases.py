@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
@@ -150,31 +149,94 @@ def answers(engine: Engine, asks: Sequence[Ask]) -> list[list[int]]:
 class CpuGraphs(RoundGraphs):
     """Graphs as they behave on a GPU, without one: fixed rows in, fixed tensors out, batches padded."""
 
-    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> tuple[RoundOutcome, Tensor]:
-        outcome, counts = super().replay(rows, verify=verify, draft=draft, choosing=choosing)
+    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> RoundOutcome:
+        outcome = super().replay(rows, verify=verify, draft=draft, choosing=choosing)
         # On a GPU the copy to the host is queued behind the replay; here nothing else keeps the results.
-        return RoundOutcome(tokens=outcome.tokens.clone(), accepted=outcome.accepted.clone()), counts.clone()
+        return RoundOutcome(**{name: tensor.clone() for name, tensor in vars(outcome).items()})
 
     def _capture(self, shape: RoundShape) -> CapturedRound:
         rows = torch.full((shape.batch,), self.state.padding_row, dtype=torch.int64)
-        with torch.inference_mode():
-            outcome, counts = self._play(rows, shape)
-        captured = CapturedRound(
-            graph=_CpuGraph(lambda: self._play(rows, shape), outcome, counts),  # type: ignore[arg-type]
-            rows=rows,
-            counts=counts,
-            outcome=outcome,
-        )
+        outcome = self._play(rows, shape)
+        graph = _CpuGraph(lambda: self._play(rows, shape), outcome)
+        captured = CapturedRound(graph=graph, rows=rows, outcome=outcome)  # type: ignore[arg-type]
         self._captured[shape] = captured
         return captured
 
 
 class _CpuGraph:
-    def __init__(self, play: Callable[[], tuple[RoundOutcome, Tensor]], outcome: RoundOutcome, counts: Tensor) -> None:
-        self._play, self._outcome, self._counts = play, outcome, counts
+    def __init__(self, play: Callable[[], RoundOutcome], outcome: RoundOutcome) -> None:
+        self._play, self._outcome = play, outcome
 
     def replay(self) -> None:
-        outcome, counts = self._play()
-        self._outcome.tokens.copy_(outcome.tokens)
-        self._outcome.accepted.copy_(outcome.accepted)
-        self._counts.copy_(counts)
+        for name, tensor in vars(self._play()).items():
+            getattr(self._outcome, name).copy_(tensor)
+
+
+Drafts = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the parents of a tree's nodes
+
+
+@functools.cache
+def drafts_after(
+    name: str, text: tuple[int, ...], depth: int, tree: TreeShape | None = None, sampled_by: Ask | None = None
+) -> Drafts:
+    """What a drafter drafts after a text that it has read from the start, by the reference loop's own functions.
+
+    A round drafts from the text alone, whatever came to pass before: the oracle for every draft of every round.
+    """
+    sequence = reference._Sequence(
+        target=target(),
+        prompt=text,
+        params=SamplingParams(temperature=0) if sampled_by is None else sampled_by.params,
+        seed=0 if sampled_by is None else sampled_by.seed,
+        max_length=None,
+        eos_ids=(),
+    )
+    sampling = sampled_by is not None and not sampled_by.params.is_greedy
+    speculation = Speculation(drafter=drafter(name), depth=depth, tree=tree, sample_drafts=sampling)
+    tokens = torch.tensor(text)
+    positions = torch.arange(len(text) - 1)
+    cache = reference.DenseCache(TARGET.num_layers, tokens.device)
+    states = target()(tokens[:-1], positions, cache.extend(positions), speculation.drafter.aux_layer_ids)
+    settled = reference.SettledRows(tokens=tokens[1:], features=speculation.drafter.fuse(states), positions=positions)
+    draft = reference._propose(
+        speculation, reference.DenseCache(speculation.drafter.config.num_layers, tokens.device), settled, sequence
+    )
+    assert draft is not None
+    parents = draft.parents.tolist() if isinstance(draft, reference.DraftTree) else ()
+    return tuple(draft.tokens.tolist()), tuple(parents)
+
+
+def run_checking_drafts(engine: Engine, name: str, asks: Sequence[Ask], limit: int = 2000) -> list[Request]:
+    """Run requests together on an engine that reads at once; what is drafted must be what the oracle drafts."""
+    first = engine.statistics.finished + engine.statistics.aborted
+    requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
+    while engine.has_unfinished:
+        engine.step()
+        engine.check_integrity()
+        for ask, request in zip(asks, requests, strict=True):
+            assert_drafts(engine, name, ask, request)
+        limit -= 1
+        assert limit > 0, "the engine does not come to an end"
+    return requests
+
+
+def wrong_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> bool:
+    """Whether the drafts that a request's next round verifies are not those the oracle drafts after its text."""
+    state, row = engine.runner.state, request.row
+    depth = engine.scheduler._last_draft
+    if row is None or request.phase != "decode" or not state.draft_count[row]:
+        return False
+    count = int(state.draft_count[row])
+    assert count <= depth
+    assert state.length[row] == len(request.tokens) - 1
+    if engine.config.tree is not None:
+        tokens, parents = drafts_after(name, tuple(request.tokens), depth, engine.config.tree)
+        found = (state.tree_tokens[row].tolist()[: len(tokens)], state.tree_parents[row].tolist()[: len(tokens)])
+        return found != (list(tokens), list(parents))
+    sampled_by = ask if engine.config.sample_drafts else None
+    tokens, _ = drafts_after(name, tuple(request.tokens), depth, None, sampled_by)
+    return state.drafts[row, :count].tolist() != list(tokens[:count])
+
+
+def assert_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> None:
+    assert not wrong_drafts(engine, name, ask, request), f"wrong drafts for {request.id} after {request.tokens}"

@@ -91,13 +91,18 @@ class BatchedStorage:
 
 
 def train_target(
-    config: TargetConfig, text: Tensor, budget: Budget, progress: Progress = lambda _loss: None
+    config: TargetConfig,
+    text: Tensor,
+    budget: Budget,
+    progress: Progress = lambda _loss: None,
+    *,
+    starts: Tensor | None = None,
 ) -> TargetModel:
-    """Next-token training on random windows of `text`."""
+    """Next-token training on windows of `text` from random places, or from some of `starts`."""
     torch.manual_seed(budget.seed)
     target = TargetModel(config)
     optimisation = _Optimisation(list(target.parameters()), budget)
-    for windows in _windows(text, budget, extra=1):  # [batch, window + 1]
+    for windows in _windows(text, budget, starts, extra=1):  # [batch, window + 1]
         final = _states(target, windows[:, :-1], ()).final
         loss = F.cross_entropy(target.logits(final).flatten(0, 1), windows[:, 1:].flatten())
         optimisation.step(loss)
@@ -113,6 +118,8 @@ def train_drafter(
     progress: Progress = lambda _loss: None,
     *,
     unroll: int,
+    starts: Tensor | None = None,
+    head_from_target: bool = False,
 ) -> Drafter:
     """Training-time test: `unroll` draft steps from every position, real tokens, features of the drafter's own.
 
@@ -127,11 +134,14 @@ def train_drafter(
     if config.own_embedding:  # a start from the target's, which training then leaves behind
         assert drafter.embed_tokens is not None
         drafter.embed_tokens.load_state_dict(target.embed_tokens.state_dict())
+    if head_from_target:  # likewise, where steps are too few to learn a head from nothing
+        assert drafter.lm_head is not None
+        drafter.lm_head.load_state_dict(target.lm_head.state_dict())
     own = list(drafter.parameters())
     target.requires_grad_(False)
     drafter.share_with(target)
     optimisation = _Optimisation(own, budget)
-    for tokens in _windows(text, budget):  # [batch, window]
+    for tokens in _windows(text, budget, starts):  # [batch, window]
         with torch.no_grad():
             states = _states(target, tokens, drafter.aux_layer_ids)
             choices = target.logits(states.final).argmax(-1)  # [batch, window]: after each token
@@ -168,13 +178,15 @@ def _states(target: TargetModel, tokens: Tensor, aux_layer_ids: tuple[int, ...])
     return states
 
 
-def _windows(text: Tensor, budget: Budget, *, extra: int = 0) -> Iterator[Tensor]:
-    """A batch for each step: pieces of `text` from random places."""
+def _windows(text: Tensor, budget: Budget, starts: Tensor | None, *, extra: int = 0) -> Iterator[Tensor]:
+    """A batch for each step: pieces of `text`."""
     random = torch.Generator().manual_seed(budget.seed)
     length = budget.window + extra
+    starts = torch.arange(len(text)) if starts is None else starts
+    starts = starts[starts < len(text) - length]
     for _ in range(budget.steps):
-        starts = torch.randint(len(text) - length, (budget.batch, 1), generator=random)
-        yield text[starts + torch.arange(length)]
+        chosen = starts[torch.randint(len(starts), (budget.batch, 1), generator=random)]
+        yield text[chosen + torch.arange(length)]
 
 
 class _Optimisation:

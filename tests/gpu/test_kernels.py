@@ -44,6 +44,14 @@ def swiglu() -> None:
 
 
 @check
+def skinny_linear() -> None:
+    for dtype in (BF16, FP16):
+        for rows in (1, 3, 8, 9, 16):
+            for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336), (2048, 2048), (3072, 2048), (1001, 512)):
+                cases.skinny_linear(rows, columns, size, dtype, GPU)
+
+
+@check
 def rope_store() -> None:
     for dtype in cases.DTYPES:
         for norm in (False, True):

@@ -58,8 +58,17 @@ class Chooser(Protocol):
         """Return the distributions it chooses from, [batch * width, vocab]."""
         ...
 
-    def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width]."""
+        ...
+
+    @property
+    def notes(self) -> bool:
+        """Whether `note` does anything."""
+        ...
+
+    def note(self, logits: Tensor, tokens: Tensor) -> None:
+        """Take down the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them."""
         ...
 
 
@@ -103,8 +112,13 @@ class DeviceChooser:
         filtered = self._choosing is Choosing.FILTERED
         return distribution(logits, self._state.sampling_rows(repeated, filtered=filtered, vocab_size=logits.shape[1]))
 
-    def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rejection_uniforms(self._state.seed[self._rows], positions)
+    def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
+        return rejection_uniforms(self._state.seed[self._rows], positions, draft_counts)
+
+    notes = False
+
+    def note(self, logits: Tensor, tokens: Tensor) -> None:
+        """Nobody has asked for log-probabilities, or there would be a Watcher."""
 
 
 class Watcher:
@@ -139,29 +153,33 @@ class Watcher:
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         sampling = self._sampling
         if sampling.all_greedy:
-            choices = greedy(adjust_logits(logits, sampling, history=self._history, forbidden=self._forbidden))
-        else:
-            choices = choose(self.probabilities(logits), uniform(sampling.seed, positions.flatten(), Stream.CHOICE))
-        self._note_logprobs(logits, choices)
-        return choices
+            return greedy(adjust_logits(logits, sampling, history=self._history, forbidden=self._forbidden))
+        return choose(self.probabilities(logits), uniform(sampling.seed, positions.flatten(), Stream.CHOICE))
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return distribution(logits, self._sampling, history=self._history, forbidden=self._forbidden)
 
-    def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rejection_uniforms(self._seeds, positions)
+    def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
+        return rejection_uniforms(self._seeds, positions, draft_counts)
 
-    def _note_logprobs(self, logits: Tensor, choices: Tensor) -> None:
+    @property
+    def notes(self) -> bool:
+        return self._top is not None
+
+    def note(self, logits: Tensor, tokens: Tensor) -> None:
         if self._top is not None:
             logprobs = logits.float().log_softmax(-1)
-            best = logprobs.topk(self._top, dim=-1)
-            chosen = logprobs.gather(1, choices[:, None]).squeeze(1)
+            best = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
+            chosen = logprobs.gather(1, tokens.flatten().clamp(min=0)[:, None]).squeeze(1)  # padding is never read
             self.logprobs = Logprobs(chosen=chosen, top_values=best.values, top_tokens=best.indices)
 
 
-def rejection_uniforms(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rejection_uniforms(seeds: Tensor, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
+    """A row without drafts draws as in a round without drafts: what others do must not change its tokens."""
     accept = uniform(seeds[:, None], positions[:, :-1], Stream.ACCEPT)
-    return accept, uniform(seeds[:, None], positions, Stream.RESIDUAL)
+    residual = uniform(seeds[:, None], positions, Stream.RESIDUAL)
+    choice = uniform(seeds[:, None], positions, Stream.CHOICE)
+    return accept, torch.where(draft_counts[:, None] > 0, residual, choice)
 
 
 def _history(

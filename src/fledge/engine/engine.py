@@ -21,11 +21,13 @@ from fledge.engine.graphs import RoundGraphs
 from fledge.engine.kv_pool import KVPool
 from fledge.engine.paged_cache import PagedCache
 from fledge.engine.request import Phase, Request, TokenLogprobs
+from fledge.engine.round_clock import PhaseTimes
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, Plan, Scheduler
 from fledge.errors import ConfigError, PromptError
+from fledge.layers.linear import pack_linears
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
@@ -50,6 +52,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # no CUDA graphs
+    pack_weights: bool = True  # CPU, float32: a second copy of the weights in a faster layout
     max_depth: int = 0  # the deepest drafting the policy may ask for
     tree: TreeShape | None = None
     sample_drafts: bool = False
@@ -76,6 +79,7 @@ class EngineStatistics:
     output_tokens: int = 0
     finished: int = 0
     aborted: int = 0
+    phases: PhaseTimes = field(default_factory=PhaseTimes)  # verify, accept, draft
     schedule_seconds: float = 0.0  # planning
     launch_seconds: float = 0.0  # queueing work; on a CPU also doing it
     read_seconds: float = 0.0  # waiting for the device and digesting its results
@@ -95,6 +99,8 @@ class Engine:
         on_gpu = self.device.type == "cuda"
         self.statistics = EngineStatistics()
         self._depth_policy = depth_policy
+        if config.pack_weights:
+            pack_linears(*(model for model in (target, drafter) if model is not None))
         self._requests: dict[str, Request] = {}
         self._in_flight: Launch | None = None
         self._reads_late = on_gpu if config.read_late is None else config.read_late
@@ -134,6 +140,7 @@ class Engine:
         use_graphs = on_gpu and not config.enforce_eager
         self.graphs = RoundGraphs(models, state, config.max_num_seqs) if use_graphs else None
         self.runner = Runner(models, state, self.graphs)
+        self.statistics.phases = self.runner.phase_times
 
     @property
     def has_unfinished(self) -> bool:
@@ -152,6 +159,7 @@ class Engine:
         """Queue a request. Raises PromptError if it could never run, whatever else does."""
         if request_id in self._requests:
             raise ConfigError(f"request id '{request_id}' is in use")
+        self._check_request(prompt, params)
         capacity = self.pool.capacity * self.pool.block_size - self.scheduler.lookahead
         wanted = len(prompt) + (params.max_tokens or 1)
         if min(wanted, self.config.max_model_len) > capacity:
@@ -180,6 +188,7 @@ class Engine:
         if request is not None:
             request.finish_reason = reason
             self.statistics.aborted += reason == "abort"
+            self.statistics.finished += reason != "abort"
             self._finish(request)
 
     def step(self) -> list[Update]:
@@ -211,6 +220,20 @@ class Engine:
         assert alive == {id(request) for request in self._requests.values()}
         if not self._requests:
             assert self.pool.used == 0, "an idle engine holds blocks"
+
+    def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what would otherwise fail in the middle of a step, and take the other requests with it."""
+        vocab_size, longest = self.runner.vocab_size, self.config.max_model_len
+        if not prompt:
+            raise PromptError("the prompt is empty")
+        if len(prompt) >= longest:
+            raise PromptError(f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {longest}")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            outside = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise PromptError(f"prompt: token id {outside} is outside the vocabulary (0 to {vocab_size - 1})")
+        for token in params.logit_bias or ():
+            if token >= vocab_size:
+                raise ConfigError(f"logit_bias token id: found {token}, allowed is 0 to {vocab_size - 1}")
 
     def _plan(self, updates: list[Update]) -> Plan:
         if any(request.is_watched for request in self.scheduler.running):
@@ -248,13 +271,16 @@ class Engine:
     def _take(self, result: RequestResult, now: float, *, drafted: bool) -> Update:
         request = result.request
         request.in_flight -= result.in_flight
+        known = len(request.tokens)
         tokens = request.accept(result.tokens)
         request.logprobs += result.logprobs[: len(tokens)]
         request.first_token_at = request.first_token_at or now
         for tally in (request.acceptance, self.statistics.acceptance):
             tally.add(drafted=result.drafted, accepted=result.accepted)
         self.statistics.output_tokens += len(tokens)
-        if drafted or self.runner.models.drafter is None:
+        # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
+        # is settled, or others would find drafter rows there that were never written.
+        if (drafted or self.runner.models.drafter is None) and request.settled >= known - 1:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.pool.commit(request.table, request.tokens, request.settled)
         if request.finish_reason is not None:

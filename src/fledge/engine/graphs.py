@@ -28,6 +28,7 @@ class RoundShape:
     verify: int
     draft: int
     choosing: Choosing
+    timed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,12 @@ class RoundGraphs:
         self._captured: dict[RoundShape, CapturedRound] = {}
         self._pool: Any = None  # of graph memory; torch gives its type no public name
 
-    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> RoundOutcome:
+    def replay(
+        self, rows: list[int], *, verify: int, draft: int, choosing: Choosing, timed: bool = False
+    ) -> RoundOutcome:
         """Run a round for `rows`; return its outcome for those rows only."""
         size = next(size for size in self.sizes if size >= len(rows))
-        shape = RoundShape(size, verify, draft, choosing)
+        shape = RoundShape(size, verify, draft, choosing, timed)
         padded = self.state.tensor([*rows, *[self.state.padding_row] * (size - len(rows))])
         captured = self._captured.get(shape)
         if captured is None and len(self._captured) < MAX_GRAPHS:
@@ -71,7 +74,10 @@ class RoundGraphs:
             outcome = captured.outcome
         used = len(rows)
         return RoundOutcome(
-            tokens=outcome.tokens[:used], accepted=outcome.accepted[:used], drafted=outcome.drafted[:used]
+            tokens=outcome.tokens[:used],
+            accepted=outcome.accepted[:used],
+            drafted=outcome.drafted[:used],
+            stamps=outcome.stamps,
         )
 
     def warm_up(
@@ -105,7 +111,9 @@ class RoundGraphs:
     def _play(self, rows: Tensor, shape: RoundShape) -> RoundOutcome:
         """Run the round. The padding row must not wander off, or its positions would leave its block table."""
         chooser = DeviceChooser(self.state, rows, shape.choosing)
-        outcome = run_round(self.models, self.state, rows, chooser, verify=shape.verify, draft=shape.draft)
+        outcome = run_round(
+            self.models, self.state, rows, chooser, verify=shape.verify, draft=shape.draft, timed=shape.timed
+        )
         self.state.length[self.state.padding_row].zero_()
         self.state.last_token[self.state.padding_row].zero_()
         return outcome

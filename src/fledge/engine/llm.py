@@ -118,13 +118,11 @@ class LLM:
             raise ConfigError(f"{len(several)} prompts but {len(sampling_params)} sampling parameters")
         # All prompts are checked before the first one runs.
         encoded = [self._encode(prompt) for prompt in several]
-        jobs = [
-            self._submit(_text_of(prompt), ids, params)
-            for prompt, ids, params in zip(several, encoded, sampling_params, strict=True)
-        ]
-        outputs: list[RequestOutput | None] = [None] * len(jobs)
-        waiting = dict(enumerate(jobs))
+        outputs: list[RequestOutput | None] = [None] * len(several)
+        waiting: dict[int, _Job] = {}
         try:
+            for prompt, ids, params in zip(several, encoded, sampling_params, strict=True):
+                waiting[len(waiting)] = self._submit(_text_of(prompt), ids, params)
             while waiting:
                 self._advance()
                 for number in [number for number, job in waiting.items() if job.is_finished]:
@@ -132,7 +130,7 @@ class LLM:
                     outputs[number] = job.output(self.eos_ids)
                     self._forget([job])
                     if progress is not None:
-                        progress(len(jobs) - len(waiting), len(jobs))
+                        progress(len(several) - len(waiting), len(several))
         finally:
             self._forget(waiting.values())
         return [output for output in outputs if output is not None]
@@ -159,11 +157,13 @@ class LLM:
     def _stream(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
         job = self._submit(text, prompt_ids, params)
         (answer,) = job.answers
+        sent, output = 0, None
         try:
-            while not job.is_finished:
-                before = len(answer.token_ids)
-                self._advance()
-                fresh = tuple(answer.token_ids[before:])
+            while output is None:
+                if not job.is_finished and len(answer.token_ids) == sent:  # another stream may have stepped for us
+                    self._advance()
+                fresh = tuple(answer.token_ids[sent:])
+                sent += len(fresh)
                 output = job.output(self.eos_ids) if job.is_finished else None
                 if fresh or output is not None:
                     yield StreamEvent(pieces=answer.release(), token_ids=fresh, output=output)
@@ -177,7 +177,7 @@ class LLM:
         answers = []
         for index in range(params.n):
             # Answers to one prompt must differ, and still follow from the seed.
-            seed = (drawn if params.seed is None else params.seed) + index
+            seed = _next_int64(drawn if params.seed is None else params.seed, index)
             request = self.engine.add_request(
                 f"{number}-{index}", prompt_ids, replace(params, seed=None, n=1), seed=seed, eos_ids=self.eos_ids
             )
@@ -297,6 +297,11 @@ class _Job:
             outputs=tuple(answer.completion(eos_ids) for answer in self.answers),
             metrics=RequestMetrics.pooled([answer.metrics() for answer in self.answers]),
         )
+
+
+def _next_int64(seed: int, index: int) -> int:
+    """Return seed + index, from the largest int64 on to the smallest."""
+    return (seed + index + 2**63) % 2**64 - 2**63
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

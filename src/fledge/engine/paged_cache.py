@@ -5,12 +5,14 @@
 attend, in two kernels a layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.paged_attention import paged_attention
+from fledge.kernels.paged_attention import paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
@@ -31,6 +33,7 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        self.block_size = block_size
         # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -47,6 +50,12 @@ class PagedCache:
 
     def store(self, heads: ProjectedHeads, spec: AttentionSpec, slots: Tensor) -> Tensor:
         """Finish the heads, write keys and values at `slots` [tokens], and return the query [tokens, heads, dim]."""
+        if not heads.qkv.is_cuda:
+            # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
+            query, key, value = heads.finished()
+            self.keys[spec.layer].flatten(0, 1).index_copy_(0, slots, key)
+            self.values[spec.layer].flatten(0, 1).index_copy_(0, slots, value)
+            return query
         config, rotation = heads.config, heads.rotation
         return rope_and_store(
             heads.qkv,
@@ -77,9 +86,12 @@ class RoundPass:
     max_context: int  # no sequence is longer than this
     tree_mask: Tensor | None = None  # bool [batch, rows, rows]: which new rows see which, where they are no chain
     depths: Tensor | None = None  # [batch, rows]: position of each new row less the context, with a tree mask
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query = self.cache.store(heads, spec, self.slots)
+        if not query.is_cuda:
+            return self._attend_on_cpu(query, spec)
         mixed = paged_attention(
             query.view(-1, self.rows, *query.shape[1:]),
             self.cache.keys[spec.layer],
@@ -93,6 +105,44 @@ class RoundPass:
             query_depths=self.depths,
         )
         return mixed.view(query.shape)
+
+    def _attend_on_cpu(self, query: Tensor, spec: AttentionSpec) -> Tensor:
+        """Gather the blocks in use and attend under a mask that is the same for all layers.
+
+        The heads that share a KV head become rows beside each other, so that keys are never repeated.
+        """
+        blocks, batch = self._blocks_in_use, len(self.context_lens)
+        _, heads, head_dim = query.shape
+        kv_heads = self.cache.keys.shape[3]
+        group = heads // kv_heads
+        keys, values = (
+            side[spec.layer].index_select(0, blocks.flatten()).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+            for side in (self.cache.keys, self.cache.values)
+        )
+        packed = query.view(batch, self.rows, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
+        mixed = F.scaled_dot_product_attention(
+            packed.reshape(batch, kv_heads, self.rows * group, head_dim),
+            keys,
+            values,
+            attn_mask=self._mask(spec.sliding_window, group),
+            scale=spec.scale,
+        )
+        apart = mixed.view(batch, kv_heads, self.rows, group, head_dim).permute(0, 2, 1, 3, 4)
+        return apart.reshape(query.shape)
+
+    @cached_property
+    def _blocks_in_use(self) -> Tensor:
+        """[batch, n]: as many columns of the block tables as the longest sequence has filled."""
+        longest = int(self.context_lens.max()) + self.rows
+        return self.block_tables[:, : -(-longest // self.cache.block_size)]
+
+    def _mask(self, window: int | None, group: int) -> Tensor:
+        """Who sees what, [batch, 1, rows * group, keys]."""
+        if window not in self._masks:
+            keys = self._blocks_in_use.shape[1] * self.cache.block_size
+            visible = visible_keys(self.context_lens, self.rows, keys, window, self.tree_mask, self.depths)
+            self._masks[window] = visible.repeat_interleave(group, dim=1)[:, None]
+        return self._masks[window]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.acceptance import accept_rejection, accept_tree
-from fledge.decoding.tree import DraftTree, visibility
+from fledge.decoding.tree import visibility
 from fledge.engine.choosing import Chooser
 from fledge.engine.draft_round import propose
 from fledge.engine.paged_cache import RoundPass
+from fledge.engine.round_clock import Mark, RoundClock, mark
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.kernels.accept import accept_chain, accept_greedy
@@ -29,6 +30,7 @@ class RoundOutcome:
     tokens: Tensor  # [batch, depth + 1]: emitted tokens, then PADDING
     accepted: Tensor  # [batch]
     drafted: Tensor  # [batch]: how many drafts there were to accept
+    stamps: Tensor | None  # [4] nanoseconds: begun, verified, accepted, drafted; None in rounds that are not timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +43,21 @@ class _Verified:
 
 
 def run_round(
-    models: RoundModels, state: RowState, rows: Tensor, chooser: Chooser, *, verify: int, draft: int
+    models: RoundModels,
+    state: RowState,
+    rows: Tensor,
+    chooser: Chooser,
+    *,
+    verify: int,
+    draft: int,
+    timed: bool = False,
 ) -> RoundOutcome:
     """Verify `verify` drafts (levels of a tree) of each of `rows` [batch], then draft `draft` more.
 
     Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
     """
+    clock = RoundClock(rows.device) if timed else None
+    mark(clock, Mark.BEGUN)
     opened = open_round(
         rows,
         last_token=state.last_token,
@@ -59,9 +70,9 @@ def run_round(
     )
     aux_layer_ids = models.drafter.aux_layer_ids if models.drafter is not None and draft else ()
     if verify and models.tree is not None:
-        verified = _verify_trees(models, state, rows, chooser, opened, verify, aux_layer_ids)
+        verified = _verify_trees(models, state, rows, chooser, opened, verify, aux_layer_ids, clock)
     else:
-        verified = _verify_chains(models, state, rows, chooser, opened, verify, aux_layer_ids)
+        verified = _verify_chains(models, state, rows, chooser, opened, verify, aux_layer_ids, clock)
     settled = settle_round(
         rows,
         opened,
@@ -74,9 +85,16 @@ def run_round(
         depth=draft,
         block_size=models.block_size,
     )
+    mark(clock, Mark.ACCEPTED)
     if draft:
         _extend_and_draft(models, state, rows, opened, verified, settled, draft)
-    return RoundOutcome(tokens=verified.tokens, accepted=verified.accepted, drafted=opened.drafted)
+    mark(clock, Mark.DRAFTED)
+    return RoundOutcome(
+        tokens=verified.tokens,
+        accepted=verified.accepted,
+        drafted=opened.drafted,
+        stamps=None if clock is None else clock.stamps,
+    )
 
 
 def _verify_chains(
@@ -87,11 +105,13 @@ def _verify_chains(
     opened: OpenedRound,
     verify: int,
     aux_layer_ids: tuple[int, ...],
+    clock: RoundClock | None,
 ) -> _Verified:
     batch, width = len(rows), verify + 1
     storage = models.storage(models.target_cache, opened.tables, opened.context, opened.slots, rows=width)
     states = models.target(opened.tokens, opened.positions, storage, aux_layer_ids)
     logits = models.target.logits(states.final)  # [batch * width, vocab]
+    mark(clock, Mark.VERIFIED)
     drafts = opened.tokens.view(batch, width)[:, 1:]
     if chooser.is_greedy:
         found = accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
@@ -102,12 +122,14 @@ def _verify_chains(
             drafts,
             state.draft_probs[rows, :verify],
             chooser.probabilities(logits).view(batch, width, -1),
-            *chooser.rejection_uniforms(decided),
+            *chooser.rejection_uniforms(decided, opened.drafted),
             draft_lengths=opened.drafted,
         )
+        chooser.note(logits, judged.tokens)
         return _Verified(tokens=judged.tokens, accepted=judged.accepted, states=states)
     choices = chooser.choices(logits, decided).view(batch, width)
     found = accept_chain(drafts, choices, draft_lengths=opened.drafted)
+    chooser.note(logits, found.tokens)
     return _Verified(tokens=found.tokens, accepted=found.accepted, states=states)
 
 
@@ -119,16 +141,11 @@ def _verify_trees(
     opened: OpenedRound,
     depth: int,
     aux_layer_ids: tuple[int, ...],
+    clock: RoundClock | None,
 ) -> _Verified:
     """Verify whole trees. Node n is stored at slot length + 1 + n; the accepted path then moves to its positions."""
     batch, length = len(rows), opened.context
-    tree = DraftTree(
-        tokens=state.tree_tokens[rows],
-        parents=state.tree_parents[rows],
-        depths=state.tree_depths[rows],
-        scores=state.tree_tokens[rows].float(),  # ranked already, and not asked for again
-        max_depth=depth,
-    )
+    tree = models.drafted_trees(state, rows, depth)
     width = tree.tokens.shape[1] + 1
     depths = torch.cat([torch.zeros_like(length)[:, None], tree.depths], dim=1)  # [batch, width]
     tokens = torch.cat([state.last_token[rows, None], tree.tokens], dim=1)
@@ -145,7 +162,9 @@ def _verify_trees(
         depths=depths,
     )
     states = models.target(tokens.flatten(), positions.flatten(), storage, aux_layer_ids)
-    choices = chooser.choices(models.target.logits(states.final), positions + 1).view(batch, width)
+    logits = models.target.logits(states.final)
+    mark(clock, Mark.VERIFIED)
+    choices = chooser.choices(logits, positions + 1).view(batch, width)
     path = accept_tree(tree, choices, depth_limits=opened.drafted)
 
     # Rows after the path's end stay where they are (source = destination) and are overwritten by the next round.
@@ -157,6 +176,8 @@ def _verify_trees(
     models.target_cache.move(moved_from.flatten(), moved_to.flatten())
 
     flat = (torch.arange(batch, device=rows.device)[:, None] * width + source.clamp(max=width - 1)).flatten()
+    if chooser.notes:
+        chooser.note(logits[flat], path.tokens)
     settled = TargetStates(final=states.final[flat], aux=None if states.aux is None else states.aux[flat])
     return _Verified(tokens=path.tokens, accepted=path.accepted, states=settled)
 

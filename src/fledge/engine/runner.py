@@ -16,11 +16,14 @@ from fledge.engine.graphs import RoundGraphs
 from fledge.engine.paged_cache import ChunkPass, PagedCache
 from fledge.engine.request import Request, TokenLogprobs
 from fledge.engine.round import run_round
+from fledge.engine.round_clock import PhaseTimes
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.scheduler import Chunk, Plan
 from fledge.kernels.round_rows import draft_places
 from fledge.models.drafter.base import DraftStates
+
+TIMED_ROUND = 16  # of rounds that are replayed from graphs, every so many are timed
 
 
 @dataclass(kw_only=True)
@@ -74,6 +77,8 @@ class Runner:
         self.state = state
         self.graphs = graphs
         self.device = state.device
+        self.phase_times = PhaseTimes()
+        self._rounds = 0
         self.vocab_size = models.target.config.vocab_size
 
     @torch.inference_mode()
@@ -92,7 +97,10 @@ class Runner:
         """Wait for a launch and return its results, one for each request that got tokens."""
         results: list[RequestResult] = []
         if launch.rounds is not None:
-            tokens, accepted, drafted = (tensor.tolist() for tensor in launch.rounds.ready())
+            tensors = launch.rounds.ready()
+            tokens, accepted, drafted = (tensor.tolist() for tensor in tensors[:3])
+            for stamps in tensors[3:]:
+                self.phase_times.add(stamps)
             per_row = launch.plan.verify + 1
             for i, request in enumerate(launch.plan.decoding):
                 kept = accepted[i] + 1
@@ -136,15 +144,20 @@ class Runner:
         watched = any(request.is_watched for request in requests)
         logprobs = None
         if self.graphs is not None and not watched:
-            outcome = self.graphs.replay(rows, verify=verify, draft=draft, choosing=Choosing.needed_by(requests))
+            self._rounds += 1
+            # Stamps cost a few microseconds in a round of perhaps a thousand.
+            timed = self._rounds % TIMED_ROUND == 0
+            choosing = Choosing.needed_by(requests)
+            outcome = self.graphs.replay(rows, verify=verify, draft=draft, choosing=choosing, timed=timed)
         else:
             index = self.state.tensor(rows)
             chooser: Chooser = DeviceChooser(self.state, index, Choosing.needed_by(requests))
             if watched:
                 chooser = Watcher(requests, self.state, self.vocab_size, self._drafts(index, verify))
-            outcome = run_round(self.models, self.state, index, chooser, verify=verify, draft=draft)
+            outcome = run_round(self.models, self.state, index, chooser, verify=verify, draft=draft, timed=True)
             logprobs = chooser.logprobs if isinstance(chooser, Watcher) else None
-        return Readback([outcome.tokens, outcome.accepted, outcome.drafted]), logprobs
+        results = [outcome.tokens, outcome.accepted, outcome.drafted]
+        return Readback(results if outcome.stamps is None else [*results, outcome.stamps]), logprobs
 
     def _drafts(self, rows: Tensor, verify: int) -> Tensor | DraftTree | None:
         """What the next round of `rows` verifies."""
@@ -152,14 +165,7 @@ class Runner:
             return None
         if self.models.tree is None:
             return self.state.drafts[rows, :verify]
-        tokens = self.state.tree_tokens[rows]
-        return DraftTree(
-            tokens=tokens,
-            parents=self.state.tree_parents[rows],
-            depths=self.state.tree_depths[rows],
-            scores=tokens.float(),
-            max_depth=verify,
-        )
+        return self.models.drafted_trees(self.state, rows, verify)
 
     def _prefill(self, chunks: list[Chunk], depth: int) -> tuple[Readback | None, Logprobs | None]:
         """Read chunks of prompts into both caches; where one completes, choose the next token and draft."""
@@ -198,7 +204,9 @@ class Runner:
             requests = [chunks[i].request for i in choosing]
             watcher = Watcher(requests, state, self.vocab_size)
             following_end = state.tensor([chunks[i].end for i in choosing])
-            first = watcher.choices(models.target.logits(states.final[ends]), following_end)
+            logits = models.target.logits(states.final[ends])
+            first = watcher.choices(logits, following_end)
+            watcher.note(logits, first)
             logprobs = watcher.logprobs
         if completing:
             rows = index[state.tensor(completing)]

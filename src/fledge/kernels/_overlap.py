@@ -1,12 +1,15 @@
 """Kernels that start while the one before them still runs: programmatic dependent launch, on Hopper and later.
 
-A kernel launched with `overlapping` may be resident before its predecessor has ended. It calls `begin_overlapped` ahead
-of the first access to memory that another kernel may write: that lets its own successor in and waits for everything
-before it. Every kernel so launched must wait, because its successor relies on it for all that came earlier.
+A kernel launched with `overlapping` may be resident before its predecessor has ended, which hides the launch:
+
+    begin_overlapped   first of all: waits for everything before, so that memory may be touched. Every kernel so
+                       launched must wait, because its successor relies on it for all that came earlier.
+    let_successor_in   from here on the successor may come. A short kernel calls it when its input is read: a linear
+                       layer that comes earlier is spread unevenly over the multiprocessors still in use. A linear
+                       layer, whose successor is short, calls it at once.
 """
 
 import functools
-import os
 from typing import Any
 
 import torch
@@ -21,10 +24,8 @@ else:
 
 @functools.cache
 def overlapping(device: torch.device) -> dict[str, Any]:
-    """Return launch arguments for a kernel that takes `OVERLAP` and calls `begin_overlapped(OVERLAP)`."""
-    if os.environ.get("FLEDGE_OVERLAP", "0") == "0":
-        return {"OVERLAP": False}
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    """Return launch arguments for a kernel that takes `OVERLAP` and hands it to both functions below."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}
 
@@ -32,5 +33,10 @@ def overlapping(device: torch.device) -> dict[str, Any]:
 @triton.jit
 def begin_overlapped(OVERLAP: tl.constexpr):
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def let_successor_in(OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()

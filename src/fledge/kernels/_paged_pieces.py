@@ -8,6 +8,7 @@ results, which a second kernel combines in a fixed order: results do not vary fr
 """
 
 from fledge.kernels._online_softmax import softmax_step
+from fledge.kernels._overlap import begin_overlapped, let_successor_in
 from fledge.kernels._triton import tl, triton
 
 
@@ -57,8 +58,10 @@ def piece_kernel(
     TREE: tl.constexpr,
     DIRECT: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (KV head and block of rows, unit): a unit is a piece of the keys of one sequence."""
+    begin_overlapped(OVERLAP)
     kv_head = tl.program_id(0) // row_blocks
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(1)
@@ -133,6 +136,7 @@ def piece_kernel(
         scores = tl.where(visible, scores, float("-inf"))
         peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, True)
 
+    let_successor_in(OVERLAP)
     mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if DIRECT or pieces == 1:
         out_at = ((sequence * num_queries + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
@@ -164,8 +168,10 @@ def combine_kernel(
     PIECES: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
+    begin_overlapped(OVERLAP)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     first_unit, pieces = _units_of(
@@ -195,6 +201,7 @@ def combine_kernel(
         total = total * decay + tl.sum(weight, axis=0)
         acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
         peak = new_peak
+    let_successor_in(OVERLAP)
     mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     head = kv_head * GROUP + row % GROUP
     out_at = ((sequence.to(tl.int64) * num_queries + row // GROUP) * (KV_HEADS * GROUP) + head) * HEAD_DIM

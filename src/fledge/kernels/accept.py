@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.argmax import argmax_rows_reference, chunk_maxima, first_of_chunks
 
@@ -97,6 +98,7 @@ def accept_greedy_triton(drafts: Tensor, logits: Tensor, *, draft_lengths: Tenso
         BLOCK=next_power_of_two(chunks),
         LENGTHS=draft_lengths is not None,
         num_warps=1,
+        **overlapping(logits.device),
     )
     return outcome
 
@@ -151,8 +153,11 @@ def _accept_greedy_kernel(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     LENGTHS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One warp walks the places of a row: each is a choice from the chunks' maxima, kept while the drafts stand."""
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     length = PLACES - 1
     if LENGTHS:

@@ -6,6 +6,7 @@ Comparing needs no arithmetic, so kernel and reference agree exactly; among equa
 import torch
 from torch import Tensor
 
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 
 CHUNK = 4096  # logits of one program: 32 programs share a row of a vocabulary of 128k
@@ -29,7 +30,14 @@ def argmax_rows_triton(logits: Tensor) -> Tensor:
     values, indices = chunk_maxima(logits)
     chunks = values.shape[1]
     _reduce_kernel[(logits.shape[0],)](
-        values, indices, out, logits.shape[1], CHUNKS=chunks, BLOCK=next_power_of_two(chunks), num_warps=1
+        values,
+        indices,
+        out,
+        logits.shape[1],
+        CHUNKS=chunks,
+        BLOCK=next_power_of_two(chunks),
+        num_warps=1,
+        **overlapping(logits.device),
     )
     return out
 
@@ -41,16 +49,20 @@ def chunk_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     chunks = -(-vocab // CHUNK)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    _chunk_kernel[(rows, chunks)](logits, values, indices, vocab, logits.stride(0), CHUNK=CHUNK, num_warps=4)
+    _chunk_kernel[(rows, chunks)](
+        logits, values, indices, vocab, logits.stride(0), CHUNK=CHUNK, num_warps=4, **overlapping(logits.device)
+    )
     return values, indices
 
 
 @triton.jit
-def _chunk_kernel(logits_ptr, values_ptr, indices_ptr, vocab, row_stride, CHUNK: tl.constexpr):
+def _chunk_kernel(logits_ptr, values_ptr, indices_ptr, vocab, row_stride, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+    let_successor_in(OVERLAP)
     largest = tl.max(value, axis=0)
     first = tl.min(tl.where(value == largest, index, vocab), axis=0)
     at = row * tl.num_programs(1) + chunk
@@ -59,7 +71,11 @@ def _chunk_kernel(logits_ptr, values_ptr, indices_ptr, vocab, row_stride, CHUNK:
 
 
 @triton.jit
-def _reduce_kernel(values_ptr, indices_ptr, out_ptr, vocab, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def _reduce_kernel(
+    values_ptr, indices_ptr, out_ptr, vocab, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     tl.store(out_ptr + row, first_of_chunks(values_ptr, indices_ptr, row, vocab, CHUNKS, BLOCK).to(tl.int64))
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels._overlap import overlapping
 from fledge.kernels._paged_pieces import combine_kernel, piece_kernel
 from fledge.kernels._triton import next_power_of_two, runs_triton
 
@@ -132,7 +133,7 @@ def paged_attention_reference(
     blocks = min(block_tables.shape[1], -(-(max_context + queries) // key_cache.shape[1]))
     keys = key_cache[block_tables[:, :blocks]].flatten(1, 2)  # [batch, length, kv_heads, head_dim]
     values = value_cache[block_tables[:, :blocks]].flatten(1, 2)
-    visible = _visible(
+    visible = visible_keys(
         context_lens, queries, keys.shape[1], sliding_window, tree_mask, query_depths
     )  # [batch, queries, length]
     # The heads that share a KV head become rows beside the queries: keys are never repeated.
@@ -146,7 +147,7 @@ def paged_attention_reference(
     return out
 
 
-def _visible(
+def visible_keys(
     context_lens: Tensor,
     queries: int,
     length: int,
@@ -182,23 +183,22 @@ def choose_launch(
 ) -> SplitLaunch:
     """Cut the work into as many pieces as the multiprocessors hold at once: uneven filling costs up to a fifth.
 
-    A tile has 16 to 64 rows. Up to 32 rows memory is the limit: steps of 8 KB of keys, two of them in flight, and
-    registers for four programs on a multiprocessor. With 64 rows the matrix products count too: 16 KB, for which they
-    have a faster instruction, and two programs. A step takes about 0.4 us and the second kernel two or more, so a
-    piece has at least 128 keys, or 256 where the sequences alone fill the GPU.
+    A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
+    keys, of which a piece needs no more than one, and registers for four programs on a multiprocessor. With 64 rows
+    the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
+    the GPU.
     """
     block_m = min(64, max(16, next_power_of_two(rows)))
     large = block_m == 64
-    tile_bytes = 16384 if large else 8192
-    block_n = max(16, min(128, tile_bytes // (max(16, next_power_of_two(head_dim)) * element_size)))
+    block_n = max(16, min(128 if large else 64, 16384 // (max(16, next_power_of_two(head_dim)) * element_size)))
     programs_per_piece = kv_heads * -(-rows // block_m)
     return SplitLaunch(
         slots=max(1, (2 if large else 4) * processors // programs_per_piece),
-        min_split=128 if batch * programs_per_piece <= processors else 256,
+        min_split=64 if not large else 128 if batch * programs_per_piece <= processors else 256,
         block_m=block_m,
         block_n=block_n,
         num_warps=4,
-        num_stages=2 if element_size > 2 else 3 if large else 5,
+        num_stages=3 if large and element_size == 2 else 2,
     )
 
 
@@ -298,6 +298,7 @@ def paged_attention_triton(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **overlapping(query.device),
     )
     if not direct:
         # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
@@ -326,5 +327,6 @@ def paged_attention_triton(
             ROWS=combined,
             WINDOW=sliding_window is not None,
             num_warps=4,
+            **overlapping(query.device),
         )
     return out

@@ -8,6 +8,7 @@ and bfloat16 results by at most one unit in the last place, where a rounding fal
 import torch
 from torch import Tensor
 
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 
 
@@ -81,6 +82,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         ROWS=rows_per_program,
         ADD=residual is not None,
         num_warps=num_warps,
+        **overlapping(x.device),
     )
 
 
@@ -99,7 +101,9 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_overlapped(OVERLAP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < SIZE)
@@ -110,6 +114,7 @@ def _rms_norm_kernel(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + row * SIZE + column, x, mask=inside)
     wide = x.to(tl.float32)
+    let_successor_in(OVERLAP)
     mean_square = tl.sum(wide * wide, axis=1) / SIZE
     normed = (wide * (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]).to(x.dtype)
     scaled = normed.to(tl.float32) * weight

@@ -8,6 +8,7 @@ unit in the last place of a product; values are copied and agree exactly.
 import torch
 from torch import Tensor
 
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.rms_norm import rms_norm_reference
 
@@ -139,6 +140,7 @@ def rope_and_store_triton(
         HEADS=heads,
         NORM=q_norm_weight is not None and k_norm_weight is not None,
         num_warps=min(4, max(1, heads * half_block // 128)),
+        **overlapping(qkv.device),
     )
     return query
 
@@ -170,14 +172,17 @@ def _rope_store_kernel(
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (token, part): parts run over the query heads, then the key heads, then the value heads."""
+    begin_overlapped(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     dim = tl.arange(0, HALF_BLOCK)
     row = qkv_ptr + token * qkv_stride
+    let_successor_in(OVERLAP)
 
     if part < query_parts:
         head = part * HEADS + tl.arange(0, HEADS)

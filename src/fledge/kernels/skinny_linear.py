@@ -1,7 +1,15 @@
-"""Linear layers of few rows: y = x W^T (+ bias) for up to 64 tokens, where reading W is all the work.
+"""Linear layers of few rows, x W^T + bias, where reading W is all the work: decoding, verifying and drafting.
 
-    W [columns, size]   a program has some rows of W, which are neighbours in memory, and walks along them
-    x [rows, size]      few enough that the matrix product costs nothing: W is its tall operand, x its narrow one
+W is the tall operand of the matrix product and x, padded to 8 rows or more, the narrow one. A program has some rows of
+W and walks along them, so nothing is left to add up in a second kernel. There are two ways to walk:
+
+    wide    W has rows for all multiprocessors in blocks of 64 or 128: the four warps of a program share the rows
+    narrow  it has not: blocks of 16 or 32 rows, and each warp of a program has every fourth step along them; as one
+            chain of dependent products, the steps would take longer than reading W does
+
+Tolerance: products are summed in float32 as in cuBLAS, in another order. So results differ where the rounding at the
+end falls the other way: by one unit in the last place of numbers of the size of the largest terms. A row's result
+does not depend on the other rows.
 """
 
 import functools
@@ -11,46 +19,90 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels._overlap import gdc_launch_dependents, gdc_wait, overlapping
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyLaunch:
-    block_n: int
-    block_k: int
-    num_warps: int
+    """How the work is cut. `linear` picks one by `choose_launch`."""
+
+    wide: bool
+    block_n: int  # rows of W of one program
+    block_k: int  # elements of them in one step, of one warp if narrow
     num_stages: int
-    ahead: int  # bytes of W that a program asks for before its input is ready
 
 
-def skinny_linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, launch: SkinnyLaunch
-) -> Tensor:
-    rows, size = x.shape
-    columns = weight.shape[0] // (2 if gated else 1)
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    streams = 2 if gated else 1
-    pieces = max(1, 32 * launch.num_warps // launch.block_n)
-    ahead = min(size, launch.ahead // (launch.block_n * x.element_size() * streams)) // (8 * pieces) * (8 * pieces)
-    _skinny_kernel[(triton.cdiv(columns, launch.block_n),)](
-        x,
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns]."""
+    if runs_triton(x, weight, bias) and _suits(x, weight):
+        launch = choose_launch(rows=x.numel() // x.shape[-1], columns=weight.shape[0], processors=_processors(x.device))
+        if launch is not None:
+            return skinny_linear_triton(x, weight, bias, launch=launch)
+    return F.linear(x, weight, bias)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels take this product: 16-bit numbers, whole steps along the rows, and room for them in flight."""
+    return (
+        x.numel() > 0
+        and x.shape[-1] % 512 == 0
+        and x.dtype == weight.dtype
+        and x.element_size() == 2
+        and weight.is_contiguous()
+        and _shared_memory(x.device) >= 200 * 1024
+    )
+
+
+def choose_launch(*, rows: int, columns: int, processors: int) -> SkinnyLaunch | None:
+    """Return how to cut the work, or None where cuBLAS is faster.
+
+    A program has the largest block of rows of W that leaves one for every multiprocessor, about, and 50 to 100 KB of
+    them in flight. The smaller the block, the sooner reading x over and over costs more than reading W.
+    """
+    if columns >= 128 * processors:
+        if rows <= 32:
+            return SkinnyLaunch(wide=True, block_n=128, block_k=128, num_stages=4)
+        return SkinnyLaunch(wide=True, block_n=128, block_k=64, num_stages=5) if rows <= 64 else None
+    if columns >= 40 * processors:
+        return SkinnyLaunch(wide=True, block_n=64, block_k=128, num_stages=5) if rows <= 32 else None
+    if columns >= 30 * processors:
+        return SkinnyLaunch(wide=False, block_n=32, block_k=128, num_stages=4) if rows <= 32 else None
+    return SkinnyLaunch(wide=False, block_n=16, block_k=64, num_stages=6) if rows <= 16 else None
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes a program may have: 227 KB on Hopper and on Blackwell of the data centre."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: SkinnyLaunch) -> Tensor:
+    columns, size = weight.shape
+    rows = x if x.dim() == 2 else x.reshape(-1, size)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    kernel = _wide_kernel if launch.wide else _narrow_kernel
+    kernel[(triton.cdiv(columns, launch.block_n),)](
+        rows,
         weight,
         weight if bias is None else bias,
         out,
-        rows,
-        x.stride(0),
+        rows.shape[0],
+        rows.stride(0),
         COLUMNS=columns,
         SIZE=size,
-        BLOCK_M=max(16, next_power_of_two(rows)),
+        BLOCK_M=max(16 if launch.wide else 8, next_power_of_two(rows.shape[0])),
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
-        AHEAD=ahead,
-        PIECES=pieces,
         BIAS=bias is not None,
-        GATED=gated,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=launch.num_warps,
+        num_warps=4,
         num_stages=launch.num_stages,
         **overlapping(x.device),
     )
@@ -58,7 +110,7 @@ def skinny_linear_triton(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _skinny_kernel(
+def _wide_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -70,71 +122,59 @@ def _skinny_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PIECES: tl.constexpr,
     BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_row = weight_ptr + tl.minimum(column, COLUMNS - 1).to(tl.int64) * SIZE
-    if OVERLAP:
-        if AHEAD > 0:
-            _fetch_ahead(weight_row, AHEAD, PIECES, BLOCK_N)
-            if GATED:
-                _fetch_ahead(weight_row + COLUMNS * SIZE, AHEAD, PIECES, BLOCK_N)
-        gdc_wait()
-        gdc_launch_dependents()
-
     row = tl.arange(0, BLOCK_M)
-    row_inside = (row < num_rows)[:, None]
-    offset = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + row[:, None] * x_stride + offset[None, :]
-    weight_at = weight_row[:, None] + offset[None, :]
+    step = tl.arange(0, BLOCK_K)
+    weight_at = weight_ptr + tl.minimum(column, COLUMNS - 1).to(tl.int64)[:, None] * SIZE + step[None, :]
+    x_at = x_ptr + row[:, None] * x_stride + step[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, SIZE, BLOCK_K):
-        if SIZE % BLOCK_K == 0:
-            x = tl.load(x_at + start, mask=row_inside, other=0.0)
-            weight = tl.load(weight_at + start)
-        else:
-            inside = (start + offset < SIZE)[None, :]
-            x = tl.load(x_at + start, mask=row_inside & inside, other=0.0)
-            weight = tl.load(weight_at + start, mask=inside, other=0.0)
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
-        if GATED:
-            if SIZE % BLOCK_K == 0:
-                up = tl.load(weight_at + COLUMNS * SIZE + start)
-            else:
-                up = tl.load(weight_at + COLUMNS * SIZE + start, mask=inside, other=0.0)
-            acc_up = tl.dot(up, tl.trans(x), acc_up, input_precision=PRECISION)
+        x = tl.load(x_at + start, mask=(row < num_rows)[:, None], other=0.0)
+        acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc)
+    _store(acc, bias_ptr, out_ptr, row, column, num_rows, COLUMNS, BIAS)
 
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if BIAS:
-        acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
-    out = acc.to(dtype)
-    if GATED:
-        if BIAS:
-            acc_up += tl.load(bias_ptr + COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
-        gate = out.to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        out = (gate * acc_up.to(dtype).to(tl.float32)).to(dtype)
-    out_at = out_ptr + row[None, :] * COLUMNS + column[:, None]
-    tl.store(out_at, out, mask=(row < num_rows)[None, :] & (column < COLUMNS)[:, None])
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _narrow_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As `_wide_kernel`, with four steps at once as a batch of products, one for each warp."""
+    groups: tl.constexpr = 4
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    step = tl.arange(0, groups)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+    weight_at = weight_ptr + tl.minimum(column, COLUMNS - 1).to(tl.int64)[None, :, None] * SIZE + step
+    x_at = x_ptr + row[None, :, None] * x_stride + step
+    acc = tl.zeros([groups, BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, SIZE, groups * BLOCK_K):
+        x = tl.load(x_at + start, mask=(row < num_rows)[None, :, None], other=0.0)
+        acc = tl.dot(tl.load(weight_at + start), tl.permute(x, 0, 2, 1), acc)
+    _store(tl.sum(acc, axis=0), bias_ptr, out_ptr, row, column, num_rows, COLUMNS, BIAS)
 
 
 @triton.jit
-def _fetch_ahead(row_ptr, AHEAD: tl.constexpr, PIECES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ask for the first AHEAD elements of every row to come into the L2 cache; nothing waits for them."""
-    piece: tl.constexpr = AHEAD // PIECES
-    at = row_ptr[:, None] + tl.arange(0, PIECES)[None, :] * piece
-    length = tl.full([BLOCK_N, PIECES], piece * row_ptr.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at.to(tl.int64), length],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _store(acc, bias_ptr, out_ptr, row, column, num_rows, COLUMNS: tl.constexpr, BIAS: tl.constexpr):
+    """Write acc [columns, rows] to out [rows, columns]."""
+    inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
+    tl.store(out_ptr + row[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import runs_triton, tl, triton
 
 
@@ -33,18 +34,20 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     block = 512 if rows.shape[0] <= 32 else 2048
     if out.numel() > 0:
         _swiglu_kernel[(rows.shape[0], triton.cdiv(size, block))](
-            rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=block // 256
+            rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=block // 256, **overlapping(rows.device)
         )
     return out
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin_overlapped(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * row_stride + SIZE + column, mask=inside, other=0.0)
+    let_successor_in(OVERLAP)
     wide = gate.to(tl.float32)
     gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     out = gated.to(tl.float32) * up.to(tl.float32)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.layers.config import LayerConfig
+from fledge.layers.linear import Linear
 from fledge.layers.norm import RMSNorm
 from fledge.layers.rope import Rotation
 
@@ -77,10 +78,10 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.spec = AttentionSpec(layer=layer, scale=config.head_dim**-0.5, sliding_window=sliding_window)
-        self.qkv_proj = nn.Linear(
+        self.qkv_proj = Linear(
             input_size or config.hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias
         )
-        self.o_proj = nn.Linear(config.query_size, config.hidden_size, bias=config.output_bias)
+        self.o_proj = Linear(config.query_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from fledge.kernels.swiglu import swiglu
+from fledge.layers.linear import Linear
 
 
 class SwiGLU(nn.Module):
@@ -10,8 +11,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))

@@ -12,6 +12,7 @@ import math
 import os
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.accept import (
@@ -30,6 +31,8 @@ from fledge.kernels.rms_norm import (
 )
 from fledge.kernels.rope_store import rope_and_store_reference, rope_and_store_triton
 from fledge.kernels.sample import sample_rows_reference, sample_rows_triton
+from fledge.kernels.skinny_linear import SkinnyLaunch, skinny_linear_triton
+from fledge.kernels.skinny_linear import choose_launch as choose_skinny_launch
 from fledge.kernels.swiglu import swiglu_reference, swiglu_triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,6 +80,24 @@ def rms_norm_heads(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, d
 def swiglu(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     gate_up = randn(rows, 2 * size, dtype=dtype, device=device) * 4
     close(swiglu_triton(gate_up), swiglu_reference(gate_up), 2)
+
+
+def skinny_linear(
+    rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, launch: SkinnyLaunch | None = None
+) -> None:
+    """Sums of `size` products: exact in float64, and rounded once here as in the kernel."""
+    x = randn(rows, size, dtype=dtype, device=device)
+    weight = randn(columns, size, dtype=dtype, device=device)
+    bias = randn(columns, dtype=dtype, device=device)
+    launch = launch or choose_skinny_launch(rows=rows, columns=columns, processors=132)
+    assert launch is not None
+    for added in (None, bias):
+        exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+        out = skinny_linear_triton(x, weight, added, launch=launch)
+        close(out, exact.to(dtype), 1, size=float(exact.abs().max()))
+        alone = skinny_linear_triton(x[-1:], weight, added, launch=launch)
+        if not INTERPRETED:  # numpy sums a matrix and a vector in different orders
+            assert torch.equal(alone[0], out[-1]), "a row does not depend on its neighbours"
 
 
 def rope_store(

@@ -10,6 +10,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
 from fledge.kernels.paged_attention import SplitLaunch
+from fledge.kernels.skinny_linear import SkinnyLaunch
 from tests.unit.kernels import cases
 
 CPU = "cpu"
@@ -35,6 +36,14 @@ def test_rms_norm_of_heads(dtype):
 @pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 520), (33, 100)])
 def test_swiglu(rows, size, dtype):
     cases.swiglu(rows, size, dtype, CPU)
+
+
+@dot_dtypes
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 70), (16, 33)])
+def test_skinny_linear(rows, columns, wide, dtype):
+    launch = SkinnyLaunch(wide=wide, block_n=32, block_k=128, num_stages=3)
+    cases.skinny_linear(rows, columns, 1024, dtype, CPU, launch=launch)
 
 
 @dtypes

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.layers.attention import KeyValueStorage
+from fledge.layers.linear import Linear
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.vocab import DraftVocabulary
@@ -36,7 +37,7 @@ class Drafter(nn.Module):
         self.config = config
         self.rope = RotaryEmbedding(config.layer.rope, config.layer.head_dim)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.vocab_size) if config.reduced_vocab else None
 
     def share_with(self, target: TargetModel) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
+from fledge.layers.linear import Linear
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetStates
@@ -19,7 +20,7 @@ class EagleDrafter(Drafter):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
             DecoderLayer(config.layer, layer=i, input_norm=i > 0) for i in range(config.num_layers)
         )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from fledge.layers.linear import Linear
 from fledge.layers.norm import RMSNorm
 from fledge.models.config import DrafterConfig
 
@@ -19,7 +20,7 @@ class FeatureFusion(nn.Module):
         states, width, eps = config.num_aux_states, config.target_hidden_size, config.layer.norm_eps
         self.input_norm = RMSNorm(states * width, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(states)) if config.fc_norm else None
-        self.fc = nn.Linear(states * width, config.hidden_size, bias=config.fc_bias)
+        self.fc = Linear(states * width, config.hidden_size, bias=config.fc_bias)
 
     def forward(self, aux: Tensor) -> Tensor:
         """Aux [*lead, states * target_hidden] -> [*lead, hidden]."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
+from fledge.layers.linear import Linear
 from fledge.layers.norm import RMSNorm
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import TargetConfig
@@ -33,7 +34,7 @@ class TargetModel(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
         self.rope = RotaryEmbedding(config.layer.rope, config.layer.head_dim)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.embed_tokens.weight
 

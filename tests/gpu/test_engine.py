@@ -1,0 +1,322 @@
+"""The engine on a GPU against the reference loop, graphs on and off, and bf16 with and without speculation.
+
+Also runs as a script where pytest is not:  PYTHONPATH=src:. python tests/gpu/test_engine.py [part of a name ...]
+
+Two ways to compute the same logits differ in their last bits, so two answers may part where two tokens are all but equal.
+Every place where answers part is judged: float64 on the CPU says how close the two tokens were.
+"""
+
+import copy
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+if torch.cuda.is_available():
+    os.environ.pop("TRITON_INTERPRET", None)
+
+from fledge.decoding import reference
+from fledge.decoding.drafting import TreeShape
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.random import Stream, uniform
+from fledge.decoding.reference import Speculation
+from fledge.decoding.sampling import adjust_logits, distribution
+from fledge.engine.engine import Engine, EngineConfig
+from fledge.engine.request import Request
+from fledge.layers.dense_cache import DenseCache
+from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.variants import EAGLE_1
+from fledge.models.target.decoder import TargetModel
+from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
+
+GPU = "cuda"
+LAYER = replace(TINY_LAYER, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32)
+CONFIG = replace(TINY_TARGET, vocab_size=512, num_layers=4, layer=LAYER, max_positions=512)
+SMALL = replace(CONFIG, vocab_size=24, num_layers=8)  # eight layers: for drafters that read up to the sixth
+TREE = TreeShape(width=3, budget=9)
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def agreeing_pair() -> tuple[TargetModel, Drafter]:
+    """A target that mostly follows a permutation of its tokens, and a drafter that is often right about it."""
+    target = make_target(CONFIG)
+    generator = torch.Generator().manual_seed(5)
+    size = CONFIG.hidden_size
+    target.lm_head.weight[torch.randperm(CONFIG.vocab_size, generator=generator)] += (
+        2.0 * target.embed_tokens.weight / size**0.5
+    )
+    drafter = make_drafter(EAGLE_1.config_for(CONFIG), target)
+    feature = 0.3 * torch.randn(size, size, generator=generator) / size**0.5
+    drafter.fc.weight.copy_(torch.cat([torch.eye(size), feature], dim=1))  # type: ignore[operator, union-attr]
+    for name, parameter in drafter.named_parameters():
+        if name.startswith("layers.") and parameter.dim() == 2:
+            parameter.mul_(0.4)
+    return target, drafter
+
+
+def on_gpu(target: TargetModel, drafter: Drafter, dtype: torch.dtype) -> tuple[TargetModel, Drafter]:
+    target, drafter = copy.deepcopy((target, drafter))
+    target, drafter = target.to(GPU, dtype), drafter.to(GPU, dtype)
+    drafter.share_with(target)
+    return target, drafter
+
+
+def make_engine(
+    target: TargetModel, drafter: Drafter | None, depth: Callable[[int], int], **settings: object
+) -> Engine:
+    values = {"max_model_len": 256, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16, "max_depth": 4, **settings}
+    return Engine(target, drafter, EngineConfig(**values), depth)  # type: ignore[arg-type]
+
+
+def next_logits(target: TargetModel, text: list[int]) -> Tensor:
+    """The target's logits after a text, [1, vocab], read from scratch."""
+    device = target.embed_tokens.weight.device
+    tokens, positions = torch.tensor(text, device=device), torch.arange(len(text), device=device)
+    states = target(tokens, positions, DenseCache(target.config.num_layers, device).extend(positions))
+    return target.logits(states.final[-1:])
+
+
+def distance(exact: TargetModel, request: Request, known: list[int], one: int, other: int) -> float:
+    """How far from a tie two tokens are after an answer has begun with `known`: 0 is a tie, in logits or probability."""
+    sequence = reference._Sequence(
+        target=exact, prompt=request.prompt, params=request.params, seed=request.seed, max_length=None, eos_ids=()
+    )
+    sequence.stop_ids = request.stop_ids
+    sequence.tokens = [*request.prompt, *known]
+    forbidden = sequence._forbidden(torch.zeros(1, dtype=torch.int64))
+    history, rows = sequence._history(None), sequence.sampling
+    logits = next_logits(exact, sequence.tokens)
+    if request.params.is_greedy:
+        adjusted = adjust_logits(logits, rows, history=history, forbidden=forbidden)[0]
+        return float(max(adjusted.max() - adjusted[one], adjusted.max() - adjusted[other]))
+    cumulative = distribution(logits, rows, history=history, forbidden=forbidden)[0].double().cumsum(-1)
+    drawn = uniform(rows.seed, torch.tensor([len(sequence.tokens)]), Stream.CHOICE) * cumulative[-1]
+    low, high = sorted((one, other))
+    return float((cumulative[low:high] - drawn).abs().max())
+
+
+def part(one: list[int], other: list[int]) -> int | None:
+    """Where two answers part, if they do."""
+    for i, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return i
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    values: dict[str, object] = {
+        "temperature": chance.choice([0.0, 0.0, 0.7, 1.2]),
+        "max_tokens": chance.randint(1, 40),
+        "stop_token_ids": chance.choice([[], [], [chance.randrange(24)]]),
+    }
+    extras: list[dict[str, object]] = [
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"logit_bias": {3: 2.0, 7: -4.0}},
+        {"logprobs": 3},
+        {"min_tokens": 1},
+    ]
+    if chance.random() < 0.4:
+        values |= chance.choice(extras)
+    return SamplingParams.from_dict(values)
+
+
+def random_mix(
+    target: TargetModel, drafter: Drafter, exact: TargetModel, seed: int, count: int, **settings: object
+) -> tuple[int, int]:
+    """Random requests that join, leave and are aborted; returns how many ended and how many parted at a near-tie."""
+    chance = random.Random(seed)
+    depth = chance.randint(1, 4)
+    engine = make_engine(target, drafter, lambda _: depth, **settings)
+    vocab = target.config.vocab_size
+    stem = [chance.randrange(vocab) for _ in range(70)]
+    asked: list[Request] = []
+    while len(asked) < count or engine.has_unfinished:
+        if len(asked) < count and chance.random() < 0.6:
+            prompt = stem[: chance.randint(0, 70)] + [chance.randrange(vocab) for _ in range(chance.randint(1, 5))]
+            speculate = chance.random() < 0.85
+            params = random_params(chance)
+            asked.append(engine.add_request(str(len(asked)), prompt, params, seed=len(asked), speculate=speculate))
+        if asked and chance.random() < 0.04:
+            engine.abort(chance.choice(asked).id)
+        if chance.random() < 0.1 and not settings.get("sample_drafts"):
+            depth = chance.randint(0, 4)
+        engine.step()
+        engine.check_integrity()
+    assert engine.pool.used == 0
+    parted = 0
+    for request in asked:
+        speculation = None
+        if settings.get("sample_drafts") and request.draft_until and not request.params.is_greedy:
+            speculation = Speculation(drafter=drafter, depth=depth, sample_drafts=True)
+        rounds = reference.generate(
+            target,
+            request.prompt,
+            replace(request.params, stop_token_ids=tuple(request.stop_ids)),
+            seed=request.seed,
+            speculation=speculation,
+            max_length=256,
+        )
+        tokens = [token for done in rounds for token in done.tokens]
+        if request.finish_reason == "abort":
+            tokens = tokens[: request.num_output]
+        at = part(request.output, tokens)
+        if at is None:
+            continue
+        assert at < min(len(tokens), request.num_output), f"one of {request.output} and {tokens} is longer"
+        assert speculation is None, f"sampled drafts: {request.output} is not {tokens}"
+        gap = distance(exact, request, tokens[:at], tokens[at], request.output[at])
+        assert gap < 1e-4, f"{request.output} parts from {tokens} at {at}, {gap} from a tie: {request.params}"
+        parted += 1
+    return len(asked), parted
+
+
+def mixes(**settings: object) -> None:
+    ended = parted = 0
+    for number, (name, config) in enumerate(drafter_configs(SMALL).items()):
+        cpu = make_target(SMALL)
+        target, drafter = on_gpu(cpu, make_drafter(config, cpu, seed=2), torch.float32)
+        exact = copy.deepcopy(cpu).double()
+        some = random_mix(target, drafter, exact, number, 12, **settings)
+        ended, parted = ended + some[0], parted + some[1]
+        assert parted <= 2, f"too many near-ties to be chance ({name})"
+    print(f"  {ended} requests, {parted} of them parted from the reference at a near-tie")
+
+
+@check
+def mixes_with_graphs() -> None:
+    mixes()
+
+
+@check
+def mixes_without_graphs() -> None:
+    mixes(enforce_eager=True)
+
+
+@check
+def mixes_of_trees() -> None:
+    mixes(tree=TREE)
+
+
+@check
+def mixes_of_sampled_drafts() -> None:
+    mixes(sample_drafts=True)
+
+
+@check
+def mixes_in_a_small_pool() -> None:
+    mixes(num_blocks=24, max_num_batched_tokens=24)
+
+
+@check
+def mixes_read_at_once() -> None:
+    mixes(read_late=False)
+
+
+@check
+def graphs_change_no_token_and_no_acceptance() -> None:
+    """Captured or not, a padded batch that shrinks from five to one: exactly the same, not just nearly."""
+    target, drafter = on_gpu(*agreeing_pair(), torch.float32)
+    found = []
+    for eager in (False, True):
+        engine = make_engine(target, drafter, lambda _: 3, enforce_eager=eager)
+        requests = [
+            engine.add_request(str(i), [i, 7, 9], SamplingParams(temperature=0, max_tokens=8 + 9 * i)) for i in range(5)
+        ]
+        while engine.has_unfinished:
+            engine.step()
+            engine.check_integrity()
+        found.append([(request.output, request.acceptance.tally) for request in requests])
+        accepted = sum(sum(request.acceptance.accepted_by_depth) for request in requests)
+        assert accepted > 10, "nothing was accepted, so little was tested"
+    assert found[0] == found[1]
+
+
+@check
+def bf16_speculation_parts_only_at_near_ties() -> None:
+    """200 prompts in bf16 with and without speculation. Where answers part, the two tokens are closer to each other
+    than bf16 is to the exact logits there, which is measured in the same place."""
+    pair = agreeing_pair()
+    target, drafter = on_gpu(*pair, torch.bfloat16)
+    exact = copy.deepcopy(target).cpu().double()  # the same weights as bf16 has them
+    chance = random.Random(0)
+    prompts = [[chance.randrange(512) for _ in range(chance.randint(2, 60))] for _ in range(200)]
+    params = SamplingParams(temperature=0, max_tokens=64)
+    outputs = {}
+    for depth in (0, 3):
+        engine = make_engine(target, drafter, lambda _, depth=depth: depth, max_num_seqs=64, num_blocks=4000)  # type: ignore[misc]
+        requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        while engine.has_unfinished:
+            engine.step()
+        outputs[depth] = [request.output for request in requests]
+        if depth:
+            length = engine.statistics.acceptance.acceptance_length
+    gaps = []
+    for request, plain, speculative in zip(requests, outputs[0], outputs[3], strict=True):
+        at = part(plain, speculative)
+        if at is None:
+            continue
+        text = [*request.prompt, *plain[:at]]
+        logits = next_logits(exact, text)[0]
+        error = float((next_logits(target, text)[0].double().cpu() - logits).abs().max())
+        best = logits.topk(2)
+        gap = float((logits[plain[at]] - logits[speculative[at]]).abs())
+        gaps.append((gap, error))
+        assert {plain[at], speculative[at]} == set(best.indices.tolist()), "not the two likeliest tokens"
+        assert gap < 2 * error, f"{request.id}: {gap} apart, where bf16 is off by {error}"
+    typical = sorted(float(next_logits(exact, prompt)[0].topk(2).values.diff().abs()) for prompt in prompts)
+    print(
+        f"  acceptance length {length:.2f}; {len(gaps)} of 200 answers part, at gaps of at most "
+        f"{max((gap for gap, _ in gaps), default=0):.4f}; bf16 is off by up to "
+        f"{max((error for _, error in gaps), default=0):.4f}, a usual gap is {typical[100]:.4f}"
+    )
+    assert len(gaps) < 60, "too many to be near-ties"
+
+
+if "pytest" in sys.modules:
+    import pytest
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("name", CHECKS)
+    def test_engine(name: str) -> None:
+        with torch.no_grad():
+            CHECKS[name]()
+
+
+def main(parts: list[str]) -> int:
+    """Run the checks whose names contain one of `parts`, or all."""
+    failed = 0
+    for name, function in CHECKS.items():
+        if parts and not any(part in name for part in parts):
+            continue
+        torch.manual_seed(0)
+        begin = time.time()
+        try:
+            with torch.no_grad():
+                function()
+            verdict = "ok"
+        except Exception:
+            failed += 1
+            verdict = "FAILED\n" + traceback.format_exc(limit=-3)
+        print(f"{name}: {verdict} ({time.time() - begin:.1f} s)", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device")
+    sys.exit(main(sys.argv[1:]))

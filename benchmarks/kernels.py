@@ -25,6 +25,7 @@ from fledge.kernels.prefill_attention import PrefillLaunch, paged_prefill_attent
 from fledge.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.sample import sample_rows, sample_rows_reference
+from fledge.kernels.skinny_linear import linear
 from fledge.kernels.swiglu import swiglu, swiglu_reference
 
 DTYPE = torch.bfloat16
@@ -171,6 +172,37 @@ def bench_elementwise(bench: Bench) -> None:
     if bench.wants("rope_store"):
         for tokens, norm in ((4, False), (4, True), (64, False), (256, False), (8192, False)):
             bench_rope(bench, tokens, norm=norm)
+
+
+LINEAR = (  # columns, size: query-key-value, output, gate-up, down and head of 8B, then of 1B
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (32000, 4096),
+    (3072, 2048),
+    (2048, 2048),
+    (16384, 2048),
+    (2048, 8192),
+    (32000, 2048),
+)
+
+
+def bench_linear(bench: Bench) -> None:
+    """Weights rotate so that none of them is still in the L2 when its turn comes again."""
+    for columns, size in LINEAR:
+        weights = [randn(columns, size) for _ in range(max(3, int(4e8) // (2 * columns * size)))]
+        for rows in (1, 4, 16, 32, 64):
+            x = randn(rows, size)
+            bench.add(
+                "linear",
+                f"{rows} x {size} -> {columns}",
+                [lambda x=x, w=w: linear(x, w) for w in weights],
+                [lambda x=x, w=w: F.linear(x, w) for w in weights],
+                weights[0].nbytes,
+                2.0 * rows * columns * size,
+                total=max(CALLS, len(weights)),
+            )
 
 
 def bench_rope(bench: Bench, tokens: int, *, norm: bool) -> None:
@@ -435,6 +467,8 @@ def main() -> None:
         )
         bench = Bench(ceilings, arguments.only)
         bench_elementwise(bench)
+        if bench.wants("linear"):
+            bench_linear(bench)
         if bench.wants("paged_attention"):
             bench_paged(bench)
             bench_tree_and_window(bench)

@@ -149,10 +149,12 @@ def answers(engine: Engine, asks: Sequence[Ask]) -> list[list[int]]:
 class CpuGraphs(RoundGraphs):
     """Graphs as they behave on a GPU, without one: fixed rows in, fixed tensors out, batches padded."""
 
-    def replay(self, rows: list[int], *, verify: int, draft: int, choosing: Choosing) -> RoundOutcome:
-        outcome = super().replay(rows, verify=verify, draft=draft, choosing=choosing)
+    def replay(
+        self, rows: list[int], *, verify: int, draft: int, choosing: Choosing, timed: bool = False
+    ) -> RoundOutcome:
+        outcome = super().replay(rows, verify=verify, draft=draft, choosing=choosing, timed=timed)
         # On a GPU the copy to the host is queued behind the replay; here nothing else keeps the results.
-        return RoundOutcome(**{name: tensor.clone() for name, tensor in vars(outcome).items()})
+        return RoundOutcome(**{name: None if kept is None else kept.clone() for name, kept in vars(outcome).items()})
 
     def _capture(self, shape: RoundShape) -> CapturedRound:
         rows = torch.full((shape.batch,), self.state.padding_row, dtype=torch.int64)
@@ -169,7 +171,8 @@ class _CpuGraph:
 
     def replay(self) -> None:
         for name, tensor in vars(self._play()).items():
-            getattr(self._outcome, name).copy_(tensor)
+            if tensor is not None:
+                getattr(self._outcome, name).copy_(tensor)
 
 
 Drafts = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the parents of a tree's nodes

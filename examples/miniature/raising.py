@@ -108,19 +108,19 @@ def _train(directory: Path, recipe: Recipe, console: Console) -> None:
         TextColumn("{task.description:<16}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:5.2f}"),
+        TextColumn("{task.fields[loss]}"),
     )
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         names = ["target", *(variant.name for variant in VARIANTS.values())]
         budgets = [recipe.target, *[recipe.drafter] * len(VARIANTS)]
         tasks = {
-            name: progress.add_task(name, total=budget.steps, loss=float("nan"), start=False)
+            name: progress.add_task(name, total=budget.steps, loss="", start=False)
             for name, budget in zip(names, budgets, strict=True)
         }
 
         def shown(name: str) -> training.Progress:
             progress.start_task(tasks[name])
-            return lambda loss: progress.update(tasks[name], advance=1, loss=loss)
+            return lambda loss: progress.update(tasks[name], advance=1, loss=f"loss {loss:.2f}")
 
         target = train_target(config, text, recipe.target, shown("target"), starts=starts)
         save_target(target, directory / TARGET)
@@ -150,7 +150,10 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast, paragraphs: list[str], *, rou
     In one fixed order, the target would learn to recognise a paragraph by the one before it, which prompts do not have.
     """
     random = torch.Generator().manual_seed(0)
-    encoded = [torch.tensor([*ids, tokenizer.eos_token_id]) for ids in tokenizer(paragraphs)["input_ids"]]
+    encoded = [
+        torch.tensor([*ids, tokenizer.eos_token_id])
+        for ids in tokenizer([f"{paragraph}\n" for paragraph in paragraphs])["input_ids"]
+    ]
     order = [int(i) for _ in range(rounds) for i in torch.randperm(len(encoded), generator=random)]
     lengths = torch.tensor([len(encoded[i]) for i in order])
     return torch.cat([encoded[i] for i in order]), lengths.cumsum(0) - lengths

@@ -2,8 +2,8 @@
 
 Also runs as a script where pytest is not:  PYTHONPATH=src:. python tests/gpu/test_engine.py [part of a name ...]
 
-Two ways to compute the same logits differ in their last bits, so two answers may part where two tokens are all but equal.
-Every place where answers part is judged: float64 on the CPU says how close the two tokens were.
+Two ways to compute the same logits differ in their last bits, so two answers may part where two tokens are all but
+equal. Every place where answers part is judged: float64 on the CPU says how close the two tokens were.
 """
 
 import copy
@@ -30,6 +30,7 @@ from fledge.decoding.sampling import adjust_logits, distribution
 from fledge.engine.engine import Engine, EngineConfig
 from fledge.engine.request import Request
 from fledge.layers.dense_cache import DenseCache
+from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
@@ -39,6 +40,12 @@ GPU = "cuda"
 LAYER = replace(TINY_LAYER, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32)
 CONFIG = replace(TINY_TARGET, vocab_size=512, num_layers=4, layer=LAYER, max_positions=512)
 SMALL = replace(CONFIG, vocab_size=24, num_layers=8)  # eight layers: for drafters that read up to the sixth
+# Wide enough for batches of different sizes to be summed in different orders.
+WIDE = replace(
+    CONFIG,
+    vocab_size=2048,
+    layer=replace(LAYER, hidden_size=1024, intermediate_size=1536, num_heads=8, head_dim=128),
+)
 TREE = TreeShape(width=3, budget=9)
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -48,15 +55,15 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def agreeing_pair() -> tuple[TargetModel, Drafter]:
+def agreeing_pair(config: TargetConfig = CONFIG, strength: float = 2.0) -> tuple[TargetModel, Drafter]:
     """A target that mostly follows a permutation of its tokens, and a drafter that is often right about it."""
-    target = make_target(CONFIG)
+    target = make_target(config)
     generator = torch.Generator().manual_seed(5)
-    size = CONFIG.hidden_size
-    target.lm_head.weight[torch.randperm(CONFIG.vocab_size, generator=generator)] += (
-        2.0 * target.embed_tokens.weight / size**0.5
+    size = config.hidden_size
+    target.lm_head.weight[torch.randperm(config.vocab_size, generator=generator)] += (
+        strength * target.embed_tokens.weight / size**0.5
     )
-    drafter = make_drafter(EAGLE_1.config_for(CONFIG), target)
+    drafter = make_drafter(EAGLE_1.config_for(config), target)
     feature = 0.3 * torch.randn(size, size, generator=generator) / size**0.5
     drafter.fc.weight.copy_(torch.cat([torch.eye(size), feature], dim=1))  # type: ignore[operator, union-attr]
     for name, parameter in drafter.named_parameters():
@@ -88,7 +95,7 @@ def next_logits(target: TargetModel, text: list[int]) -> Tensor:
 
 
 def distance(exact: TargetModel, request: Request, known: list[int], one: int, other: int) -> float:
-    """How far from a tie two tokens are after an answer has begun with `known`: 0 is a tie, in logits or probability."""
+    """How far from a tie two tokens are after an answer that began with `known`: in logits, or in probability."""
     sequence = reference._Sequence(
         target=exact, prompt=request.prompt, params=request.params, seed=request.seed, max_length=None, eos_ids=()
     )
@@ -248,13 +255,13 @@ def graphs_change_no_token_and_no_acceptance() -> None:
 
 @check
 def bf16_speculation_parts_only_at_near_ties() -> None:
-    """200 prompts in bf16 with and without speculation. Where answers part, the two tokens are closer to each other
-    than bf16 is to the exact logits there, which is measured in the same place."""
-    pair = agreeing_pair()
+    """200 prompts in bf16 with and without speculation. Where answers part, both tokens are as near the best as the
+    error of bf16, which is measured in the same place, lets them be."""
+    pair = agreeing_pair(WIDE, strength=0.45)
     target, drafter = on_gpu(*pair, torch.bfloat16)
     exact = copy.deepcopy(target).cpu().double()  # the same weights as bf16 has them
     chance = random.Random(0)
-    prompts = [[chance.randrange(512) for _ in range(chance.randint(2, 60))] for _ in range(200)]
+    prompts = [[chance.randrange(WIDE.vocab_size) for _ in range(chance.randint(2, 60))] for _ in range(200)]
     params = SamplingParams(temperature=0, max_tokens=64)
     outputs = {}
     for depth in (0, 3):
@@ -265,26 +272,33 @@ def bf16_speculation_parts_only_at_near_ties() -> None:
         outputs[depth] = [request.output for request in requests]
         if depth:
             length = engine.statistics.acceptance.acceptance_length
-    gaps = []
+
+    def with_error(text: list[int]) -> tuple[Tensor, float]:
+        logits = next_logits(exact, text)[0]
+        return logits, float((next_logits(target, text)[0].double().cpu() - logits).abs().max())
+
+    found = []  # of each place where answers part: distance from the likeliest token, bf16's error there
     for request, plain, speculative in zip(requests, outputs[0], outputs[3], strict=True):
         at = part(plain, speculative)
         if at is None:
             continue
         text = [*request.prompt, *plain[:at]]
-        logits = next_logits(exact, text)[0]
-        error = float((next_logits(target, text)[0].double().cpu() - logits).abs().max())
-        best = logits.topk(2)
-        gap = float((logits[plain[at]] - logits[speculative[at]]).abs())
-        gaps.append((gap, error))
-        assert {plain[at], speculative[at]} == set(best.indices.tolist()), "not the two likeliest tokens"
-        assert gap < 2 * error, f"{request.id}: {gap} apart, where bf16 is off by {error}"
-    typical = sorted(float(next_logits(exact, prompt)[0].topk(2).values.diff().abs()) for prompt in prompts)
+        logits, error = with_error(text)
+        behind = float(logits.max() - torch.minimum(logits[plain[at]], logits[speculative[at]]))
+        found.append((behind, error))
+    close = 0  # prompts after which the second token is that near: a rule that most places meet would say nothing
+    for prompt in prompts:
+        logits, error = with_error(prompt)
+        close += float(logits.topk(2).values.diff().abs()) < 2 * error
     print(
-        f"  acceptance length {length:.2f}; {len(gaps)} of 200 answers part, at gaps of at most "
-        f"{max((gap for gap, _ in gaps), default=0):.4f}; bf16 is off by up to "
-        f"{max((error for _, error in gaps), default=0):.4f}, a usual gap is {typical[100]:.4f}"
+        f"  acceptance length {length:.2f}; {len(found)} of 200 answers part, where the worse token is at most "
+        f"{max((behind for behind, _ in found), default=0):.4f} behind the best, "
+        f"{max((behind / error for behind, error in found), default=0):.2f} times the error of bf16 there "
+        f"({max((error for _, error in found), default=0):.4f}); the second is that near after {close} of 200 prompts"
     )
-    assert len(gaps) < 60, "too many to be near-ties"
+    # A token that is chosen although logits are off by no more than e is at most 2 e behind the best.
+    assert close < 100
+    assert all(behind < 2 * error for behind, error in found), sorted(found)[-5:]
 
 
 if "pytest" in sys.modules:

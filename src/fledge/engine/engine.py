@@ -146,6 +146,13 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    def warm_up(self, progress: Callable[[int, int], None] = lambda _done, _all: None) -> None:
+        """Capture the graphs of all batch sizes now rather than when they are first needed. Nothing on a CPU."""
+        if self.graphs is not None:
+            depths = {self._depth_policy(size) for size in range(1, self.config.max_num_seqs + 1)}
+            has_drafter = self.runner.models.drafter is not None
+            self.graphs.warm_up(sorted(depths) if has_drafter else [0], self.config.max_num_seqs, progress)
+
     def add_request(
         self,
         request_id: str,

@@ -80,6 +80,7 @@ class RoundGraphs:
             stamps=outcome.stamps,
         )
 
+    @torch.inference_mode()
     def warm_up(
         self, depths: Iterable[int], max_batch: int, progress: Callable[[int, int], None] = lambda _done, _all: None
     ) -> None:

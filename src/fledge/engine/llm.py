@@ -95,6 +95,7 @@ class LLM:
                 kv_cache_bytes=kv_cache_bytes,
             ),
         )
+        _warm_up(self.engine)
         self._seeds = random.Random(seed)  # for requests that bring none
         self._requests = 0
         self._answers: dict[str, Answer] = {}
@@ -313,6 +314,18 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _text_of(prompt: Prompt) -> str | None:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
+
+
+def _warm_up(engine: Engine) -> None:
+    """Capture the engine's graphs, with a progress bar on standard error."""
+    if engine.graphs is None:
+        return
+    from rich.console import Console  # noqa: PLC0415 - only GPU machines have graphs to capture
+    from rich.progress import Progress  # noqa: PLC0415
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("capturing CUDA graphs", total=None)
+        engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def choose_dtype(name: str) -> torch.dtype | None:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from fledge.kernels.skinny_linear import linear
 
+# Prompts gain little, and oneDNN keeps compiled code for every number of rows it has met.
+MAX_PACKED_ROWS = 64
+
 
 class Linear(nn.Linear):
     """`nn.Linear` with the same parameters and results. `pack` keeps a second copy of the matrix for CPU inference."""
@@ -23,7 +26,7 @@ class Linear(nn.Linear):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._packed is None or torch.is_grad_enabled():
+        if self._packed is None or torch.is_grad_enabled() or x.numel() > MAX_PACKED_ROWS * x.shape[-1]:
             return linear(x, self.weight, self.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out

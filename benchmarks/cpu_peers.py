@@ -10,6 +10,7 @@ import json
 import statistics
 import subprocess
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -28,7 +29,7 @@ PROMPT, TOKENS = 128, 48
 VLLM = """
 import json, os, sys, time
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1",
-                  VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+                  VLLM_ENABLE_V1_MULTIPROCESSING=sys.argv[7], VLLM_LOGGING_LEVEL="ERROR")
 from vllm import LLM, SamplingParams
 target, drafter, depth, concurrency, prompt, tokens = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:7])
 config = {"method": "eagle3", "model": drafter, "num_speculative_tokens": depth} if depth else None
@@ -72,8 +73,12 @@ def time_transformers(model: torch.nn.Module) -> float:
     return 1e3 * (seconds[TOKENS] - seconds[1]) / (TOKENS - 1)
 
 
-def time_vllm(python: str, target: Path, drafter: Path, depth: int, concurrency: int) -> float:
-    command = [python, "-c", VLLM, str(target), str(drafter), *map(str, (depth, concurrency, PROMPT, TOKENS))]
+def time_vllm(python: str, pair: tuple[Path, Path], depth: int, concurrency: int, *, processes: bool) -> float:
+    """vLLM as it comes (`processes`: the engine in a process of its own) or with everything in one process."""
+    script = pair[0].parent / "run_vllm.py"
+    script.write_text("if __name__ == '__main__':\n" + textwrap.indent(VLLM, "    "), encoding="utf-8")
+    numbers = (depth, concurrency, PROMPT, TOKENS, int(processes))
+    command = [python, str(script), *map(str, pair), *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT"):
@@ -106,8 +111,9 @@ def main() -> None:
             for depth, concurrency in ((0, 1), (0, 16), (3, 1), (3, 16)):
                 note(f"fledge K={depth} C={concurrency}", time_ours(target, drafter, depth, concurrency))
                 if options.vllm_python:
-                    found = time_vllm(options.vllm_python, *directories, depth, concurrency)
-                    note(f"vLLM K={depth} C={concurrency}", found)
+                    for processes, name in ((True, "vLLM"), (False, "vLLM in one process")):
+                        found = time_vllm(options.vllm_python, directories, depth, concurrency, processes=processes)
+                        note(f"{name} K={depth} C={concurrency}", found)
     typical = {name: statistics.median(values) for name, values in times.items()}
     ratios = {
         "transformers / fledge, token at C=1": typical["transformers token C=1"] / typical["fledge K=0 C=1"],
@@ -116,7 +122,8 @@ def main() -> None:
     for depth, concurrency in ((0, 1), (0, 16), (3, 1), (3, 16)):
         if options.vllm_python:
             cell = f"K={depth} C={concurrency}"
-            ratios[f"fledge / vLLM, round at {cell}"] = typical[f"fledge {cell}"] / typical[f"vLLM {cell}"]
+            for name in ("vLLM", "vLLM in one process"):
+                ratios[f"fledge / {name}, round at {cell}"] = typical[f"fledge {cell}"] / typical[f"{name} {cell}"]
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.2f}")
     print(json.dumps({"threads": options.threads, "milliseconds": typical, "ratios": ratios}))

@@ -43,11 +43,12 @@ class ProjectedHeads:
         """Return query [*lead, heads, head_dim], key and value [*lead, kv_heads, head_dim], normed and rotated."""
         config = self.config
         heads = self.qkv.view(*self.qkv.shape[:-1], -1, config.head_dim)
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        query, key, value = torch.split(heads, sizes, dim=-2)
+        turned, value = heads[..., : -config.num_kv_heads, :], heads[..., -config.num_kv_heads :, :]
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        return self.rotation.apply(query), self.rotation.apply(key), value
+            query, key = turned[..., : config.num_heads, :], turned[..., config.num_heads :, :]
+            turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
+        turned = self.rotation.apply(turned)  # queries and keys at once: on a CPU every call counts
+        return turned[..., : config.num_heads, :], turned[..., config.num_heads :, :], value
 
 
 class KeyValueStorage(Protocol):

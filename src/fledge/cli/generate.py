@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,11 +75,13 @@ def generate(
         target, speculative_config=speculation, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed
     )
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
-    outputs = list(_answer(llm, encoded, params, quiet=as_json))
+    started = time.perf_counter()
     if as_json:
-        print(json.dumps(_report(outputs)))
+        outputs = _answer_together(llm, encoded, params)
+        print(json.dumps(_report(outputs, time.perf_counter() - started)))
     else:
-        _print_summary(outputs)
+        outputs = list(_answer_in_turn(llm, encoded, params))
+        _print_summary(_total(outputs, time.perf_counter() - started))
 
 
 def _speculation(
@@ -132,27 +135,29 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
     raise PromptError(f"{where}: expected an object with 'prompt', 'messages' or 'prompt_token_ids'")
 
 
-def _answer(llm: "LLM", requests: list[Any], params: "SamplingParams", *, quiet: bool) -> Iterator["RequestOutput"]:
+def _answer_together(llm: "LLM", requests: list[Any], params: "SamplingParams") -> "list[RequestOutput]":
+    """All prompts at once, in continuous batches, with a progress line on standard error."""
+    from rich.console import Console  # noqa: PLC0415
+
+    with Console(stderr=True).status(f"answering {len(requests)} prompts") as status:
+        return llm.generate(
+            requests, params, progress=lambda done, total: status.update(f"answered {done} of {total} prompts")
+        )
+
+
+def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
+    """One prompt after another, streamed for a person to read."""
     from rich.console import Console  # noqa: PLC0415
 
     console = Console(highlight=False, soft_wrap=True)
-    progress = Console(stderr=True)
     for number, request in enumerate(requests, start=1):
-        if len(requests) > 1 and not quiet:
+        if len(requests) > 1:
             console.rule(f"{number} of {len(requests)}", align="left")
-        with progress.status(f"answering {number} of {len(requests)}") if quiet else _Nothing():
-            for event in llm.stream(request, params):
-                if not quiet:
-                    _print_event(console, event)
-                if event.output is not None:
-                    yield event.output
-        if not quiet:
-            console.print()
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+        for event in llm.stream(request, params):
+            _print_event(console, event)
+            if event.output is not None:
+                yield event.output
+        console.print()
 
 
 def _print_event(console: Any, event: Any) -> None:
@@ -162,7 +167,7 @@ def _print_event(console: Any, event: Any) -> None:
         console.print(" ".join(map(str, event.output.outputs[0].token_ids)), end="")  # a target without tokenizer
 
 
-def _report(outputs: "list[RequestOutput]") -> dict[str, Any]:
+def _report(outputs: "list[RequestOutput]", seconds: float) -> dict[str, Any]:
     """Everything --json prints."""
     return {
         "outputs": [
@@ -177,22 +182,20 @@ def _report(outputs: "list[RequestOutput]") -> dict[str, Any]:
             }
             for output in outputs
         ],
-        "total": _total(outputs),
+        "total": _total(outputs, seconds),
     }
 
 
-def _total(outputs: "list[RequestOutput]") -> dict[str, Any]:
+def _total(outputs: "list[RequestOutput]", seconds: float) -> dict[str, Any]:
     from fledge.engine.outputs import RequestMetrics  # noqa: PLC0415
 
-    one_by_one = [output.metrics for output in outputs]
-    pooled = replace(RequestMetrics.pooled(one_by_one), seconds=sum(metrics.seconds for metrics in one_by_one))
+    pooled = replace(RequestMetrics.pooled([output.metrics for output in outputs]), seconds=seconds)
     return pooled.to_dict(sum(len(output.outputs[0].token_ids) for output in outputs))
 
 
-def _print_summary(outputs: "list[RequestOutput]") -> None:
+def _print_summary(total: dict[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415
 
-    total = _total(outputs)
     lines = [f"{total['tokens']} tokens, {total['tokens_per_second']:.1f} tokens/s"]
     if total["acceptance_length"] is not None:
         rates = ", ".join(f"{rate:.0%}" for rate in total["rate_by_depth"])

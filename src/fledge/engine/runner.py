@@ -11,17 +11,14 @@ from torch import Tensor
 
 from fledge.decoding.tree import DraftTree
 from fledge.engine.choosing import Chooser, Choosing, DeviceChooser, Logprobs, Watcher
-from fledge.engine.draft_round import propose
 from fledge.engine.graphs import RoundGraphs
-from fledge.engine.paged_cache import ChunkPass, PagedCache
+from fledge.engine.prefill import run_prefill
 from fledge.engine.request import Request, TokenLogprobs
 from fledge.engine.round import run_round
 from fledge.engine.round_clock import PhaseTimes
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
-from fledge.engine.scheduler import Chunk, Plan
-from fledge.kernels.round_rows import draft_places
-from fledge.models.drafter.base import DraftStates
+from fledge.engine.scheduler import Plan
 
 TIMED_ROUND = 16  # of rounds that are replayed from graphs, every so many are timed
 
@@ -88,9 +85,15 @@ class Runner:
             self.state.begin([_row(request) for request in admitted], admitted, self.vocab_size)
         self._place_blocks([*(chunk.request for chunk in plan.chunks), *plan.decoding])
         rounds, round_logprobs = self._round(plan) if plan.decoding else (None, None)
-        first, first_logprobs = self._prefill(plan.chunks, plan.draft) if plan.chunks else (None, None)
+        read = None
+        if plan.chunks:
+            read = run_prefill(self.models, self.state, plan.chunks, depth=plan.draft, vocab_size=self.vocab_size)
         return Launch(
-            plan=plan, first_tokens=first, first_logprobs=first_logprobs, rounds=rounds, round_logprobs=round_logprobs
+            plan=plan,
+            first_tokens=None if read is None else Readback([read.first_tokens]),
+            first_logprobs=None if read is None else read.logprobs,
+            rounds=rounds,
+            round_logprobs=round_logprobs,
         )
 
     def read(self, launch: Launch) -> list[RequestResult]:
@@ -167,86 +170,7 @@ class Runner:
             return self.state.drafts[rows, :verify]
         return self.models.drafted_trees(self.state, rows, verify)
 
-    def _prefill(self, chunks: list[Chunk], depth: int) -> tuple[Readback | None, Logprobs | None]:
-        """Read chunks of prompts into both caches; where one completes, choose the next token and draft."""
-        models, state = self.models, self.state
-        index = state.tensor([_row(chunk.request) for chunk in chunks])
-        lengths = [chunk.end - chunk.start for chunk in chunks]
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        tokens = state.tensor([t for chunk in chunks for t in chunk.request.tokens[chunk.start : chunk.end]])
-        positions = state.tensor([p for chunk in chunks for p in range(chunk.start, chunk.end)])
-        slots = state.tensor([s for chunk in chunks for s in _slots(chunk, models.block_size)])
-        context_lens = state.tensor([chunk.start for chunk in chunks])
-        query_starts = state.tensor(starts, torch.int32)
-        tables = state.block_tables[index]
-
-        def storage(cache: PagedCache) -> ChunkPass:
-            return ChunkPass(
-                cache=cache,
-                block_tables=tables,
-                context_lens=context_lens,
-                query_starts=query_starts,
-                slots=slots,
-                max_chunk=max(lengths),
-            )
-
-        drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
-        aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
-        states = models.target(tokens, positions, storage(models.target_cache), aux_layer_ids)
-
-        completing = [i for i, chunk in enumerate(chunks) if chunk.completes]
-        choosing = [i for i, chunk in enumerate(chunks) if chunk.chooses]
-        first, logprobs = None, None
-        if choosing:
-            ends = state.tensor([starts[i + 1] - 1 for i in choosing])
-            requests = [chunks[i].request for i in choosing]
-            watcher = Watcher(requests, state, self.vocab_size)
-            following_end = state.tensor([chunks[i].end for i in choosing])
-            logits = models.target.logits(states.final[ends])
-            first = watcher.choices(logits, following_end)
-            watcher.note(logits, first)
-            logprobs = watcher.logprobs
-        if completing:
-            rows = index[state.tensor(completing)]
-            state.length[rows] = state.tensor([chunks[i].end for i in completing])
-            known = [i for i in completing if not chunks[i].chooses]
-            if known:
-                state.last_token[index[state.tensor(known)]] = state.tensor(
-                    [chunks[i].request.tokens[chunks[i].end] for i in known]
-                )
-            if first is not None:
-                state.last_token[index[state.tensor(choosing)]] = first
-            state.draft_count[rows] = 0
-        if drafter is not None and models.drafter_cache is not None:
-            following = state.tensor([t for chunk in chunks for t in _following(chunk)])
-            if first is not None:
-                following[state.tensor([starts[i + 1] - 1 for i in choosing])] = first
-            out = drafter(following, drafter.fuse(states), positions, storage(models.drafter_cache))
-            if completing and depth > 0:
-                ends = state.tensor([starts[i + 1] - 1 for i in completing])
-                settled_lengths = state.length[rows]
-                places = draft_places(
-                    settled_lengths, state.block_tables[rows], depth=depth, block_size=models.block_size
-                )
-                settled = DraftStates(head=out.head[ends], feature=out.feature[ends])
-                propose(models, state, rows, settled, places, depth)
-                state.draft_count[rows] = (state.draft_until[rows] - settled_lengths - 2).clamp(min=0, max=depth)
-        return (None if first is None else Readback([first])), logprobs
-
 
 def _row(request: Request) -> int:
     assert request.row is not None
     return request.row
-
-
-def _slots(chunk: Chunk, block_size: int) -> list[int]:
-    blocks = chunk.request.table.blocks
-    return [blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, chunk.end)]
-
-
-def _following(chunk: Chunk) -> list[int]:
-    """The token after each of the chunk's; 0 stands in for one that is not known yet."""
-    tokens = chunk.request.tokens[chunk.start + 1 : chunk.end + 1]
-    return tokens + [0] * (chunk.end - chunk.start - len(tokens))

@@ -6,7 +6,7 @@ that belongs to nobody.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,9 +59,14 @@ class RoundGraphs:
     def replay(
         self, rows: list[int], *, verify: int, draft: int, choosing: Choosing, timed: bool = False
     ) -> RoundOutcome:
-        """Run a round for `rows`; return its outcome for those rows only."""
+        """Run a round for `rows`; return its outcome for those rows only.
+
+        A round is timed if its timed graph is there already: nobody waits for a capture to learn how fast a round is.
+        """
         size = next(size for size in self.sizes if size >= len(rows))
         shape = RoundShape(size, verify, draft, choosing, timed)
+        if shape not in self._captured:
+            shape = replace(shape, timed=False)
         padded = self.state.tensor([*rows, *[self.state.padding_row] * (size - len(rows))])
         captured = self._captured.get(shape)
         if captured is None and len(self._captured) < MAX_GRAPHS:
@@ -84,9 +89,17 @@ class RoundGraphs:
     def warm_up(
         self, depths: Iterable[int], max_batch: int, progress: Callable[[int, int], None] = lambda _done, _all: None
     ) -> None:
-        """Capture the greedy rounds of all batch sizes up to `max_batch`, the largest first: it sizes the memory."""
+        """Capture the greedy rounds of all batch sizes up to `max_batch`, timed and not, the largest first.
+
+        The largest sizes the memory that all graphs share.
+        """
         sizes = [size for size in reversed(self.sizes) if size <= max_batch]
-        shapes = [RoundShape(size, depth, depth, Choosing.GREEDY) for depth in depths for size in sizes]
+        shapes = [
+            RoundShape(size, depth, depth, Choosing.GREEDY, timed)
+            for depth in depths
+            for size in sizes
+            for timed in (False, True)
+        ]
         for done, shape in enumerate(shapes):
             progress(done, len(shapes))
             if shape not in self._captured:

@@ -33,7 +33,7 @@ def mark(clock: RoundClock | None, point: Mark) -> None:
 
 @dataclass(kw_only=True)
 class PhaseTimes:
-    """Seconds spent in the parts of those rounds that were timed. On a GPU one round in sixteen is."""
+    """Seconds spent in the parts of those rounds that were timed: on a GPU one in sixteen of a warmed-up engine."""
 
     rounds: int = 0
     verify_seconds: float = 0.0

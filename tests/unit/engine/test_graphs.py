@@ -66,3 +66,24 @@ def test_padding_in_the_batch_leaves_other_rows_alone() -> None:
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     run(engine)
     assert [request.output for request in requests] == [answer_of(ask)[0] for ask in asks]
+
+
+def test_warm_up_captures_every_size_and_only_then_are_rounds_timed() -> None:
+    cold = make_engine(drafts=drafter(), max_num_seqs=3, graphs=True)
+    warm = make_engine(drafts=drafter(), max_num_seqs=3, graphs=True)
+    seen: list[tuple[int, int]] = []
+    graphs_of_warm = warm.runner.graphs
+    assert graphs_of_warm is not None
+    graphs_of_warm.warm_up([3], 3, lambda done, total: seen.append((done, total)))
+    assert {(shape.batch, shape.timed) for shape in graphs_of_warm._captured} == {
+        (size, timed) for size in (1, 2, 3) for timed in (False, True)
+    }
+    assert seen[0] == (0, 6)
+    assert seen[-1] == (6, 6)
+    asks = [greedy([2, 3, 4], 40), greedy([5], 40)]
+    expected = [answer_of(ask)[0] for ask in asks]
+    for engine in (cold, warm):
+        assert answers(engine, asks) == expected
+    assert cold.statistics.phases.rounds == 0
+    assert warm.statistics.phases.rounds > 0
+    assert warm.statistics.phases.verify_seconds > 0

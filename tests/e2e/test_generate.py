@@ -88,7 +88,7 @@ def test_vllms_speculative_config(pair: Path) -> None:
         (("--target", "target", "--temperature", "nan", "x"), "temperature"),
         (("--target", "target", "--max-tokens", "0", "x"), "max_tokens"),
         (("--target", "nowhere", "x"), "no such directory"),
-        (("--target", "drafter", "x"), "drafter"),
+        (("--target", "drafter", "x"), "is an EAGLE drafter"),
         (("--target", "target", "--drafter", "target", "x"), "target"),
         (("--target", "someone/model", "x"), "hub cannot be reached"),
         (("--target", "target", "--device", "tpu7", "x"), "device"),

@@ -19,6 +19,8 @@ IGNORED_TENSOR = "rotary_emb.inv_freq"
 
 def read_target_config(directory: Path) -> TargetConfig:
     fields = ConfigFields.from_file(directory / "config.json")
+    if "eagle" in str(fields.values.get("architectures")).lower() or "speculators_model_type" in fields:
+        raise CheckpointError(f"{directory}: is an EAGLE drafter, where a target model was expected")
     family = fields.text("model_type")
     if family not in FAMILIES:
         raise CheckpointError(

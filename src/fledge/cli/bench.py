@@ -35,11 +35,12 @@ def rounds(
 
     from fledge.bench import rounds as measure  # noqa: PLC0415
     from fledge.engine.llm import choose_device, choose_dtype  # noqa: PLC0415
+    from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
 
     place = choose_device(device)
     on_gpu = place.type == "cuda"
     precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
-    depths, sizes = _integers("depth", depth), _integers("concurrency", concurrency)
+    depths, sizes = _integers("depth", depth, 0, MAX_DEPTH), _integers("concurrency", concurrency, 1, 512)
     console = Console(stderr=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     if on_gpu:
@@ -73,8 +74,12 @@ def rounds(
     print(json.dumps({**report, "rounds": cells}))
 
 
-def _integers(name: str, text: str) -> list[int]:
+def _integers(name: str, text: str, low: int, high: int) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--{name}: found {text!r}, expected whole numbers separated by commas") from None
+    for number in numbers:
+        if not low <= number <= high:
+            raise ConfigError(f"--{name}: found {number}, allowed is {low} to {high}")
+    return numbers

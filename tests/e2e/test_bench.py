@@ -1,0 +1,36 @@
+"""`fledge bench rounds` on a CPU, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import fledge
+
+
+def test_a_table_then_one_json_line(tmp_path: Path) -> None:
+    done = fledge("bench", "rounds", "--depth", "0,2", "--concurrency", "1,2", "--rounds", "10", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *table, line = done.stdout.strip().splitlines()
+    assert "C=2" in "".join(table)
+    cells = json.loads(line)["rounds"]
+    assert [(cell["depth"], cell["concurrency"]) for cell in cells] == [(0, 1), (0, 2), (2, 1), (2, 2)]
+    assert all(cell["milliseconds"] > cell["schedule_milliseconds"] > 0 for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "9b"), "unknown shape '9b'"),
+        (("--depth", "x"), "whole numbers"),
+        (("--depth", "99"), "allowed is 0 to 16"),
+        (("--concurrency", "0"), "allowed is 1 to 512"),
+        (("--device", "tpu"), "device"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = fledge("bench", "rounds", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line

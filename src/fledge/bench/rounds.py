@@ -5,7 +5,7 @@ The engine is driven as `LLM.generate` drives it, scheduler and sampling include
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,8 @@ class RoundTime:
     shape: str
     depth: int
     concurrency: int
-    milliseconds: float  # per round, median
+    milliseconds: float  # per round, without the fastest and the slowest tenth
+    mean_milliseconds: float  # all rounds, and the wait for the last one
     schedule_milliseconds: float  # of which the host spent planning
 
 
@@ -40,7 +41,7 @@ class Limits:
 
 def measure_rounds(
     shape: str,
-    depths: list[int],
+    depth: int,
     concurrencies: list[int],
     *,
     device: torch.device,
@@ -48,15 +49,14 @@ def measure_rounds(
     rounds: int = 100,
     enforce_eager: bool = False,
 ) -> Iterator[RoundTime]:
-    """Yield the time of a round for every depth and concurrency."""
+    """Yield the time of a round at `depth` for every concurrency."""
     target, drafter = make_pair(shape, dtype, device)
-    for depth in depths:
-        for concurrency in concurrencies:
-            engine = make_engine(
-                target, drafter, depth=depth, concurrency=concurrency, max_model_len=1024, enforce_eager=enforce_eager
-            )
-            yield _time_rounds(engine, shape, depth, concurrency, rounds)
-            del engine
+    for concurrency in concurrencies:
+        engine = make_engine(
+            target, drafter, depth=depth, concurrency=concurrency, max_model_len=1024, enforce_eager=enforce_eager
+        )
+        yield _time_rounds(engine, shape, depth, concurrency, rounds)
+        del engine
 
 
 def make_engine(
@@ -81,26 +81,28 @@ def make_engine(
 
 def _time_rounds(engine: Engine, shape: str, depth: int, concurrency: int, rounds: int) -> RoundTime:
     add_prompts(engine, concurrency, PROMPT_TOKENS, max_tokens=800)
-    generation = engine.statistics
     # Warm up until every prompt is read and a few rounds have run (graphs captured, kernels compiled).
     for _ in range(8 + concurrency * PROMPT_TOKENS // 8192):
         engine.step()
     _synchronize(engine)
-    planned = generation.schedule_seconds
+    planned = engine.statistics.schedule_seconds
     times = []
+    begun = time.perf_counter()
     for _ in range(rounds):
         started = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - started)
     _synchronize(engine)
-    # On a GPU the host runs one launch behind, so a step takes as long as a round only on average.
-    typical = sum(sorted(times)[rounds // 10 : -rounds // 10]) / len(times[rounds // 10 : -rounds // 10])
+    whole = time.perf_counter() - begun
+    # On a GPU the host runs one launch behind, so a step takes as long as a round only on average: no median.
+    kept = sorted(times)[rounds // 10 : rounds - rounds // 10]
     return RoundTime(
         shape=shape,
         depth=depth,
         concurrency=concurrency,
-        milliseconds=1e3 * typical,
-        schedule_milliseconds=1e3 * (generation.schedule_seconds - planned) / rounds,
+        milliseconds=1e3 * sum(kept) / len(kept),
+        mean_milliseconds=1e3 * whole / rounds,
+        schedule_milliseconds=1e3 * (engine.statistics.schedule_seconds - planned) / rounds,
     )
 
 
@@ -205,10 +207,6 @@ def add_prompts(engine: Engine, count: int, tokens: int, *, max_tokens: int) -> 
         prompt = torch.randint(vocab, (tokens,), generator=generator).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         engine.add_request(str(number), prompt, params)
-
-
-def as_row(cell: RoundTime) -> dict[str, object]:
-    return asdict(cell)
 
 
 def _synchronize(engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """`fledge bench`: how fast, measured."""
 
 import json
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -44,7 +45,7 @@ def rounds(
     console = Console(stderr=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     if on_gpu:
-        report["limits"] = vars(measure.measure_limits(place))
+        report["limits"] = asdict(measure.measure_limits(place))
     cells = []
     table = Table(title=f"ms per round, {report['device']}, {precision}")
     for heading in ("shape", "K", *(f"C={size}" for size in sizes)):
@@ -54,10 +55,10 @@ def rounds(
             for k in depths:
                 row = []
                 for cell in measure.measure_rounds(
-                    name, [k], sizes, device=place, dtype=precision, rounds=count, enforce_eager=enforce_eager
+                    name, k, sizes, device=place, dtype=precision, rounds=count, enforce_eager=enforce_eager
                 ):
                     status.update(f"{name}: K={k}, C={cell.concurrency}: {cell.milliseconds:.2f} ms")
-                    cells.append(measure.as_row(cell))
+                    cells.append(asdict(cell))
                     row.append(f"{cell.milliseconds:.2f}")
                 table.add_row(name, str(k), *row)
             if prefill:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fledge.engine.speculative_config import SpeculativeConfig
 from fledge.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -86,26 +87,22 @@ def generate(
 
 def _speculation(
     drafter: str | None, config: str | None, depth: int | None, tree: tuple[int, int] | None
-) -> dict[str, Any] | None:
-    """Return the options as a speculative_config."""
+) -> SpeculativeConfig | None:
+    """Return the options as a speculative config."""
     if config is not None:
         if drafter is not None or depth is not None or tree is not None:
             raise ConfigError("--speculative-config says it all; leave out --drafter, --depth and --tree")
-        try:
-            values: dict[str, Any] = json.loads(config)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--speculative-config: not valid JSON: {error}") from None
-        return values
+        return SpeculativeConfig.from_json(config)
     if drafter is None:
         if depth is not None or tree is not None:
             raise ConfigError("--depth and --tree need a --drafter")
         return None
-    values = {"model": drafter}
+    values: dict[str, Any] = {"model": drafter}
     if depth is not None:
         values["num_speculative_tokens"] = depth
     if tree is not None:
         values |= {"tree_width": tree[0], "tree_budget": tree[1]}
-    return values
+    return SpeculativeConfig.from_dict(values)
 
 
 def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[dict[str, Any]]:

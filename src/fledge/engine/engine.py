@@ -166,7 +166,7 @@ class Engine:
         """Queue a request. Raises PromptError if it could never run, whatever else does."""
         if request_id in self._requests:
             raise ConfigError(f"request id '{request_id}' is in use")
-        self._check_request(prompt, params)
+        self.check_request(prompt, params)
         capacity = self.pool.capacity * self.pool.block_size - self.scheduler.lookahead
         wanted = len(prompt) + (params.max_tokens or 1)
         if min(wanted, self.config.max_model_len) > capacity:
@@ -188,6 +188,20 @@ class Engine:
         self._requests[request_id] = request
         self.scheduler.add(request)
         return request
+
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what would otherwise fail in the middle of a step, and take the other requests with it."""
+        vocab_size, longest = self.runner.vocab_size, self.config.max_model_len
+        if not prompt:
+            raise PromptError("the prompt is empty")
+        if len(prompt) >= longest:
+            raise PromptError(f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {longest}")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            outside = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise PromptError(f"prompt: token id {outside} is outside the vocabulary (0 to {vocab_size - 1})")
+        for token in params.logit_bias or ():
+            if token >= vocab_size:
+                raise ConfigError(f"logit_bias token id: found {token}, allowed is 0 to {vocab_size - 1}")
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request now, in whatever phase it is. What is computed for it already is discarded."""
@@ -227,20 +241,6 @@ class Engine:
         assert alive == {id(request) for request in self._requests.values()}
         if not self._requests:
             assert self.pool.used == 0, "an idle engine holds blocks"
-
-    def _check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what would otherwise fail in the middle of a step, and take the other requests with it."""
-        vocab_size, longest = self.runner.vocab_size, self.config.max_model_len
-        if not prompt:
-            raise PromptError("the prompt is empty")
-        if len(prompt) >= longest:
-            raise PromptError(f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {longest}")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            outside = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise PromptError(f"prompt: token id {outside} is outside the vocabulary (0 to {vocab_size - 1})")
-        for token in params.logit_bias or ():
-            if token >= vocab_size:
-                raise ConfigError(f"logit_bias token id: found {token}, allowed is 0 to {vocab_size - 1}")
 
     def _plan(self, updates: list[Update]) -> Plan:
         if any(request.is_watched for request in self.scheduler.running):

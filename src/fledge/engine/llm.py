@@ -117,7 +117,7 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(several)
         if len(sampling_params) != len(several):
             raise ConfigError(f"{len(several)} prompts but {len(sampling_params)} sampling parameters")
-        # All prompts are checked before the first one runs.
+        # All prompts are encoded and submitted, and so checked, before the first one runs.
         encoded = [self._encode(prompt) for prompt in several]
         outputs: list[RequestOutput | None] = [None] * len(several)
         waiting: dict[int, _Job] = {}
@@ -149,7 +149,9 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
-        return self._stream(_text_of(prompt), self._encode(prompt), params)
+        ids = self._encode(prompt)
+        self.engine.check_request(ids, params)
+        return self._stream(_text_of(prompt), ids, params)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids a conversation becomes."""
@@ -219,15 +221,6 @@ class LLM:
             ids = [int(token) for token in prompt]
         else:
             raise PromptError(f"prompt: found {type(prompt).__name__}, expected text or a list of token ids")
-        vocab_size = self.target.config.vocab_size
-        if not ids:
-            raise PromptError("the prompt is empty")
-        if outside := [token for token in ids if not 0 <= token < vocab_size]:
-            raise PromptError(f"prompt: token id {outside[0]} is outside the vocabulary (0 to {vocab_size - 1})")
-        if len(ids) >= self.max_model_len:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, but prompt and answer together may have {self.max_model_len}"
-            )
         return ids
 
     def _require_tokenizer(self, purpose: str) -> Any:

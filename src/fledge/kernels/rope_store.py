@@ -77,12 +77,13 @@ def rope_and_store_reference(
     kept = slots >= 0
     block_size = key_cache.shape[1]
     blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
-    key_cache[blocks, offsets] = _rotate(key, cos, sin)[kept].to(key_cache.dtype)
+    key_cache[blocks, offsets] = rotate(key, cos, sin)[kept].to(key_cache.dtype)
     value_cache[blocks, offsets] = value[kept].to(value_cache.dtype)
-    return _rotate(query, cos, sin)
+    return rotate(query, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every head of x [..., heads, head_dim]: dimension i pairs with i + head_dim / 2."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
 

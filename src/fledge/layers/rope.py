@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.rope_store import rotate
 from fledge.layers.config import RopeConfig
 
 
@@ -53,12 +54,6 @@ class RotaryEmbedding(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inverse_frequencies = precise.to(self.inverse_frequencies.device)
         return self
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every head of x [*lead, heads, head_dim]: dimension i pairs with i + head_dim / 2."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

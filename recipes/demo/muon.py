@@ -1,0 +1,72 @@
+"""Muon over stacks of same-shaped matrices: one Newton-Schulz iteration for a whole [layers, out, in] parameter.
+
+`torch.optim.Muon` walks its matrices one by one, some thousands of small kernels per step for this model; here the same
+update takes a few batched products per stack. Momentum, coefficients and learning-rate rule are those of torch.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+EPSILON = 1e-7
+
+
+def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
+    """Return the nearest semi-orthogonal matrices, roughly, of a stack [n, rows, columns], in bfloat16."""
+    a, b, c = COEFFICIENTS
+    x = update.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def muon_update(
+    parameter: Tensor, gradient: Tensor, buffer: Tensor, lr: Tensor, weight_decay: float, momentum: float
+) -> None:
+    """One step in place; `lr` is a tensor so that a schedule does not recompile."""
+    buffer.lerp_(gradient, 1 - momentum)
+    direction = orthogonalise(gradient.lerp(buffer, momentum))
+    # The rule "match_rms_adamw": updates of the size AdamW makes, so one learning rate serves both.
+    scale = 0.2 * max(parameter.size(-2), parameter.size(-1)) ** 0.5
+    parameter.mul_(1 - lr * weight_decay).sub_(direction * (lr * scale))
+
+
+class StackedMuon(torch.optim.Optimizer):
+    """Muon for parameters of shape [stack, out, in]."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        for group in self.param_groups:
+            if any(p.ndim != 3 for p in group["params"]):
+                raise ValueError("StackedMuon takes parameters of shape [stack, out, in]")
+        self.update: Any = torch.compile(muon_update, dynamic=False) if compiled else muon_update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                lr = torch.tensor(group["lr"], dtype=torch.float32).to(parameter.device, non_blocking=True)
+                self.update(
+                    parameter, parameter.grad, state["momentum"], lr, group["weight_decay"], group["momentum"]
+                )

@@ -1,0 +1,50 @@
+"""Progress of long work: live bars where a person watches, a line now and then where nobody does."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+Advance = Callable[..., None]  # advance(count=1, note="...")
+
+
+class Progress:
+    """Says on standard error what is being done and how far it is. `quiet` says nothing (other processes, tests)."""
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.quiet = quiet
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            self.console.print(text)
+
+    @contextmanager
+    def task(self, description: str, total: int, done: int = 0) -> Iterator[Advance]:
+        """Yield `advance(count=1, note="")`."""
+        if self.quiet:
+            yield lambda count=1, note="": None  # noqa: ARG005
+        elif self.console.is_terminal:
+            columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            with Bars(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=self.console) as bars:
+                task = bars.add_task(description, total=total, completed=done, note="")
+                yield lambda count=1, note="": bars.update(task, advance=count, note=note)
+        else:
+            with self._lines(description, total, done) as advance:
+                yield advance
+
+    @contextmanager
+    def _lines(self, description: str, total: int, done: int, every: float = 20.0) -> Iterator[Advance]:
+        position, spoke = done, time.monotonic()
+
+        def advance(count: int = 1, note: str = "") -> None:
+            nonlocal position, spoke
+            position += count
+            if time.monotonic() - spoke >= every or position >= total:
+                spoke = time.monotonic()
+                self.console.print(f"{description}: {position} of {total} {note}".rstrip())
+
+        yield advance

@@ -1,0 +1,333 @@
+"""The recipe of a training run: what a YAML file may say, with its defaults, checked before anything runs.
+
+Sections are frozen dataclasses. `Recipe.load` reads a file, applies `section.key=value` overrides, and refuses unknown
+names and impossible values in one line that says where.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from fledge.errors import ConfigError, nearest_name_hint
+
+VARIANTS = ("eagle1", "eagle3", "eagle3.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSection:
+    """The model the drafter is for."""
+
+    path: str  # directory or hub name
+    backend: Literal["auto", "fledge", "transformers"] = "auto"  # auto: our own where the family is ours
+    dtype: str = "auto"  # as stored
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """What the drafter learns from. Each source is a JSONL file (.xz and .gz too): chat, ShareGPT or plain text."""
+
+    sources: tuple[str, ...]
+    max_examples: int | None = None
+    max_length: int = 2048  # tokens; longer conversations are cut, or dropped where no answer would be left
+    min_answer_tokens: int = 1
+    held_out: int = 64  # prompts kept for `eval` when it names no files of its own
+    templates: tuple[str, ...] = ()  # further chat templates (Jinja files) for augmentation, besides the target's own
+    template_share: float = 0.0  # of the conversations, rendered with one of `templates`
+    drop_system_share: float = 0.0  # of the conversations with a system prompt, rendered without it
+    system_prompts: tuple[str, ...] = ()  # others to put in their place
+    vary_system_share: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateSection:
+    """The target's own answers, which drafters learn best from."""
+
+    enabled: bool = True
+    turns: Literal["last", "all"] = "last"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 512
+    samples: int = 1  # answers to each prompt, with different seeds
+    max_num_seqs: int = 256  # answered together
+    chunk: int = 512  # prompts written to disk together; an interrupted run repeats at most one chunk
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabSection:
+    """The draft vocabulary: the tokens that the training answers use most."""
+
+    size: int | None = None  # None: the target's whole vocabulary
+    count_prompts: bool = False  # count the tokens of prompts too, not only those of answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureSection:
+    """Where the target's hidden states come from during training."""
+
+    mode: Literal["online", "offline"] = "online"
+    batch_tokens: int = 16384  # offline: tokens in one pass of the target
+    shard_tokens: int = 1_000_000  # offline: tokens in one file
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSection:
+    """The drafter's shape; what is None follows the target."""
+
+    variant: Literal["eagle1", "eagle3", "eagle3.1"] = "eagle3.1"
+    fc_norm: bool | None = None  # overrides the variant, for ablations
+    norm_output: bool | None = None
+    norm_before_residual: bool = False
+    num_layers: int = 1
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_positions: int | None = None
+    aux_layer_ids: tuple[int, ...] | None = None  # ids of layer inputs, as vLLM counts them
+    train_embedding: bool = False  # the drafter gets an embedding of its own, started from the target's
+    head_from_target: bool = True  # its head starts from the target's rows
+    init_from: str | None = None  # a drafter checkpoint to go on from
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSection:
+    """The optimisation."""
+
+    depth: int = 7  # draft steps unrolled (training-time test)
+    depth_decay: float = 0.8  # weight of depth k is decay ** k
+    loss: Literal["soft_ce", "kl", "lk"] = "soft_ce"
+    kl_weight: float = 0.0  # with lk: this much forward KL is added
+    feature_weight: float = 0.1  # eagle1: of the smooth-L1 loss between its state and the target's
+    length: int = 2048  # tokens in a packed row
+    rows: int = 8  # packed rows in one optimizer step, over all processes and micro-batches
+    micro_rows: int | None = None  # rows in one pass; None: all that this process has
+    epochs: float = 2.0
+    max_steps: int | None = None  # overrides epochs
+    lr: float = 1e-4
+    min_lr_ratio: float = 0.0
+    warmup: float = 0.03  # share of all steps
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU
+    activation_checkpointing: bool = False
+    compile: Literal["auto", "on", "off"] = "auto"  # auto: on a GPU
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    log_every: int = 10
+    drift_every: int = 100  # steps between drift signals (attention mass, hidden norms)
+    save_every: int = 500  # steps between checkpoints to resume from
+    candidates: int = 3  # last checkpoints kept for `eval` to choose from
+    max_bad_steps: int = 20  # non-finite steps in a row before giving up
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    """Acceptance length through the engine."""
+
+    enabled: bool = True
+    sources: tuple[str, ...] = ()  # JSONL files with `messages`; empty: the held-out prompts of `data`
+    max_prompts: int = 64  # of each source
+    max_tokens: int = 128
+    depths: tuple[int, ...] = ()  # empty: the trained depth and twice that (at most 16)
+    temperature: float = 0.0
+    max_num_seqs: int = 32
+    candidate_prompts: int = 32  # prompts used to choose between checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole run. `output` is the run's directory; everything is written below it."""
+
+    output: str
+    target: TargetSection
+    data: DataSection
+    regenerate: RegenerateSection = field(default_factory=RegenerateSection)
+    vocab: VocabSection = field(default_factory=VocabSection)
+    capture: CaptureSection = field(default_factory=CaptureSection)
+    drafter: DrafterSection = field(default_factory=DrafterSection)
+    fit: FitSection = field(default_factory=FitSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    device: str = "auto"
+    name: str | None = None  # of the drafter, in its model card
+
+    @classmethod
+    def load(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
+        """Read a YAML file. Relative paths in it are relative to the file."""
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: expected a mapping of sections")
+        for override in overrides:
+            _apply_override(values, override)
+        recipe: Recipe = _parse(cls, values, str(path), "")
+        recipe.check(str(path))
+        return recipe.anchored(path.parent)
+
+    def anchored(self, base: Path) -> "Recipe":
+        """Return the recipe with relative paths resolved against `base`. Hub names are left as they are."""
+
+        def absolute(text: str) -> str:
+            return str((base / text).absolute()) if not Path(text).is_absolute() else text
+
+        def existing(text: str) -> str:  # a name that is no directory may be a hub name
+            return absolute(text) if (base / text).exists() else text
+
+        return replace(
+            self,
+            output=absolute(self.output),
+            target=replace(self.target, path=existing(self.target.path)),
+            data=replace(
+                self.data,
+                sources=tuple(map(absolute, self.data.sources)),
+                templates=tuple(map(absolute, self.data.templates)),
+            ),
+            drafter=replace(self.drafter, init_from=self.drafter.init_from and existing(self.drafter.init_from)),
+            eval=replace(self.eval, sources=tuple(map(absolute, self.eval.sources))),
+        )
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError for values that cannot be meant."""
+
+        def require(holds: bool, key: str, found: object, allowed: str) -> None:
+            if not holds:
+                raise ConfigError(f"{where}: {key}: found {found!r}, allowed is {allowed}")
+
+        sections = {name: values for name, values in asdict(self).items() if isinstance(values, dict)}
+        for section, values in sections.items():
+            for name, value in values.items():
+                key = f"{section}.{name}"
+                if type(value) in (int, float):
+                    if name in _SHARES:
+                        require(0.0 <= value <= 1.0, key, value, "0 to 1")
+                    elif name in _MAY_BE_ZERO:
+                        require(value >= 0, key, value, "0 or more")
+                    else:
+                        require(value > 0, key, value, "a positive number")
+        require(self.fit.depth <= 16, "fit.depth", self.fit.depth, "1 to 16")
+        require(all(1 <= d <= 16 for d in self.eval.depths), "eval.depths", self.eval.depths, "numbers from 1 to 16")
+        require(bool(self.data.sources), "data.sources", self.data.sources, "at least one file")
+        micro = self.fit.micro_rows
+        require(micro is None or self.fit.rows % micro == 0, "fit.micro_rows", micro, f"a divisor of {self.fit.rows}")
+        require(
+            self.data.template_share == 0 or bool(self.data.templates),
+            "data.template_share",
+            self.data.template_share,
+            "0 unless data.templates names some",
+        )
+        require(
+            self.data.vary_system_share == 0 or bool(self.data.system_prompts),
+            "data.vary_system_share",
+            self.data.vary_system_share,
+            "0 unless data.system_prompts names some",
+        )
+
+    @property
+    def eval_depths(self) -> tuple[int, ...]:
+        """Depths that `eval` measures: the trained one and beyond it."""
+        return self.eval.depths or tuple(dict.fromkeys((self.fit.depth, min(2 * self.fit.depth, 16))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the recipe as YAML and JSON values."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+
+# All other numbers must be above zero.
+_SHARES = {"template_share", "drop_system_share", "vary_system_share", "min_lr_ratio", "warmup", "top_p"}
+_MAY_BE_ZERO = {"held_out", "temperature", "top_k", "kl_weight", "feature_weight", "weight_decay", "seed"}
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    """`section.key=value`, the value read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{override}': expected key=value, for example fit.lr=2e-4")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override '{override}': '{text}' is not valid YAML") from None
+    *sections, name = key.split(".")
+    place = values
+    for section in sections:
+        below = place.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"override '{override}': '{section}' is not a section")
+        place = below
+    place[name] = value
+
+
+def _parse(cls: type, values: Mapping[str, Any], where: str, prefix: str) -> Any:
+    hints = get_type_hints(cls)
+    known = {f.name: f for f in fields(cls)}
+    parsed: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{where}: unknown key '{prefix}{name}'.{nearest_name_hint(str(name), known)}")
+        parsed[name] = _convert(hints[name], value, where, f"{prefix}{name}")
+    for name, known_field in known.items():
+        required = known_field.default is known_field.default_factory  # both MISSING
+        if name not in parsed and required:
+            raise ConfigError(f"{where}: '{prefix}{name}' is missing")
+    return cls(**parsed)
+
+
+def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
+    """Return `value` as the annotated type, or raise ConfigError naming the key and what was expected."""
+    if is_dataclass(hint):
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: {key}: found {value!r}, expected a section")
+        return _parse(hint, value, where, f"{key}.")  # type: ignore[arg-type]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        if value is None:
+            return None
+        (inner,) = [argument for argument in arguments if argument is not type(None)]
+        return _convert(inner, value, where, key)
+    if origin is Literal:
+        value = str(value) if isinstance(value, float) else value  # YAML reads 3.1 and the like as numbers
+        value = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+        if value not in arguments:
+            raise ConfigError(f"{where}: {key}: found {value!r}, allowed is {' or '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            value = [value]
+        if arguments[-1] is not Ellipsis and len(arguments) != len(value):
+            raise ConfigError(f"{where}: {key}: found {len(value)} values, expected {len(arguments)}")
+        return tuple(_convert(arguments[0], item, where, key) for item in value)
+    if hint is float:
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            return float(value)  # YAML reads 1e-4 as text
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where}: {key}: found {value!r}, expected a number") from None
+    if type(value) is not hint:
+        raise ConfigError(f"{where}: {key}: found {value!r}, expected {_TYPE_NAMES[hint]}")
+    return value
+
+
+_TYPE_NAMES = {int: "an integer", str: "text", bool: "true or false"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,7 +1,6 @@
 """Rotary position embedding in the half-rotation layout of Hugging Face checkpoints, with its scaling rules."""
 
 import math
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,21 @@ class Rotation:
         self.inverse_frequencies = inverse_frequencies  # [head_dim / 2] float32
         self.magnitude = magnitude
         self.dtype = dtype
+        # Not a cached_property: that takes a lock on Python 3.11, which torch.compile cannot follow.
+        self._known_cos_sin: tuple[Tensor, Tensor] | None = None
 
-    @cached_property
     def _cos_sin(self) -> tuple[Tensor, Tensor]:
         """Each [*lead, 1, head_dim], ready to broadcast over heads."""
-        angles = self.positions.unsqueeze(-1).float() * self.inverse_frequencies
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-        return (angles.cos() * self.magnitude).to(self.dtype), (angles.sin() * self.magnitude).to(self.dtype)
+        if self._known_cos_sin is None:
+            angles = self.positions.unsqueeze(-1).float() * self.inverse_frequencies
+            angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+            cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+            self._known_cos_sin = cos.to(self.dtype), sin.to(self.dtype)
+        return self._known_cos_sin
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate every head of x [*lead, heads, head_dim]."""
-        return rotate(x, *self._cos_sin)
+        return rotate(x, *self._cos_sin())
 
 
 class RotaryEmbedding(nn.Module):

@@ -20,7 +20,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            self.console.print(text)
+            self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def task(self, description: str, total: int, done: int = 0) -> Iterator[Advance]:
@@ -45,6 +45,6 @@ class Progress:
             position += count
             if time.monotonic() - spoke >= every or position >= total:
                 spoke = time.monotonic()
-                self.console.print(f"{description}: {position} of {total} {note}".rstrip())
+                self.say(f"{description}: {position} of {total} {note}".rstrip())
 
         yield advance

@@ -1,0 +1,199 @@
+"""Conversations as the field writes them down, in one vocabulary.
+
+The format is recognised record by record:
+
+    OpenAI      {"messages": [{"role": "user", "content": "..."}, ...]}       content: text, or a list of text parts
+    ShareGPT    {"conversations": [{"from": "human", "value": "..."}, ...]}
+    pairs       {"prompt": "...", "completion": "..."}  (or "response"; either may be a list of messages)
+    Alpaca      {"instruction": "...", "input": "...", "output": "..."}
+    plain text  {"text": "..."}
+
+`category` (else `source`, else the file's name) groups results. A record's `tools` are not rendered.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fledge.training.data.files import DataError, read_json_lines
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ASKING_ROLES = ("user", "tool")  # what an assistant's turn may answer
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+
+Message = Mapping[str, Any]
+
+
+class BadRecordError(ValueError):
+    """A record that is no conversation; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages, or for plain text a text and no messages."""
+
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    category: str
+
+    @property
+    def topic(self) -> str:
+        """The first user turn, or a plain text itself: conversations with the same topic count as duplicates."""
+        if self.text is not None:
+            return " ".join(self.text.split())
+        first = next((message["content"] for message in self.messages if message["role"] == "user"), "")
+        return " ".join((first or "").split())
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether some assistant turn answers something."""
+        roles = [message["role"] for message in self.messages]
+        return any(role == "assistant" and set(roles[:i]) & set(ASKING_ROLES) for i, role in enumerate(roles))
+
+    def question(self) -> tuple[Message, ...]:
+        """Return the messages up to the last one that asks for an answer; empty where none does."""
+        asking = [i for i, message in enumerate(self.messages) if message["role"] in ASKING_ROLES]
+        return self.messages[: asking[-1] + 1] if asking else ()
+
+
+def parse(record: Any, default_category: str) -> Conversation:
+    """Return the conversation that a record holds, or raise BadRecordError."""
+    if not isinstance(record, Mapping):
+        raise BadRecordError(f"found {type(record).__name__}, expected an object")
+    category = next((record[k] for k in ("category", "source") if isinstance(record.get(k), str)), default_category)
+    if "messages" in record:
+        return Conversation(messages=_messages(record["messages"]), category=category)
+    if "conversations" in record:
+        return Conversation(messages=_sharegpt(record["conversations"]), category=category)
+    if "prompt" in record:
+        answer = record.get("completion", record.get("response"))
+        messages = _side(record["prompt"], "user") + (() if answer is None else _side(answer, "assistant"))
+        return Conversation(messages=messages, category=category)
+    if "instruction" in record:
+        parts = [record["instruction"], record.get("input") or ""]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadRecordError("'instruction' and 'input' must be text")
+        question = "\n\n".join(part for part in parts if part.strip())
+        answer = record.get("output")
+        messages = _side(question, "user") + (() if not answer else _side(answer, "assistant"))
+        return Conversation(messages=messages, category=category)
+    if "text" in record:
+        if not isinstance(record["text"], str) or not record["text"].strip():
+            raise BadRecordError("'text' is empty or no text")
+        return Conversation(text=record["text"], category=category)
+    known = "messages, conversations, prompt, instruction or text"
+    raise BadRecordError(f"has keys {sorted(map(str, record))[:8]}, expected one of {known}")
+
+
+def _side(value: Any, role: str) -> tuple[Message, ...]:
+    """One side of a pair: text, or messages."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise BadRecordError(f"the {role}'s text is empty")
+        return ({"role": role, "content": value},)
+    return _messages(value)
+
+
+def _messages(values: Any) -> tuple[Message, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise BadRecordError("messages: expected a list that is not empty")
+    return tuple(_message(number, value) for number, value in enumerate(values))
+
+
+def _message(number: int, value: Any) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRecordError(f"message {number}: found {type(value).__name__}, expected an object")
+    role = value.get("role")
+    if role not in ROLES:
+        raise BadRecordError(f"message {number}: role {role!r}, expected one of {', '.join(ROLES)}")
+    kept = {key: value[key] for key in _KEPT_KEYS if value.get(key) is not None}
+    content = value.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(_text_part(number, part) for part in content)
+    if content is None and role == "assistant" and kept:
+        content = ""  # a turn that only calls tools
+    if not isinstance(content, str):
+        raise BadRecordError(f"message {number}: its content is {type(content).__name__}, expected text")
+    return {"role": role, "content": content, **kept}
+
+
+def _text_part(number: int, part: Any) -> str:
+    text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise BadRecordError(f"message {number}: has a part that is not text")
+    return text
+
+
+def _sharegpt(values: Any) -> tuple[Message, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise BadRecordError("conversations: expected a list that is not empty")
+    messages = []
+    for number, value in enumerate(values):
+        speaker = value.get("from", value.get("role")) if isinstance(value, Mapping) else None
+        if not isinstance(speaker, str) or speaker.lower() not in _SHAREGPT_ROLES:
+            raise BadRecordError(f"message {number}: from {speaker!r}, expected human, gpt, system or tool")
+        text = value.get("value", value.get("content"))
+        if not isinstance(text, str):
+            raise BadRecordError(f"message {number}: its value is {type(text).__name__}, expected text")
+        messages.append({"role": _SHAREGPT_ROLES[speaker.lower()], "content": text})
+    return tuple(messages)
+
+
+@dataclass
+class Skipped:
+    """Records that could not be used: how many, why, and where the first one is."""
+
+    counts: dict[str, int] = field(default_factory=dict)  # reason -> records
+    first: str | None = None
+
+    def add(self, where: str, kind: str, detail: str = "") -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.first = self.first or f"{where}: {detail or kind}"
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+def read_conversations(sources: Iterable[str | Path], skipped: Skipped) -> Iterator[tuple[str, Conversation]]:
+    """Yield (where, conversation) from files in order. What is no conversation goes to `skipped`."""
+    for source in sources:
+        path = Path(source)
+        default = path.name.split(".jsonl")[0]
+        for line, record in read_json_lines(path):
+            where = f"{path.name}, line {line}"
+            try:
+                conversation = parse(record, default)
+                json.dumps(conversation.messages or conversation.text, ensure_ascii=False).encode()
+            except BadRecordError as error:
+                skipped.add(where, "not a conversation", str(error))
+            except UnicodeEncodeError:  # half of a surrogate pair: JSON can spell it, no tokenizer takes it
+                skipped.add(where, "not a conversation", "has characters that are no Unicode text")
+            else:
+                yield where, conversation
+
+
+def refuse_if_empty(used: int, skipped: Skipped, sources: Iterable[str | Path]) -> None:
+    """Raise DataError where no record could be used."""
+    if used == 0:
+        names = ", ".join(Path(source).name for source in sources)
+        reason = f"; the first of {skipped.total} skipped is {skipped.first}" if skipped.total else " (no records)"
+        raise DataError(f"{names}: nothing to train on{reason}")

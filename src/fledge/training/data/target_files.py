@@ -1,0 +1,86 @@
+"""What training data depends on in a target's directory, read without loading the model."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fledge.errors import CheckpointError
+from fledge.training.stages.base import digest, file_digest
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_SAMPLE_BYTES = 1 << 20
+
+
+def tokenizer_digests(directory: Path) -> dict[str, str]:
+    """Sixteen hex digits each for the tokenizer's files and for the chat template's."""
+    config = _json_object(directory / "tokenizer_config.json")
+    template = [file_digest(directory / name) for name in _TEMPLATE_FILES if (directory / name).is_file()]
+    files = {name: file_digest(directory / name) for name in _TOKENIZER_FILES if (directory / name).is_file()}
+    return {"tokenizer": digest(files), "chat_template": digest([config.get("chat_template"), template])}
+
+
+def weights_digest(directory: Path) -> str:
+    """Sixteen hex digits that follow from the config and the weights: of large files, from size, start and end."""
+    parts: list[Any] = [file_digest(directory / "config.json") if (directory / "config.json").is_file() else None]
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _WEIGHT_SUFFIXES:
+            size, sha = path.stat().st_size, hashlib.sha256()
+            with path.open("rb") as file:
+                sha.update(file.read(_SAMPLE_BYTES))
+                file.seek(max(0, size - _SAMPLE_BYTES))
+                sha.update(file.read(_SAMPLE_BYTES))
+            parts.append([path.name, size, sha.hexdigest()])
+    return digest(parts)
+
+
+def config_stop_ids(directory: Path) -> tuple[int, ...]:
+    """Return the ids that end an answer by the config and the generation config."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        config = _json_object(directory / name)
+        value = config.get("eos_token_id", _text_config(config).get("eos_token_id"))
+        found |= {int(v) for v in (value if isinstance(value, list) else [value]) if type(v) is int}
+    return tuple(sorted(found))
+
+
+def stop_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of the config files, and the tokenizer's own."""
+    own = set() if tokenizer is None or tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    return tuple(sorted({*config_stop_ids(directory), *own}))
+
+
+def vocab_size(directory: Path) -> int:
+    """Return the size of the target's vocabulary (its head's rows, which may be more than the tokenizer's tokens)."""
+    config = _json_object(directory / "config.json")
+    size = config.get("vocab_size", _text_config(config).get("vocab_size"))
+    if type(size) is not int or size < 1:
+        raise CheckpointError(f"{directory / 'config.json'}: 'vocab_size' is missing or no positive integer")
+    return size
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Multimodal models keep the language model's fields one level down."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else {}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {' '.join(str(error).split())}") from None
+    return values if isinstance(values, dict) else {}

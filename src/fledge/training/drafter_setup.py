@@ -1,0 +1,211 @@
+"""The drafter at the start of training: its shape from recipe and target, its first weights, and what it borrows."""
+
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fledge.checkpoints.drafter import load_drafter
+from fledge.checkpoints.source import resolve
+from fledge.errors import CheckpointWarning, ConfigError
+from fledge.layers.config import LayerConfig
+from fledge.layers.linear import Linear
+from fledge.models.config import Architecture, DrafterConfig, TargetConfig
+from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
+from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.models.target import FAMILIES
+from fledge.training.recipe import DrafterSection
+
+_VARIANTS = {"eagle1": EAGLE_1, "eagle3": EAGLE_3, "eagle3.1": EAGLE_3_1}
+
+
+class TargetWeights(Protocol):
+    """What a drafter may take from its target: a `CaptureModel`, or the ends kept in a `StateStore`."""
+
+    @property
+    def embedding_weight(self) -> Tensor: ...
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    @property
+    def head_bias(self) -> Tensor | None: ...
+
+
+def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_size: int | None = None) -> DrafterConfig:
+    """The drafter that the recipe asks for. What it leaves open follows the target: rope and positions always do."""
+    variant = _VARIANTS[section.variant]
+    eagle1 = variant.architecture is Architecture.EAGLE1
+    if eagle1 and draft_vocab_size not in (None, target.vocab_size):
+        raise ConfigError("vocab.size: EAGLE-1 drafts with the target's own head, over its whole vocabulary; remove it")
+    if eagle1 and (section.fc_norm or section.norm_output or section.norm_before_residual or section.aux_layer_ids):
+        raise ConfigError("drafter: fc_norm, norm_output, norm_before_residual and aux_layer_ids are of EAGLE-3")
+    config = variant.config_for(target, layer=_layer(section, target))
+    max_positions = section.max_positions or target.max_positions
+    if max_positions < target.max_positions:
+        warnings.warn(
+            f"drafter.max_positions is {max_positions}, less than the target's {target.max_positions}: "
+            "acceptance collapses on longer inputs",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    config = replace(
+        config,
+        num_layers=section.num_layers,
+        draft_vocab_size=draft_vocab_size or target.vocab_size,
+        max_positions=max_positions,
+        own_embedding=section.train_embedding,
+        norm_before_residual=section.norm_before_residual,
+    )
+    if eagle1:
+        return config
+    aux_ids = section.aux_layer_ids or target.default_aux_layer_ids
+    if list(aux_ids) != sorted(set(aux_ids)) or aux_ids[0] < 0 or aux_ids[-1] > target.num_layers:
+        found = "found" if section.aux_layer_ids else "not set, and the usual ones do not suit this target:"
+        raise ConfigError(
+            f"drafter.aux_layer_ids: {found} {list(aux_ids)}, allowed are ascending layer inputs "
+            f"from 0 to {target.num_layers}"
+        )
+    return replace(
+        config,
+        aux_layer_ids=aux_ids,
+        num_aux_states=len(aux_ids),
+        fc_norm=variant.fc_norm if section.fc_norm is None else section.fc_norm,
+        norm_output=variant.norm_output if section.norm_output is None else section.norm_output,
+    )
+
+
+def _layer(section: DrafterSection, target: TargetConfig) -> LayerConfig:
+    """A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms."""
+    plain = replace(target.layer, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
+    heads = section.num_heads or plain.num_heads
+    kv_heads = section.num_kv_heads or (plain.num_kv_heads if heads % plain.num_kv_heads == 0 else heads)
+    if heads % kv_heads:
+        raise ConfigError(f"drafter.num_kv_heads: found {kv_heads}, allowed is a divisor of {heads}, its heads")
+    head_dim = section.head_dim or plain.head_dim
+    if head_dim % 2:
+        raise ConfigError(f"drafter.head_dim: found {head_dim}, allowed is an even number")
+    return replace(
+        plain,
+        intermediate_size=section.intermediate_size or plain.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def make_drafter(
+    section: DrafterSection,
+    config: DrafterConfig,
+    target: TargetConfig,
+    weights: TargetWeights,
+    vocabulary: DraftVocabulary | None,
+    *,
+    device: torch.device | str,
+    seed: int,
+    compute: torch.dtype = torch.float32,
+) -> Drafter:
+    """Build the drafter in float32 on `device`, with all that it borrows. The same seed gives the same on any device.
+
+    `compute` is the dtype that its layers will be run in. Borrowed matrices keep the target's dtype and memory; they
+    are no parameters and in no state dict.
+    """
+    if not config.own_head and weights.head_bias is not None:
+        raise ConfigError("drafter.variant: EAGLE-1 drafts with the target's head, and this target's has a bias; use 3")
+    drafter = build(config)
+    _initialise(drafter, seed)
+    with torch.no_grad():
+        if drafter.vocabulary is not None:
+            assert vocabulary is not None, "a reduced vocabulary must be given"
+            drafter.vocabulary.d2t.copy_(vocabulary.d2t)
+        if config.own_embedding and drafter.embed_tokens is not None:
+            drafter.embed_tokens.weight.copy_(weights.embedding_weight)
+        if config.own_head and drafter.lm_head is not None and section.head_from_target:
+            drafter.lm_head.weight.copy_(_rows(weights.head_weight, drafter.vocabulary))
+        if section.init_from is not None:
+            _load_weights(drafter, resolve(section.init_from), target)
+    drafter = drafter.to(device)
+    if not config.own_embedding:
+        drafter.embed_tokens = BorrowedEmbedding(weights.embedding_weight.to(device), compute)
+    if not config.own_head:
+        drafter.lm_head = BorrowedHead(weights.head_weight.to(device))
+    return drafter.train()
+
+
+def _initialise(drafter: Drafter, seed: int) -> None:
+    """Matrices of normal numbers that keep the size of what they read; what is added to the stream starts smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = drafter.config.num_layers
+    for name, parameter in drafter.named_parameters():  # in the order of the modules, which is fixed
+        if parameter.dim() == 2:
+            scale = parameter.shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                scale *= (2 * layers) ** -0.5
+            nn.init.normal_(parameter, std=scale, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.ones_(parameter)
+
+
+def _rows(matrix: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
+    return matrix if vocabulary is None else matrix[vocabulary.target_ids.to(matrix.device)]
+
+
+def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig) -> None:
+    """Go on from a checkpoint of the same shape. Its draft vocabulary may be another: rows move with their tokens."""
+    # The contract knows the families that we serve; for any other the rest of it holds all the same.
+    known = target if target.family in FAMILIES else replace(target, family="llama")
+    earlier = load_drafter(directory, known)
+    free = {"dtype", "max_positions", "draft_vocab_size", "own_embedding", "own_head"}
+    for field in fields(DrafterConfig):
+        found, wanted = getattr(earlier.config, field.name), getattr(drafter.config, field.name)
+        if field.name not in free and found != wanted:
+            raise ConfigError(
+                f"drafter.init_from: {directory} has {field.name} {found}, but the recipe asks for {wanted}"
+            )
+    state = {name: value.float() for name, value in earlier.state_dict().items() if name != "vocabulary.d2t"}
+    if earlier.lm_head is not None and drafter.lm_head is not None:
+        state.pop("lm_head.weight")
+        old_ids = torch.arange(earlier.config.draft_vocab_size)
+        old_row = torch.full((target.vocab_size,), -1)
+        old_row[earlier.to_target_ids(old_ids)] = old_ids
+        ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
+        known_ids = old_row[ids] >= 0
+        drafter.lm_head.weight[known_ids] = earlier.lm_head.weight.float()[old_row[ids[known_ids]]]
+    own = drafter.state_dict()
+    drafter.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False)
+
+
+class BorrowedEmbedding(nn.Embedding):
+    """The target's embedding: frozen, in the target's dtype and memory, and not the drafter's to save."""
+
+    def __init__(self, weight: Tensor, compute: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.compute = compute
+        self.register_buffer("weight", weight.detach(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight).to(self.compute)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, the target's"
+
+
+class BorrowedHead(Linear):
+    """The target's head: frozen, in the target's dtype and memory, and not the drafter's to save."""
+
+    def __init__(self, weight: Tensor) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight.detach(), persistent=False)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight)

@@ -1,0 +1,222 @@
+"""Stage `eval`: the best checkpoint by acceptance length through the engine, and the directory that is published.
+
+Output: `drafter/`, the best candidate with its model card, plots and provenance, and `evaluation.json`. What was
+measured before an interruption is kept in `parts/`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target import read_target_config
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.errors import CheckpointError, FledgeError
+from fledge.training import evaluation
+from fledge.training.card import write_card
+from fledge.training.data.conversations import Skipped
+from fledge.training.evaluation import Measurement, Question, Turn
+from fledge.training.provenance import write_provenance
+from fledge.training.recipe import Recipe
+from fledge.training.stages.base import Stage, StageContext, file_digest
+from fledge.training.workspace import read_json, write_json_atomically
+
+HELD_OUT = "held-out"
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "eval": {
+            key: value for key, value in recipe.to_dict()["eval"].items() if key not in ("sources", "max_num_seqs")
+        },
+        "sources": [[Path(source).name, file_digest(source)] for source in recipe.eval.sources],
+        "depths": list(recipe.eval_depths),
+        "trained_depth": recipe.fit.depth,
+        "name": recipe.name,
+    }
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    candidates = sorted((context.inputs["fit"] / "candidates").iterdir())
+    assert candidates, "fit leaves at least one candidate"
+    reason = _why_not(context.recipe)
+    if reason is not None:
+        context.progress.say(f"eval: skipped: {reason}")
+        result: dict[str, Any] = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
+    else:
+        result = _Evaluation(context, candidates).run()
+    write_json_atomically(context.directory / "evaluation.json", result)
+    _assemble(context, context.inputs["fit"] / "candidates" / result["best"], result)
+    if not result["evaluated"]:
+        return {"evaluated": False, "reason": reason, "best": result["best"]}
+    return {
+        "evaluated": True,
+        "best": result["best"],
+        "acceptance_length": result["acceptance_length"],
+        "by_depth": {depth: cell["total"]["acceptance_length"] for depth, cell in result["depths"].items()},
+        "by_source": _lengths(result, "by_source"),
+        "by_category": _lengths(result, "by_category"),
+        "different_answers": sum(cell["different_answers"] for cell in result["depths"].values()),
+    }
+
+
+STAGE = Stage(name="eval", version=1, depends_on=("prepare", "fit"), settings=settings, run=run)
+
+
+def _why_not(recipe: Recipe) -> str | None:
+    """Say why acceptance cannot be measured here; None if it can."""
+    if not recipe.eval.enabled:
+        return "the recipe says eval.enabled: false"
+    try:
+        read_target_config(resolve(recipe.target.path))
+    except CheckpointError as error:
+        return f"Fledge's engine does not serve this target ({error}); measure acceptance with vLLM"
+    return None
+
+
+def _lengths(result: dict[str, Any], grouping: str) -> dict[str, dict[str, float | None]]:
+    """Acceptance lengths as {group: {depth: length}}."""
+    lengths: dict[str, dict[str, float | None]] = {}
+    for depth, cell in result["depths"].items():
+        for group, figures in cell[grouping].items():
+            lengths.setdefault(group, {})[depth] = figures["acceptance_length"]
+    return lengths
+
+
+class _Evaluation:
+    """Measures the candidates, then the best one. Every part is written down as soon as it is known."""
+
+    def __init__(self, context: StageContext, candidates: Sequence[Path]) -> None:
+        self.recipe, self.progress = context.recipe, context.progress
+        self.candidates = candidates
+        self.held_out = context.inputs["prepare"] / "held_out.jsonl"
+        self.parts = context.directory / "parts"
+        self.parts.mkdir(exist_ok=True)
+
+    def run(self) -> dict[str, Any]:
+        recipe = self.recipe
+        skipped = Skipped()
+        questions = self._questions(skipped)
+        baseline = self._part("baseline", lambda: self._baseline(questions))
+        turns = [Turn.from_dict(values) for values in baseline["turns"]]
+        if not turns:
+            raise FledgeError("eval: no prompt fits the target's positions; use shorter ones, or eval.enabled=false")
+        few = evaluation.spread(turns, recipe.eval.candidate_prompts)
+        tried: dict[str, float] = {}
+        if len(self.candidates) > 1:
+            for candidate in self.candidates:
+                measured = self._measure(f"candidate {candidate.name}", candidate, recipe.fit.depth, few)
+                tried[candidate.name] = measured.total.acceptance_length or 0.0
+        # Among equals the one that was trained longest.
+        best = max(self.candidates, key=lambda c: (tried.get(c.name, 0.0), c.name))
+        measured_depths = {depth: self._measure(f"depth {depth}", best, depth, turns) for depth in recipe.eval_depths}
+        first = measured_depths[recipe.eval_depths[0]]
+        return {
+            "evaluated": True,
+            "best": best.name,
+            "acceptance_length": first.total.acceptance_length,
+            "candidates": tried,
+            "trained_depth": recipe.fit.depth,
+            "temperature": recipe.eval.temperature,
+            "dtype": baseline["dtype"],
+            "device": baseline["device"],
+            "prompts": len(questions),
+            "turns": len(turns),
+            "too_long": baseline["too_long"],
+            "unusable": skipped.total,
+            "depths": {str(depth): self._figures(m, turns, baseline) for depth, m in measured_depths.items()},
+        }
+
+    def _questions(self, skipped: Skipped) -> list[Question]:
+        named = self.recipe.eval.sources
+        sources = {_source_name(Path(source)): Path(source) for source in named} or {HELD_OUT: self.held_out}
+        questions = []
+        for name, path in sources.items():
+            read = evaluation.read_questions(path, name, skipped) if named else evaluation.read_held_out(path, name)
+            if not read:
+                hint = "" if named else "; raise data.held_out, or name eval.sources, or set eval.enabled=false"
+                raise FledgeError(f"eval: {path}: no prompts in it{hint}")
+            questions += evaluation.spread(read, self.recipe.eval.max_prompts)
+        return questions
+
+    def _baseline(self, questions: Sequence[Question]) -> dict[str, Any]:
+        llm = evaluation.open_llm(self.recipe)
+        with self.progress.task("eval: target", sum(question.turns for question in questions)) as advance:
+            turns, too_long = evaluation.answer_questions(llm, questions, self.recipe, advance)
+        weight = llm.target.embed_tokens.weight
+        device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
+        dtype = str(weight.dtype).removeprefix("torch.")
+        del llm, weight
+        evaluation.release()
+        return {"turns": [turn.to_dict() for turn in turns], "too_long": too_long, "dtype": dtype, "device": device}
+
+    def _measure(self, what: str, drafter: Path, depth: int, turns: Sequence[Turn]) -> Measurement:
+        def work() -> dict[str, Any]:
+            llm = evaluation.open_llm(self.recipe, drafter, depth)
+            with self.progress.task(f"eval: {what}", len(turns)) as advance:
+                measured = evaluation.measure(llm, turns, self.recipe, depth, advance)
+            del llm
+            evaluation.release()
+            return measured.to_dict()
+
+        return Measurement.from_dict(self._part(f"{what} of {drafter.name}", work))
+
+    def _figures(self, measured: Measurement, turns: Sequence[Turn], baseline: dict[str, Any]) -> dict[str, Any]:
+        if measured.different and baseline["dtype"] == "float32":
+            self._refuse_changed_text(measured, turns)
+        return {
+            "total": measured.total.to_dict(),
+            "by_source": _figures_of(measured.by_source()),
+            "by_category": _figures_of(measured.by_category()),
+            "tokens": measured.tokens,
+            "different_answers": len(measured.different),
+        }
+
+    def _refuse_changed_text(self, measured: Measurement, turns: Sequence[Turn]) -> None:
+        """In float32 a drafter may change the text only where the target's best two tokens tie."""
+        llm = evaluation.open_llm(self.recipe)
+        clear = evaluation.clear_differences(llm, turns, measured.different, self.recipe)
+        del llm
+        evaluation.release()
+        if clear:
+            raise FledgeError(
+                f"eval: at depth {measured.depth}, {len(clear)} of {len(turns)} answers are not the target's own "
+                "although its choices are clear; speculation must not do this: please report it"
+            )
+
+    def _part(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = self.parts / f"{name.replace(' ', '-')}.json"
+        found = read_json(path)
+        if found is None:
+            # What is returned has gone through JSON either way: a resumed run cannot differ.
+            write_json_atomically(path, work())
+            found = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+
+def _source_name(path: Path) -> str:
+    return path.name.split(".jsonl")[0]
+
+
+def _figures_of(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
+    return {name: statistics.to_dict() for name, statistics in groups.items()}
+
+
+def _assemble(context: StageContext, candidate: Path, result: dict[str, Any]) -> None:
+    """Build `drafter/` beside its place, then rename: a start that was killed leaves nothing half-written."""
+    place, beside = context.directory / "drafter", context.directory / ".drafter.new"
+    for old in (beside, place):
+        shutil.rmtree(old, ignore_errors=True)
+    shutil.copytree(candidate, beside)
+    write_json_atomically(beside / "evaluation.json", result)
+    plot = context.inputs["fit"] / "training.png"
+    if plot.is_file():
+        shutil.copy(plot, beside / plot.name)
+    provenance = write_provenance(context, beside)
+    write_card(context, beside, result, provenance)
+    os.rename(beside, place)

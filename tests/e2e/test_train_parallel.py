@@ -1,0 +1,54 @@
+"""`torchrun ... -m fledge train` in two processes gives what one process gives from the same global batch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_training import train, weights, write_run
+
+# Sums over two processes round in another order than sums in one.
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module", name="alone")
+def _alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process makes of data, as far as fit."""
+    root: Path = tmp_path_factory.mktemp("alone")
+    done = train(str(write_run(root, regenerate={"enabled": False})), "--until", "fit")
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def records(root: Path) -> list[dict[str, float]]:
+    (path,) = (root / "run" / "fit").glob("*/log.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_agree_with_one(alone: Path, tmp_path: Path, kind: str) -> None:
+    recipe = write_run(tmp_path, regenerate={"enabled": False}, fit={"parallel": kind}, eval={"enabled": False})
+    done = train(str(recipe), processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("prepare: started") == 1  # the first process only
+    assert "Not evaluated" in done.stdout
+    assert done.stdout.count("The drafter is in") == 1
+    for ours, theirs in zip(records(alone), records(tmp_path), strict=True):
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+        assert theirs["simulated_acceptance_length"] == pytest.approx(ours["simulated_acceptance_length"], abs=0.02)
+    (candidate,) = (alone / "run" / "fit").glob("*/candidates/step-000012")
+    expected, found = weights(candidate), weights(tmp_path / "run" / "drafter")
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_bad_recipe_is_one_line_from_all_processes_together(tmp_path: Path) -> None:
+    recipe = write_run(tmp_path)
+    done = train(str(recipe), "fit.depth=99", processes=2)
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert "allowed is 1 to 16" in done.stderr

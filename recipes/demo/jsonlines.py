@@ -26,16 +26,16 @@ def read(path: Path) -> Iterator[Record]:
 
 
 def write(path: Path, records: Iterable[Record]) -> int:
-    """Write records, xz-compressed when the name ends so, and return how many; the file appears complete or not at all."""
+    """Write records, xz-compressed when the name ends so; the file appears complete or not at all. Return how many."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     count = 0
-    opened = (
-        lzma.open(partial, "wt", encoding="utf-8", preset=9 | lzma.PRESET_EXTREME)
+    preset = 9 | lzma.PRESET_EXTREME
+    with (
+        lzma.open(partial, "wt", encoding="utf-8", preset=preset)
         if path.suffix == ".xz"
         else partial.open("w", encoding="utf-8")
-    )
-    with opened as file:
+    ) as file:
         for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             count += 1

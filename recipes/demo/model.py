@@ -1,13 +1,12 @@
 """A Llama written for fast training: every kind of weight is one tensor stacked over the layers.
 
-Stacking gives the optimizer whole stacks to work on and casts each kind once per step; the one block function is compiled
-once and reused by all layers. `to_huggingface` and `from_huggingface` translate to the names transformers uses.
+Stacking gives the optimizer whole stacks to work on and casts each kind once per step; the one block function is
+compiled once and reused by all layers. `to_huggingface` and `from_huggingface` translate to transformers' names.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from recipes.demo import jsonlines
 
@@ -65,7 +65,7 @@ LAYER_NAMES = {
     "ffn_norm": "post_attention_layernorm.weight",
 }
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Mask = Tensor | BlockMask | None
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -79,13 +79,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Causal attention; a mask, dense or of blocks, already contains causality."""
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return flex_attention(q, k, v, block_mask=mask)
 
 
-def block(
-    x: Tensor, weights: dict[str, Tensor], cos: Tensor, sin: Tensor, shape: Shape, attention: Attention
-) -> Tensor:
+def block(x: Tensor, weights: dict[str, Tensor], cos: Tensor, sin: Tensor, shape: Shape, mask: Mask) -> Tensor:
     """One decoder layer."""
     batch, length, _ = x.shape
     h = rms_norm(x, weights["attention_norm"], shape.epsilon)
@@ -97,7 +100,7 @@ def block(
     group = shape.heads // shape.kv_heads
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    mixed = attention(q, k, v).transpose(1, 2).reshape(batch, length, -1)
+    mixed = attend(q, k, v, mask).transpose(1, 2).reshape(batch, length, -1)
     x = x + F.linear(mixed, weights["o"])
     h = rms_norm(x, weights["ffn_norm"], shape.epsilon)
     gate, up = F.linear(h, torch.cat((weights["gate"], weights["up"]))).chunk(2, dim=-1)
@@ -107,7 +110,9 @@ def block(
 def head_loss(x: Tensor, norm: Tensor, embedding: Tensor, targets: Tensor, epsilon: float) -> Tensor:
     """Cross entropy of every position, fp32, zero where the target is -100."""
     logits = F.linear(rms_norm(x, norm, epsilon), embedding).float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none").view_as(targets)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none").view_as(
+        targets
+    )
 
 
 class Llama(nn.Module):
@@ -144,29 +149,22 @@ class Llama(nn.Module):
         self.block: Any = torch.compile(block, dynamic=False) if compiled else block
         self.head_loss: Any = torch.compile(head_loss, dynamic=False) if compiled else head_loss
 
-    def hidden(self, tokens: Tensor, attention: Attention = causal_attention, positions: Tensor | None = None) -> Tensor:
-        """Return the last layer's output, before the final norm; `positions` [batch, length] restart inside packs."""
-        if positions is None:
-            cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]
-        else:
-            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        cos, sin = cos.to(self.dtype), sin.to(self.dtype)
+    def hidden(self, tokens: Tensor, mask: Mask = None) -> Tensor:
+        """Return the last layer's output, before the final norm.
+
+        Positions run on through a pack of several documents: rotary attention sees only distances.
+        """
+        cos, sin = (table[: tokens.size(1)].to(self.dtype) for table in (self.cos, self.sin))
         x = F.embedding(tokens, self.embedding).to(self.dtype)
         layers = {name: weight.to(self.dtype).unbind(0) for name, weight in self.stacks.items()}
         for i in range(self.shape.layers):
             weights = {name: layer[i] for name, layer in layers.items()}
-            x = self.block(x, weights, cos, sin, self.shape, attention)
+            x = self.block(x, weights, cos, sin, self.shape, mask)
         return x
 
-    def losses(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        attention: Attention = causal_attention,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def losses(self, tokens: Tensor, targets: Tensor, mask: Mask = None) -> Tensor:
         """Cross entropy by position."""
-        x = self.hidden(tokens, attention, positions)
+        x = self.hidden(tokens, mask)
         norm, embedding = self.norm.to(self.dtype), self.embedding.to(self.dtype)
         return self.head_loss(x, norm, embedding, targets, self.shape.epsilon)
 
@@ -237,7 +235,8 @@ def save_huggingface(model: Llama, folder: Path, config: dict[str, Any], shard_b
             size = 0
         shards[-1][name] = weight
         size += weight.nbytes
-    files, places = [], {}
+    files: list[Path] = []
+    places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, path, metadata={"format": "pt"})

@@ -54,6 +54,7 @@ class StackedMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(p.ndim != 3 for p in group["params"]):
                 raise ValueError("StackedMuon takes parameters of shape [stack, out, in]")
+        self.rates: dict[torch.device, Tensor] = {}
         self.update: Any = torch.compile(muon_update, dynamic=False) if compiled else muon_update
 
     @torch.no_grad()
@@ -66,7 +67,8 @@ class StackedMuon(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
-                lr = torch.tensor(group["lr"], dtype=torch.float32).to(parameter.device, non_blocking=True)
-                self.update(
-                    parameter, parameter.grad, state["momentum"], lr, group["weight_decay"], group["momentum"]
+                # Filled on the device: copying the rate there for each stack would stall the queue.
+                lr = self.rates.setdefault(parameter.device, torch.zeros((), device=parameter.device)).fill_(
+                    group["lr"]
                 )
+                self.update(parameter, parameter.grad, state["momentum"], lr, group["weight_decay"], group["momentum"])

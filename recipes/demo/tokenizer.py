@@ -111,6 +111,10 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
+    # transformers 5 writes a class name that version 4 does not know; both know this one.
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def bytes_per_token(tokenizer: Any, files: list[Path], megabytes: float = 1.0) -> dict[str, float]:

@@ -7,12 +7,12 @@ TEXTS = (
         "checks whether a string is a palindrome",
         "It keeps only letters and digits in lower case. Then it compares the result with its own reverse.",
         "O(n), where n is the length of the string",
-        '''
+        """
 assert is_palindromic("Level")
 assert is_palindromic("Was it a car or a cat I saw?")
 assert not is_palindromic("python")
 assert is_palindromic("")
-''',
+""",
         '''
 def is_palindromic(text: str) -> bool:
     """Check whether text is the same in both directions, ignoring case and punctuation."""
@@ -32,8 +32,8 @@ def is_palindromic(text: str) -> bool:
     # The outer characters must match, and so must the rest.
     return cleaned[0] == cleaned[-1] and is_palindromic(cleaned[1:-1])
 ''',
-            """The text is cleaned first. A text with fewer than two characters is a palindrome. Otherwise the first and
-            last characters must be equal, and the function calls itself on the part between them.""",
+            """The text is cleaned first. A text with fewer than two characters is a palindrome. Otherwise the first
+            and last characters must be equal, and the function calls itself on the part between them.""",
         ),
         javascript=r"""
 function isPalindromic(text) {
@@ -220,8 +220,8 @@ def camel_to_snake(name: str) -> str:
         parts.append(char.lower())
     return "".join(parts)
 ''',
-            """The loop goes through the characters. Before each capital letter that is not the first character it adds an
-            underscore, and every letter is added in lower case.""",
+            """The loop goes through the characters. Before each capital letter that is not the first character it
+            adds an underscore, and every letter is added in lower case.""",
         ),
         javascript=r"""
 function camelToSnake(name) {
@@ -231,8 +231,8 @@ function camelToSnake(name) {
     ),
     program(
         "converts snake_case names to camelCase",
-        """It splits the name at the underscores. The first word stays as it is, and each following word gets a capital
-        first letter.""",
+        """It splits the name at the underscores. The first word stays as it is, and each following word gets a
+        capital first letter.""",
         "O(n), where n is the length of the name",
         """
 assert snake_to_camel("user_name") == "userName"
@@ -287,8 +287,8 @@ def count_words(text: str) -> dict[str, int]:
         counts[word] = counts.get(word, 0) + 1
     return counts
 ''',
-            """The text is split into words, and punctuation around each word is removed. The dictionary stores one count
-            per word, starting from zero.""",
+            """The text is split into words, and punctuation around each word is removed. The dictionary stores one
+            count per word, starting from zero.""",
         ),
         javascript=r"""
 function countWords(text) {
@@ -339,8 +339,8 @@ def count_vowels(text: str) -> int:
     first = 1 if text[0].lower() in "aeiou" else 0
     return first + count_vowels(text[1:])
 ''',
-            """An empty string has no vowels. Otherwise it checks the first character and adds the number of vowels in the
-            rest of the string.""",
+            """An empty string has no vowels. Otherwise it checks the first character and adds the number of vowels in
+            the rest of the string.""",
         ),
         javascript="""
 function countVowels(text) {
@@ -350,8 +350,8 @@ function countVowels(text) {
     ),
     program(
         "encodes a string with run-length encoding",
-        """`groupby` collects equal neighbouring characters into runs. For each run it writes the length followed by the
-        character.""",
+        """`groupby` collects equal neighbouring characters into runs. For each run it writes the length followed by
+        the character.""",
         "O(n), where n is the length of the string",
         """
 assert rle_encode("aaabcc") == "3a1b2c"
@@ -380,8 +380,8 @@ def rle_encode(text: str) -> str:
             start = end
     return "".join(result)
 ''',
-            """The variable `start` marks the beginning of the current run. When the character changes, the length of the run
-            and its character are added to the result.""",
+            """The variable `start` marks the beginning of the current run. When the character changes, the length of
+            the run and its character are added to the result.""",
         ),
         javascript=r"""
 function rleEncode(text) {
@@ -425,8 +425,8 @@ def rle_decode(encoded: str) -> str:
     pairs = re.findall(r"(\d+)(\D)", encoded)
     return "".join(char * int(count) for count, char in pairs)
 ''',
-            """The regular expression finds all pairs of a number and a character. Each character is repeated as often as its
-            number says, and the pieces are joined.""",
+            """The regular expression finds all pairs of a number and a character. Each character is repeated as often
+            as its number says, and the pieces are joined.""",
         ),
         javascript=r"""
 function rleDecode(encoded) {
@@ -462,9 +462,9 @@ function extractEmails(text) {
     ),
     program(
         "finds the longest common prefix of a list of strings",
-        """It starts with the first string as the prefix. While another string does not start with it, the prefix loses
-        its last character.""",
-        "O(n * m), where n is the number of strings and m is the length of the prefix",
+        """It starts with the first string as the prefix. While another string does not start with it, the prefix
+        loses its last character.""",
+        "O(m * (m + n)), where n is the number of strings and m is the length of the first one",
         """
 assert longest_prefix(["flower", "flow", "flight"]) == "fl"
 assert longest_prefix(["car", "dog"]) == ""
@@ -496,8 +496,8 @@ def longest_prefix(words: list[str]) -> str:
         prefix.append(column[0])
     return "".join(prefix)
 ''',
-            """`zip` takes the strings apart column by column. As long as all characters in a column are equal, the character
-            belongs to the prefix.""",
+            """`zip` takes the strings apart column by column. As long as all characters in a column are equal, the
+            character belongs to the prefix.""",
         ),
         javascript="""
 function longestPrefix(words) {
@@ -545,8 +545,8 @@ def string_permutations(text: str) -> Iterator[str]:
     for order in permutations(text):
         yield "".join(order)
 ''',
-            """`itertools.permutations` yields every order as a tuple of characters. Each tuple is joined to a string and
-            yielded, so the permutations are never all in memory.""",
+            """`itertools.permutations` yields every order as a tuple of characters. Each tuple is joined to a string
+            and yielded, so the permutations are never all in memory.""",
         ),
         javascript="""
 function stringPermutations(text) {
@@ -561,8 +561,8 @@ function stringPermutations(text) {
     ),
     program(
         "groups a list of words by their first letter",
-        """A dictionary maps each first letter to a list. `setdefault` creates the list when the letter is new, and the
-        word is added to it.""",
+        """A dictionary maps each first letter to a list. `setdefault` creates the list when the letter is new, and
+        the word is added to it.""",
         "O(n), where n is the number of words",
         """
 assert group_by_letter(["apple", "bear", "ant"]) == {"a": ["apple", "ant"], "b": ["bear"]}
@@ -591,8 +591,8 @@ def group_by_letter(words: list[str]) -> dict[str, list[str]]:
         groups[word[0].lower()].append(word)
     return dict(groups)
 ''',
-            """A `defaultdict` creates an empty list for each new letter. Every word is added to the list of its first letter,
-            and the result is returned as a normal dictionary.""",
+            """A `defaultdict` creates an empty list for each new letter. Every word is added to the list of its first
+            letter, and the result is returned as a normal dictionary.""",
         ),
         javascript="""
 function groupByLetter(words) {
@@ -645,8 +645,8 @@ def caesar(text: str, shift: int) -> str:
     table = str.maketrans(ascii_lowercase + ascii_uppercase, lower + upper)
     return text.translate(table)
 ''',
-            """The alphabet is rotated by the shift. A translation table maps each letter to the rotated one, and `translate`
-            applies it to the text.""",
+            """The alphabet is rotated by the shift. A translation table maps each letter to the rotated one, and
+            `translate` applies it to the text.""",
         ),
         javascript=r"""
 function caesar(text, shift) {
@@ -660,8 +660,8 @@ function caesar(text, shift) {
     ),
     program(
         "justifies a paragraph to a given width",
-        """`textwrap.wrap` breaks the paragraph into lines. In every line except the last, the missing spaces are spread
-        over the gaps between the words.""",
+        """`textwrap.wrap` breaks the paragraph into lines. In every line except the last, the missing spaces are
+        spread over the gaps between the words.""",
         "O(n), where n is the length of the text",
         """
 assert justify("one two three four", 9) == "one   two\\nthree\\nfour"
@@ -712,7 +712,8 @@ def mask_card(number: str) -> str:
     visible_from = len(digits) - 4
     return "".join(digit if i >= visible_from else "*" for i, digit in enumerate(digits))
 ''',
-            """It keeps only the digits. A digit is shown if it is one of the last four, and otherwise a star is written.""",
+            """It keeps only the digits. A digit is shown if it is one of the last four, and otherwise a star is
+            written.""",
         ),
         javascript=r"""
 function maskCard(number) {
@@ -722,13 +723,13 @@ function maskCard(number) {
     ),
     program(
         "parses a CSV line with quoted fields",
-        """The csv module knows the rules for quotes and commas. The reader gets a list with one line, and `next` returns
-        the fields of this line.""",
+        """The csv module knows the rules for quotes and commas. The reader gets a list with one line, and `next`
+        returns the fields of this line.""",
         "O(n), where n is the length of the line",
         """
 assert parse_csv_line("a,b,c") == ["a", "b", "c"]
 assert parse_csv_line('1,"Smith, John",42') == ["1", "Smith, John", "42"]
-assert parse_csv_line('"say ""hi""",x') == ['say "hi"', "x"]
+assert parse_csv_line('x,"say ""hi"" now"') == ["x", 'say "hi" now']
 """,
         '''
 import csv
@@ -757,8 +758,8 @@ def parse_csv_line(line: str) -> list[str]:
             fields[-1] += char
     return fields
 """,
-            """The flag `quoted` tells whether the current character is inside quotes. A comma outside quotes starts a new
-            field, and every other character is added to the current field.""",
+            """The flag `quoted` tells whether the current character is inside quotes. A comma outside quotes starts a
+            new field, and every other character is added to the current field.""",
         ),
         javascript="""
 function parseCsvLine(line) {
@@ -782,8 +783,8 @@ function parseCsvLine(line) {
     ),
     program(
         "parses a query string into a dictionary",
-        """A question mark at the start is removed. `parse_qsl` splits the string into pairs and decodes them, and `dict`
-        turns the pairs into a dictionary.""",
+        """A question mark at the start is removed. `parse_qsl` splits the string into pairs and decodes them, and
+        `dict` turns the pairs into a dictionary.""",
         "O(n), where n is the length of the query string",
         """
 assert parse_query("name=Ann&age=30") == {"name": "Ann", "age": "30"}
@@ -815,8 +816,8 @@ def parse_query(query: str) -> dict[str, str]:
             result[unquote_plus(key)] = unquote_plus(value)
     return result
 ''',
-            """The string is split at each ampersand. Every pair is divided at the equals sign, and both parts are decoded and
-            stored.""",
+            """The string is split at each ampersand. Every pair is divided at the equals sign, and both parts are
+            decoded and stored.""",
         ),
         javascript="""
 function parseQuery(query) {
@@ -826,8 +827,8 @@ function parseQuery(query) {
     ),
     program(
         "removes HTML tags from a string",
-        """The regular expression matches everything from an opening angle bracket to the next closing one. Each match is
-        replaced by nothing.""",
+        """The regular expression matches everything from an opening angle bracket to the next closing one. Each match
+        is replaced by nothing.""",
         "O(n), where n is the length of the string",
         """
 assert strip_tags("<p>Hello <b>world</b></p>") == "Hello world"
@@ -875,8 +876,8 @@ def strip_tags(html: str) -> str:
     _, _, after = rest.partition(">")
     return before + strip_tags(after)
 ''',
-            """The string is split at the first opening bracket. If there is none, the text is returned. Otherwise the text up
-            to the closing bracket is skipped, and the function calls itself on the rest.""",
+            """The string is split at the first opening bracket. If there is none, the text is returned. Otherwise the
+            text up to the closing bracket is skipped, and the function calls itself on the rest.""",
         ),
         javascript="""
 function stripTags(html) {
@@ -913,8 +914,8 @@ def reverse_words(sentence: str) -> str:
     # The first word goes to the end.
     return reverse_words(rest) + " " + first
 ''',
-            """The first word is split off. The function reverses the rest of the sentence by calling itself and then adds the
-            first word at the end.""",
+            """The first word is split off. The function reverses the rest of the sentence by calling itself and then
+            adds the first word at the end.""",
         ),
         javascript=r"""
 function reverseWords(sentence) {
@@ -955,8 +956,8 @@ def truncate(text: str, limit: int) -> str:
         result = longer
     return result
 ''',
-            """The words are added one after another. As soon as the next word would make the result too long, the loop
-            stops.""",
+            """The words are added one after another. As soon as the next word would make the result too long, the
+            loop stops.""",
         ),
         javascript="""
 function truncate(text, limit) {
@@ -1009,7 +1010,7 @@ def is_ipv4(address: str) -> bool:
         return False
     return True
 ''',
-            """The standard library can parse the address. If it raises a ValueError, the address is not valid.""",
+            "The standard library can parse the address. If it raises a ValueError, the address is not valid.",
         ),
         javascript=r"""
 function isIpv4(address) {
@@ -1091,8 +1092,8 @@ function randomPassword(length) {
     ),
     program(
         "converts a hexadecimal colour to an RGB tuple",
-        """The hash sign is removed. The remaining six digits are read in pairs, and each pair is converted from base 16
-        to an integer.""",
+        """The hash sign is removed. The remaining six digits are read in pairs, and each pair is converted from base
+        16 to an integer.""",
         "O(1), because a colour always has six digits",
         """
 assert hex_to_rgb("#ff8800") == (255, 136, 0)
@@ -1155,8 +1156,8 @@ def to_roman(number: int) -> str:
     # Nothing is left.
     return ""
 ''',
-            """The first value in the table that fits gives the next symbol. The function calls itself with the rest until
-            nothing is left.""",
+            """The first value in the table that fits gives the next symbol. The function calls itself with the rest
+            until nothing is left.""",
         ),
         javascript="""
 function toRoman(number) {
@@ -1214,8 +1215,8 @@ def from_roman(numeral: str) -> int:
             largest = value
     return total
 ''',
-            """The symbols are read from right to left. A symbol that is smaller than the largest one so far is subtracted, and
-            every other symbol is added. An unknown symbol raises a ValueError.""",
+            """The symbols are read from right to left. A symbol that is smaller than the largest one so far is
+            subtracted, and every other symbol is added. An unknown symbol raises a ValueError.""",
         ),
         javascript="""
 function fromRoman(numeral) {

@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory here, or a name on the Hugging Face hub."""
+"""Where a model comes from: a directory here, a model that came with the package, or a name on the hub."""
 
 import os
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from fledge.checkpoints.bundled import NAMES, bundled_directory
 from fledge.errors import CheckpointError
 
 _HUB_NAME = re.compile(r"[\w][\w.\-]*/[\w][\w.\-]*")
@@ -14,7 +15,7 @@ _WANTED = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "tokenize
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Path:
-    """Return the local directory of a model, fetching it from the hub if it is a hub name.
+    """Return the local directory of a model: a path, a bundled model's name, or a hub name, which is fetched.
 
     The hub's own cache and offline variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, ...) apply.
     """
@@ -24,8 +25,14 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     name = str(name_or_path)
     if path.exists():
         raise CheckpointError(f"{name}: is a file; name the directory that holds config.json and the weights")
+    bundled = bundled_directory(name)
+    if bundled is not None:
+        return bundled
     if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"{name}: no such directory, and not a Hugging Face name (owner/model)")
+        raise CheckpointError(
+            f"{name}: no such directory, and not a Hugging Face name (owner/model) nor a bundled model "
+            f"({', '.join(NAMES)})"
+        )
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED))
     except RepositoryNotFoundError:

@@ -8,8 +8,10 @@ import typer
 from fledge import __version__
 from fledge.cli.bench import bench
 from fledge.cli.convert import convert
+from fledge.cli.demo import demo
 from fledge.cli.generate import generate
 from fledge.cli.inspect import inspect
+from fledge.cli.train import train
 from fledge.errors import FledgeError
 
 app = typer.Typer(
@@ -19,9 +21,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(demo)
 app.command()(generate)
 app.command()(inspect)
 app.command()(convert)
+app.command()(train)
 app.add_typer(bench, name="bench")
 
 

@@ -54,6 +54,7 @@ class Answer:
             finish_reason=reason,
             stop_reason=stop_reason,
             logprobs=logprobs if self.request.params.logprobs is not None else None,
+            rounds=tuple(self.request.rounds),
         )
 
     def metrics(self) -> RequestMetrics:

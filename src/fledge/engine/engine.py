@@ -20,7 +20,7 @@ from fledge.decoding.tree import tree_size
 from fledge.engine.graphs import RoundGraphs
 from fledge.engine.kv_pool import KVPool
 from fledge.engine.paged_cache import PagedCache
-from fledge.engine.request import Phase, Request, TokenLogprobs
+from fledge.engine.request import Phase, Request, RoundRecord, TokenLogprobs
 from fledge.engine.round_clock import PhaseTimes
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
@@ -284,6 +284,8 @@ class Engine:
         request.first_token_at = request.first_token_at or now
         for tally in (request.acceptance, self.statistics.acceptance):
             tally.add(drafted=result.drafted, accepted=result.accepted)
+        if result.drafted > 0:
+            request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
         self.statistics.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.

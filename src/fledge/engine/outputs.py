@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.request import TokenLogprobs
+from fledge.engine.request import RoundRecord, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class CompletionOutput:
     finish_reason: str | None  # "stop" or "length"
     stop_reason: int | str | None  # the stop id or stop string that ended it
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if asked for
+    rounds: tuple[RoundRecord, ...] = ()  # how speculation went, round by round
 
 
 @dataclass(frozen=True, kw_only=True)

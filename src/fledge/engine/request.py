@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
@@ -14,6 +15,14 @@ class Phase(StrEnum):
     PREFILL = "prefill"  # has a row and blocks; its tokens are being read
     DECODE = "decode"
     FINISHED = "finished"
+
+
+class RoundRecord(NamedTuple):
+    """One verification of at least one draft, as `AcceptanceStatistics` counts them."""
+
+    start: int  # tokens of prompt and answer there were before it; its first draft is for this place
+    drafted: int
+    accepted: int  # before the answer is trimmed at a stop
 
 
 @dataclass(eq=False, kw_only=True)
@@ -42,6 +51,7 @@ class Request:
     finish_reason: str | None = None
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    rounds: list[RoundRecord] = field(default_factory=list)  # what `acceptance` counts, one by one
     logprobs: list["TokenLogprobs"] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, found in the pool when it was admitted
     preemptions: int = 0

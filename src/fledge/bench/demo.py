@@ -1,0 +1,146 @@
+"""What `fledge demo` shows: the same answers with and without drafters, side by side, and what the difference is."""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.llm import LLM
+
+DRAFTED_STYLE = "green"
+PROMPTS = (
+    "Write a Python function that returns the largest number in a list.",
+    "What is a Kubernetes Deployment?",
+    "Tom has 3 boxes with 12 pencils each. He gives away 9 pencils. How many pencils does he have left?",
+    "I would like to book a table for two at an Italian restaurant tonight.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """What is decoded, and how often it is timed."""
+
+    prompts: tuple[str, ...] = PROMPTS
+    depth: int = 5
+    max_tokens: int = 120
+    repeats: int = 3
+    device: str = "auto"
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """One way to decode, and how it did."""
+
+    name: str
+    llm: LLM
+    token_ids: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    seconds: list[float] = field(default_factory=list)  # for all prompts, of each repeat
+
+
+def load_contenders(settings: Show) -> list[Contender]:
+    """No speculation first: it is what the others are measured against."""
+    configs: dict[str, Mapping[str, Any] | None] = {"no speculation": None}
+    configs |= {name: {"model": m, "num_speculative_tokens": settings.depth} for name, m in DRAFTERS.items()}
+    # One prompt a time, and float32 on a CPU, where bfloat16 is slower on most machines and rounds in other places.
+    options: dict[str, Any] = {"device": settings.device, "max_num_seqs": 1, "enable_prefix_caching": False}
+    on_gpu = _is_gpu(settings.device)
+    return [
+        Contender(
+            name=name,
+            llm=LLM(TARGET, speculative_config=config, dtype="auto" if on_gpu else "float32", **options),
+        )
+        for name, config in configs.items()
+    ]
+
+
+def _is_gpu(device: str) -> bool:
+    from fledge.engine.llm import choose_device  # noqa: PLC0415
+
+    return choose_device(device).type == "cuda"
+
+
+def stream_answers(contenders: Sequence[Contender], settings: Show, console: Console) -> bool:
+    """Print every answer as it comes. Return whether all contenders gave the same tokens."""
+    params = _params(settings)
+    for prompt in settings.prompts:
+        console.print()
+        console.rule(Text(prompt), align="left")
+        for contender in contenders:
+            console.print(f"[bold]{contender.name}[/bold]")
+            for text, drafted in _answer(contender, prompt, params):
+                console.print(Text(text, style=DRAFTED_STYLE if drafted else ""), end="", soft_wrap=True)
+            console.print()
+    return all(contender.token_ids == contenders[0].token_ids for contender in contenders)
+
+
+def _answer(contender: Contender, prompt: str, params: SamplingParams) -> Iterator[tuple[str, bool]]:
+    """Yield pieces of text and whether each was drafted; keep the tokens and the acceptance."""
+    ids = contender.llm.encode_chat([{"role": "user", "content": prompt}])
+    for event in contender.llm.stream(ids, params):
+        yield from ((piece.text, piece.drafted) for piece in event.pieces)
+        if event.output is not None:
+            contender.token_ids.append(event.output.outputs[0].token_ids)
+            contender.acceptance = AcceptanceStatistics.merge([contender.acceptance, event.output.metrics.acceptance])
+
+
+def time_answers(contenders: Sequence[Contender], settings: Show) -> None:
+    """Contenders take turns, so that whatever else the machine does slows all of them."""
+    params = _params(settings)
+    for _ in range(settings.repeats):
+        for contender in contenders:
+            prompts = [contender.llm.encode_chat([{"role": "user", "content": p}]) for p in settings.prompts]
+            started = time.perf_counter()
+            for prompt in prompts:
+                contender.llm.generate([prompt], params)
+            contender.seconds.append(time.perf_counter() - started)
+
+
+def _params(settings: Show) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
+
+
+def report(contenders: Sequence[Contender], settings: Show) -> dict[str, Any]:
+    """Return everything the table shows, as JSON values."""
+    baseline = contenders[0]
+    return {
+        "device": str(baseline.llm.engine.device),
+        "depth": settings.depth,
+        "prompts": len(settings.prompts),
+        "tokens": sum(map(len, baseline.token_ids)),
+        "identical": all(contender.token_ids == baseline.token_ids for contender in contenders),
+        "contenders": {
+            contender.name: {
+                "tokens_per_second": sum(map(len, contender.token_ids)) / statistics.median(contender.seconds),
+                "speed": statistics.median(b / s for b, s in zip(baseline.seconds, contender.seconds, strict=True)),
+                **contender.acceptance.to_dict(),
+            }
+            for contender in contenders
+        },
+    }
+
+
+def table(figures: Mapping[str, Any]) -> Table:
+    title = f"{figures['prompts']} prompts, greedy, one at a time, {figures['depth']} tokens drafted ahead"
+    out = Table(title=title, title_justify="left")
+    out.add_column("")
+    for name in ("tokens/s", "speed", "acceptance length", "accepted by depth"):
+        out.add_column(name, justify="right")
+    for name, values in figures["contenders"].items():
+        length = values["acceptance_length"]
+        out.add_row(
+            name,
+            f"{values['tokens_per_second']:.0f}",
+            f"{values['speed']:.2f}x",
+            "" if length is None else f"{length:.2f}",
+            "  ".join(f"{rate:.0%}" for rate in values["rate_by_depth"]),
+        )
+    return out

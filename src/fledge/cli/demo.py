@@ -1,0 +1,63 @@
+"""`fledge demo`: the bundled models, with and without speculation."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from fledge.errors import ConfigError
+
+INTRODUCTION = (
+    "[bold]Fledge[/bold] answers with a small bundled chat model: alone, with its EAGLE-3 drafter, and with its "
+    "EAGLE-3.1 drafter. The tokens are the same each time; those that a drafter had proposed are [green]green[/green]."
+)
+
+
+def demo(
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="What to ask; a few questions of our own if left out.")
+    ] = None,
+    *,
+    depth: Annotated[int, typer.Option(help="Tokens to draft ahead, 1 to 16.")] = 5,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 120,
+    repeats: Annotated[int, typer.Option(help="How often the answers are timed.")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; torch's choice if left out. Use 1 on a busy machine.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Answer a few questions with the bundled models, with and without speculation, and compare."""
+    for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats), ("--threads", threads)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: found {value}, allowed is 1 or more")
+
+    import torch  # noqa: PLC0415 - torch takes seconds, and --help should not
+    from rich.console import Console  # noqa: PLC0415
+
+    from fledge.bench import demo as shown  # noqa: PLC0415
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings = shown.Show(
+        prompts=tuple(prompt or shown.PROMPTS), depth=depth, max_tokens=max_tokens, repeats=repeats, device=device
+    )
+    console = Console(highlight=False, stderr=as_json)
+    console.print(INTRODUCTION)
+    contenders = shown.load_contenders(settings)
+    identical = shown.stream_answers(contenders, settings, console)
+    with console.status("timing"):
+        shown.time_answers(contenders, settings)
+    figures = shown.report(contenders, settings)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        console.print()
+        console.print(shown.table(figures))
+    if identical:
+        console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters.")
+        return
+    if figures["device"] == "cpu":
+        console.print("[red]Not lossless: the tokens differ.[/red] This is a bug; please report it.")
+        raise typer.Exit(1)
+    console.print("Some tokens differ: in bfloat16 a batch of another size may round a near-tie the other way.")

@@ -1,0 +1,243 @@
+"""What a probe found, as plain values: written as JSON, read back the same. `docs/drift.md` has every formula."""
+
+import types
+import typing
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, Literal, Self
+
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.errors import ConfigError
+
+Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds), as `AcceptanceStatistics` counts
+Curve = tuple[float | None, ...]  # one value for each depth; None where no round got there
+TokenStatus = Literal["accepted", "rejected", "outside", "own"]
+
+
+class Plain:
+    """Frozen dataclasses of numbers, text, and more of the same: to JSON values and back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        restored: Self = _restored(cls, values, cls.__name__)
+        return restored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Plain):
+    """Where attention goes, mean over rounds (and over layers and heads, or of one head)."""
+
+    mass: dict[str, float]  # by segment label; sums to 1
+    entropy: float  # nats
+    normalised_entropy: float  # entropy over the logarithm of the rows that could be seen: 1 is uniform
+    distance: float  # tokens from query to key, weighted by attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadAttention(Plain):
+    layer: int
+    head: int
+    attention: Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationBin(Plain):
+    """Drafts of about the same confidence."""
+
+    low: float
+    high: float
+    count: int
+    confidence: float | None  # mean; None in an empty bin
+    right: float | None  # share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Plain):
+    """Is a draft of 80 % confidence right in 80 % of cases? Of drafts whose predecessors all stood."""
+
+    bins: tuple[CalibrationBin, ...]
+    error: float | None  # expected calibration error: mean distance of confidence and share right, by count
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthMetrics(Plain):
+    """One draft depth. Means are over all rounds that drafted this deep, whether their drafts stood or not."""
+
+    depth: int  # from 1
+    rounds: int
+    attention: Attention
+    heads: tuple[HeadAttention, ...]
+    uniform_mass: dict[str, float]  # what attention that looks everywhere alike would have: share of the visible rows
+    hidden_rms: float  # before the final norm
+    head_rms: float  # after it
+    feature_rms: float  # of what the next depth is fed
+    hidden_growth: float  # relative to depth 1 of the same rounds; the next two alike
+    head_growth: float
+    feature_growth: float
+    confidence: float  # the drafter's probability of its draft
+    acceptance: float | None  # share of rounds whose draft here stood
+    conditional_acceptance: float | None  # the same among rounds in which all earlier drafts stood
+    reached: int  # rounds in which all earlier drafts were right, and the text tells about this one
+    missed: int  # of these, those that are wrong here
+    missed_outside_vocabulary: int  # of these, those whose right token cannot be drafted
+    head_cosine: float | None  # of what the head reads with the target's final state, where all drafts before are right
+    feature_cosine: float | None  # of what is fed on with what the target's state there would have fed
+    calibration: Calibration
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionShare(Plain):
+    """The part of one input in the sum that fc forms."""
+
+    part: str  # "layer 2", ...
+    share: float  # norm of its contribution over the sum of all norms, mean over rounds
+    norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow(Plain):
+    """One prompt, for resampling: counts add up, curves are means over its rounds."""
+
+    id: str
+    category: str
+    prompt_tokens: int
+    output_tokens: int
+    tally: Tally
+    rounds_by_depth: tuple[int, ...]  # that drafted to each depth: what the curves are means over
+    drafted_attention: Curve
+    sink_attention: Curve
+    feature_rms: Curve
+
+    @property
+    def acceptance(self) -> AcceptanceStatistics:
+        return statistics(self.tally)
+
+    @property
+    def rounds(self) -> int:
+        return self.acceptance.rounds
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.acceptance.accepted_by_depth)
+
+    @property
+    def drafted(self) -> int:
+        return sum(self.acceptance.drafted_by_depth)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "rounds": self.rounds, "accepted": self.accepted, "drafted": self.drafted}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleToken(Plain):
+    """A token of an answer. `own`: the target's, with no draft to compare; `outside`: no draft could be right here."""
+
+    text: str
+    status: TokenStatus
+    draft: str | None = None  # what had been drafted in its place, where that was wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Plain):
+    id: str
+    category: str
+    acceptance_length: float
+    prompt: str
+    tokens: tuple[ExampleToken, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftResult(Plain):
+    """One drafter on one workload, perturbed or not."""
+
+    schema: int = 1
+    drafter: str
+    variant: str  # "EAGLE-3.1", ...
+    target: str
+    workload: str
+    perturbation: str | None
+    temperature: float
+    trained_depth: int | None  # draft steps it was trained on, where its provenance says so
+    depth: int  # to which the probe drafted
+    engine_depth: int  # to which the engine drafted while the text was made
+    prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    tally: Tally  # of acceptance to `depth`: the engine's rounds, drafted on where it stopped earlier
+    engine_tally: Tally
+    replay_agreement: float | None  # share of rounds in which the replay accepts what the engine did; 1 but for ties
+    by_depth: tuple[DepthMetrics, ...]
+    fused_rms: float | None  # of the feature from the target that depth 1 is fed
+    fusion_shares: tuple[FusionShare, ...]
+    calibration: Calibration  # all depths together
+    prompt_rows: tuple[PromptRow, ...]
+    examples: tuple[Example, ...]  # lowest acceptance first
+
+    @property
+    def acceptance(self) -> AcceptanceStatistics:
+        return statistics(self.tally)
+
+    @property
+    def engine_acceptance(self) -> AcceptanceStatistics:
+        return statistics(self.engine_tally)
+
+    @property
+    def rounds(self) -> int:
+        return self.acceptance.rounds
+
+    @property
+    def outside_vocabulary(self) -> float | None:
+        """Share of all misses whose right token cannot be drafted."""
+        missed = sum(depth.missed for depth in self.by_depth)
+        return sum(depth.missed_outside_vocabulary for depth in self.by_depth) / missed if missed else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: the fields, and the figures that follow from them, which `from_dict` ignores."""
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self)},
+            "by_depth": [depth.to_dict() for depth in self.by_depth],
+            "fusion_shares": [share.to_dict() for share in self.fusion_shares],
+            "calibration": self.calibration.to_dict(),
+            "prompt_rows": [row.to_dict() for row in self.prompt_rows],
+            "examples": [example.to_dict() for example in self.examples],
+            "rounds": self.rounds,
+            "outside_vocabulary": self.outside_vocabulary,
+            "acceptance": self.acceptance.to_dict(),
+            "engine_acceptance": self.engine_acceptance.to_dict(),
+        }
+
+
+def statistics(tally: Tally) -> AcceptanceStatistics:
+    return AcceptanceStatistics(tally=Counter({(drafted, accepted): rounds for drafted, accepted, rounds in tally}))
+
+
+def tally_of(acceptance: AcceptanceStatistics) -> Tally:
+    return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(acceptance.tally.items()))
+
+
+def _restored(kind: Any, value: Any, where: str) -> Any:
+    """Turn JSON values back into what `kind`, a type as annotated, says. Names that are no fields are ignored."""
+    if is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"drift result: {where} is {type(value).__name__}, expected an object")
+        hints = typing.get_type_hints(kind)
+        names = [f.name for f in fields(kind)]
+        missing = [name for name in names if name not in value]
+        if missing:
+            raise ConfigError(f"drift result: {where} has no '{missing[0]}'; was it written by another version?")
+        assert isinstance(kind, type)
+        return kind(**{name: _restored(hints[name], value[name], f"{where}.{name}") for name in names})
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(_restored(one, item, where) for one, item in zip(kinds, value, strict=True))
+    if origin is types.UnionType and value is not None:
+        return _restored(next(one for one in arguments if one is not types.NoneType), value, where)
+    if origin is dict and isinstance(value, Mapping):
+        return dict(value)
+    return value

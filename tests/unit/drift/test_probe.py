@@ -1,0 +1,232 @@
+"""The probe on tiny pairs: it changes nothing, it agrees with the engine, and its figures add up."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fledge import LLM, SamplingParams
+from fledge.checkpoints.drafter import save_drafter
+from fledge.checkpoints.target import save_target
+from fledge.drift.probe import ProbeNames, ProbeSettings, open_llm, probe, trained_depth
+from fledge.drift.segments import Conversation
+from fledge.errors import ConfigError, PromptError
+from fledge.models.config import DrafterConfig
+from tests import engine_cases
+from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
+from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+
+PROMPTS = [(3, 4, 5, 2), (5, 5, 0, 3, 2, 4, 4), (2,)]
+IDS = [Conversation(id=f"p{i}", category="ids", token_ids=ids) for i, ids in enumerate(PROMPTS)]
+SETTINGS = ProbeSettings(depth=4, max_tokens=30)
+
+
+@pytest.fixture(name="ids_pair", scope="module")
+def _ids_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six tokens and no tokenizer: an untrained drafter is right now and then."""
+    config = replace(engine_cases.TARGET, num_layers=8)  # for ascending aux layers
+    return _save_pairs(tmp_path_factory.mktemp("ids"), config, drafter_configs(config))
+
+
+@pytest.fixture(name="text_pair", scope="module")
+def _text_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = replace(TINY_TARGET, vocab_size=VOCAB_SIZE, eos_ids=(VOCAB_SIZE - 1,))
+    root = _save_pairs(tmp_path_factory.mktemp("text"), config, {"eagle3.1": drafter_configs(config)["eagle3.1"]})
+    save_tokenizer(root / "target")
+    return root
+
+
+def _save_pairs(root: Path, config: Any, drafters: dict[str, DrafterConfig]) -> Path:
+    target = make_target(config)
+    save_target(target, root / "target")
+    for name in ("eagle1", "eagle3", "eagle3.1", "two-layers", "reduced-vocabulary"):
+        if name in drafters:
+            save_drafter(make_drafter(drafters[name], target, seed=2), root / name)
+    return root
+
+
+def cpu(root: Path, name: str, depth: int = 4, **options: Any) -> LLM:
+    return open_llm(root / "target", root / name, depth=depth, device="cpu", **options)
+
+
+def steady(llm: LLM) -> LLM:
+    """An end-of-text token every sixth token or so would leave few rounds."""
+    llm.eos_ids = ()
+    return llm
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3.1", "two-layers", "reduced-vocabulary"])
+def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path, name: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    plain = steady(LLM(ids_pair / "target", device="cpu")).generate([list(ids) for ids in PROMPTS], params)
+    llm = steady(cpu(ids_pair, name))
+    result = probe(llm, IDS, SETTINGS)
+    assert [" ".join(t.text for t in e.tokens) for e in sorted(result.examples, key=lambda e: e.id)] == [
+        " ".join(f"[{token}]" for token in output.outputs[0].token_ids) for output in plain
+    ]
+    assert result.replay_agreement == 1.0
+    assert result.tally == result.engine_tally
+    assert result.acceptance.tally == llm.engine.statistics.acceptance.tally
+    assert result.rounds == sum(row.rounds for row in result.prompt_rows)
+    assert sum(row.accepted for row in result.prompt_rows) == sum(result.acceptance.accepted_by_depth)
+    assert [depth.depth for depth in result.by_depth] == [1, 2, 3, 4]
+    assert result.by_depth[0].attention.mass["drafted"] == 0.0
+    assert result.by_depth[0].rounds == result.rounds
+    for depth in result.by_depth:
+        assert sum(depth.attention.mass.values()) == pytest.approx(1, abs=1e-6)
+        assert sum(depth.uniform_mass.values()) == pytest.approx(1)
+    assert len(result.by_depth[0].heads) == (4 if name == "two-layers" else 2)
+    assert sum(share.share for share in result.fusion_shares) == pytest.approx(1)
+    # Rounds that reach a depth and what they miss there are the acceptance seen from the other side. The text ends
+    # in the middle of a round or two.
+    assert result.by_depth[0].reached == result.rounds
+    assert sum(depth.missed for depth in result.by_depth) <= result.rounds
+    outside = sum(depth.missed_outside_vocabulary for depth in result.by_depth)
+    assert (outside > 0) == (name == "reduced-vocabulary")
+
+
+def test_the_probe_drafts_deeper_than_the_engine(ids_pair: Path) -> None:
+    shallow = probe(steady(cpu(ids_pair, "eagle3.1", depth=1)), IDS, replace(SETTINGS, depth=6))
+    assert (shallow.depth, shallow.engine_depth) == (6, 1)
+    assert len(shallow.by_depth) == 6
+    assert shallow.engine_acceptance.depth == 1
+    assert shallow.acceptance.depth > 1
+    assert shallow.acceptance.rounds == shallow.engine_acceptance.rounds
+    assert shallow.acceptance.accepted_by_depth[0] == shallow.engine_acceptance.accepted_by_depth[0]
+    assert shallow.replay_agreement == 1.0
+
+
+def test_pieces_do_not_change_the_result(ids_pair: Path) -> None:
+    llm = steady(cpu(ids_pair, "eagle3"))
+    whole = probe(llm, IDS, SETTINGS)
+    pieces = probe(llm, IDS, replace(SETTINGS, chunk_rounds=2, max_scores=40))
+    assert pieces.tally == whole.tally
+    for one, other in zip(whole.by_depth, pieces.by_depth, strict=True):
+        assert one.attention.mass == pytest.approx(other.attention.mass, abs=1e-6)
+        assert one.feature_rms == pytest.approx(other.feature_rms, rel=1e-5)
+
+
+def test_sampled_text_is_probed_too(ids_pair: Path) -> None:
+    llm = steady(cpu(ids_pair, "eagle3.1"))
+    result = probe(llm, IDS, replace(SETTINGS, temperature=0.8, seed=4))
+    assert result.replay_agreement == 1.0
+    assert result.temperature == 0.8
+    assert result == probe(llm, IDS, replace(SETTINGS, temperature=0.8, seed=4))
+    assert result.tally != probe(llm, IDS, SETTINGS).tally
+
+
+def test_near_the_end_of_the_context_less_is_drafted(ids_pair: Path) -> None:
+    llm = steady(cpu(ids_pair, "eagle3", max_model_len=12))
+    result = probe(llm, IDS[:1], SETTINGS)
+    assert result.output_tokens == 8
+    assert result.tally == result.engine_tally
+    counts = result.prompt_rows[0].rounds_by_depth
+    assert counts[0] == result.rounds
+    assert counts[-1] < counts[0]
+
+
+def test_an_answer_without_rounds_counts_as_a_prompt_only(ids_pair: Path) -> None:
+    result = probe(steady(cpu(ids_pair, "eagle3")), IDS[:1], replace(SETTINGS, max_tokens=1))
+    assert (result.prompts, result.rounds, result.by_depth, result.examples) == (1, 0, (), ())
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_a_conversation_by_its_segments(text_pair: Path) -> None:
+    chat = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "What is a sink?"},
+    ]
+    seen: list[tuple[str, int, int]] = []
+    conversations = [Conversation(id="chat", messages=chat), Conversation(id="text", text="Once upon")]
+    result = probe(
+        cpu(text_pair, "eagle3.1"),
+        conversations,
+        ProbeSettings(depth=3, max_tokens=20, sink_tokens=2, keep_examples=1),
+        names=ProbeNames(drafter="d", target="t", workload="w", perturbation="p", trained_depth=7),
+        progress=lambda *what: seen.append(what),
+    )
+    names = (result.drafter, result.target, result.workload, result.perturbation, result.trained_depth, result.variant)
+    assert names == ("d", "t", "w", "p", 7, "EAGLE-3.1")
+    assert all(result.by_depth[1].attention.mass[label] > 0 for label in ("system", "user", "assistant", "template"))
+    assert result.by_depth[1].attention.mass["prompt"] > 0
+    assert result.by_depth[1].attention.mass["tool"] == 0
+    assert [row.id for row in result.prompt_rows] == ["chat", "text"]
+    assert seen[-1] == ("replay", 2, 2)
+    assert ("decode", 2, 2) in seen
+    (example,) = result.examples
+    assert (
+        example.prompt
+        == {
+            "chat": "<system>Be kind.\n<user>Hi\n<assistant>Hello!\n<user>What is a sink?\n<assistant>",
+            "text": "Once upon",
+        }[example.id]
+    )
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_the_first_tokens_are_the_sink(ids_pair: Path, sinks: int) -> None:
+    """One token an answer, so one round each: the first draft sees the prompt, and nothing of the answer yet."""
+    settings = ProbeSettings(depth=2, max_tokens=2, sink_tokens=sinks)
+    first, second = probe(steady(cpu(ids_pair, "eagle3")), IDS[1:2], settings).by_depth
+    assert first.uniform_mass["sink"] == pytest.approx(sinks / 7)
+    assert first.uniform_mass["prompt"] == pytest.approx((7 - sinks) / 7)
+    assert second.uniform_mass["drafted"] == pytest.approx(1 / 8)
+    assert first.uniform_mass["output"] == 0
+
+
+def test_examples_say_what_became_of_every_token(ids_pair: Path) -> None:
+    llm = steady(cpu(ids_pair, "reduced-vocabulary"))
+    result = probe(llm, IDS, SETTINGS)
+    drafter = llm.engine.runner.models.drafter
+    assert drafter is not None
+    assert drafter.vocabulary is not None
+    draftable = set(drafter.vocabulary.target_ids.tolist())
+    assert [e.acceptance_length for e in result.examples] == sorted(e.acceptance_length for e in result.examples)
+    for example in result.examples:
+        row = next(row for row in result.prompt_rows if row.id == example.id)
+        statuses = [token.status for token in example.tokens]
+        assert statuses[0] == "own"  # the target chooses the first token by itself
+        assert sum(status == "accepted" for status in statuses) in range(row.accepted - 4, row.accepted + 1)
+        for token in example.tokens:
+            outside = int(token.text[1:-1]) not in draftable
+            if token.status in ("rejected", "outside"):
+                assert outside == (token.status == "outside")
+                assert token.draft not in (None, token.text)
+            else:
+                assert token.draft is None
+                assert not (outside and token.status == "accepted")
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda root: LLM(root / "target", device="cpu"), "this LLM has none"),
+        (
+            lambda root: LLM(
+                root / "target", device="cpu", speculative_config={"model": str(root / "eagle3"), "tree_width": 2}
+            ),
+            "without tree_width",
+        ),
+    ],
+)
+def test_what_cannot_be_probed(ids_pair: Path, load: Callable[[Path], LLM], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        probe(load(ids_pair), IDS, SETTINGS)
+
+
+def test_bad_settings_and_prompts(ids_pair: Path) -> None:
+    with pytest.raises(ConfigError, match="depth: found 0, allowed is an integer of at least 1"):
+        ProbeSettings(depth=0)
+    with pytest.raises(PromptError, match="conversation 'long' has 64 tokens, allowed are 1 to 63"):
+        probe(cpu(ids_pair, "eagle3"), [Conversation(id="long", token_ids=[2] * 64)], SETTINGS)
+
+
+def test_the_trained_depth_is_known_from_the_recipe(ids_pair: Path, tmp_path: Path) -> None:
+    assert trained_depth(ids_pair / "eagle3") is None
+    (tmp_path / "fledge_provenance.json").write_text(json.dumps({"recipe": {"fit": {"depth": 5}}}))
+    assert trained_depth(tmp_path) == 5

@@ -1,0 +1,279 @@
+"""Replayed rounds are the engine's, and what is recorded of them is what a slow and simple count gives."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fledge.drift import recording
+from fledge.drift.recording import causal_attention
+from fledge.drift.replay import Replayed, ReplaySettings, fusion_parts, replay
+from fledge.drift.segments import Segment
+from fledge.engine.request import RoundRecord
+from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
+from fledge.layers.dense_cache import DenseCache, DensePass
+from fledge.models.drafter.base import Drafter, DraftStates
+from fledge.models.drafter.eagle3 import Eagle3Drafter
+from tests import engine_cases
+from tests.engine_cases import DRAFTERS, drafter, drafts_after, greedy, make_engine, target
+from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
+
+PROMPT = (3, 4, 5, 2, 0, 3)
+SEGMENTS = [
+    Segment.SINK,
+    Segment.SYSTEM,
+    Segment.TEMPLATE,
+    Segment.USER,
+    Segment.USER,
+    Segment.TEMPLATE,
+    *[Segment.OUTPUT] * 60,
+]
+
+
+def served(name: str, depth: int) -> tuple[list[int], list[RoundRecord], dict[int, list[int]]]:
+    """What the engine does: the sequence, its rounds, and what each round was given to verify."""
+    engine = make_engine(drafts=drafter(name), depth=depth)
+    request = greedy(PROMPT, max_tokens=24).submit(engine, "0")
+    drafts: dict[int, list[int]] = {}
+    while engine.has_unfinished:
+        engine.step()
+        if request.row is not None:
+            count = int(engine.runner.state.draft_count[request.row])
+            drafts[len(request.tokens)] = engine.runner.state.drafts[request.row, :count].tolist()
+    return request.tokens, request.rounds, drafts
+
+
+def replayed(model: Drafter, tokens: Sequence[int], starts: Sequence[int], depth: int, **settings: int) -> Replayed:
+    return replay(target(), model, tokens, SEGMENTS[: len(tokens)], starts, ReplaySettings(depth=depth, **settings))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_round_drafts_what_the_engine_drafted(name: str) -> None:
+    tokens, rounds, drafts = served(name, depth=4)
+    starts = [record.start for record in rounds]
+    assert starts[0] == len(PROMPT) + 1
+    assert starts[1:] == [record.start + record.accepted + 1 for record in rounds[:-1]]
+    found = replayed(drafter(name), tokens, starts, depth=6)
+    for r, record in enumerate(rounds):
+        assert found.drafts[r, : record.drafted].tolist() == drafts[record.start][: record.drafted]
+        deeper, _ = drafts_after(name, tuple(tokens[: record.start]), 6)
+        assert found.drafts[r].tolist() == list(deeper)
+
+
+class Spy:
+    """A dense storage that also works out all attention weights, one row at a time."""
+
+    def __init__(self, inner: DensePass) -> None:
+        self.inner = inner
+        self.weights: list[Tensor] = []  # by layer, [heads, keys], of the last row
+
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        mixed = self.inner.attend(heads, spec)
+        query, key, _ = heads.finished()
+        keys = self.inner.cache._keys[spec.layer]
+        assert keys is not None
+        group = query.shape[1] // key.shape[1]
+        each = [
+            (keys[: self.inner.cache.length, h // group] @ query[-1, h] * spec.scale).softmax(0)
+            for h in range(query.shape[1])
+        ]
+        self.weights.append(torch.stack(each))
+        return mixed
+
+
+@torch.no_grad()
+def drafted_slowly(model: Drafter, text: Sequence[int], depth: int) -> list[tuple[list[Tensor], DraftStates, int]]:
+    """One round by itself after `text`: by depth the weights of each layer, the states and the draft."""
+    tokens, positions = torch.tensor(text), torch.arange(len(text))
+    states = target()(tokens, positions, DenseCache(8).extend(positions), model.aux_layer_ids)
+    cache = DenseCache(model.config.num_layers)
+    spy = Spy(cache.extend(positions[:-1]))
+    storage: KeyValueStorage = spy
+    out = model(tokens[1:], model.fuse(states)[:-1], positions[:-1], storage)
+    steps = []
+    for d in range(depth):
+        if d:
+            position = positions[-1:] + d - 1
+            spy = Spy(cache.extend(position))
+            out = model(torch.tensor([steps[-1][2]]), out.feature[-1:], position, spy)
+        draft = int(model.to_target_ids(model.logits(out.head[-1:]).argmax(-1)))
+        steps.append((spy.weights, out, draft))
+    return steps
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3.1", "two-layers", "qwen3-style", "reduced-vocabulary"])
+def test_what_is_recorded_is_what_a_round_by_itself_does(name: str) -> None:
+    tokens = [*PROMPT, *torch.randint(0, 6, (12,), generator=torch.Generator().manual_seed(3)).tolist()]
+    starts, depth = [7, 9, 14], 4
+    found = replayed(drafter(name), tokens, starts, depth)
+    for r, start in enumerate(starts):
+        for d, (weights, states, draft) in enumerate(drafted_slowly(drafter(name), tokens[:start], depth)):
+            segments = [*SEGMENTS[: start - 1], *[Segment.DRAFTED] * d]
+            position = start - 2 + d
+            for layer, of_layer in enumerate(weights):
+                for head, each in enumerate(of_layer):
+                    assert len(each) == len(segments)
+                    mass = [0.0] * len(Segment)
+                    for weight, segment in zip(each.tolist(), segments, strict=True):
+                        mass[segment] += weight
+                    assert found.mass[r, d, layer, head].tolist() == pytest.approx(mass, abs=1e-9)
+                    entropy = -sum(w * math.log(w) for w in each.tolist() if w > 0)
+                    assert float(found.entropy[r, d, layer, head]) == pytest.approx(entropy)
+                    distance = sum(w * (position - key) for key, w in enumerate(each.tolist()))
+                    assert float(found.distance[r, d, layer, head]) == pytest.approx(distance, abs=1e-9)
+            assert int(found.drafts[r, d]) == draft
+            assert float(found.head_rms[r, d]) == pytest.approx(float(states.head[-1].square().mean().sqrt()))
+            assert float(found.feature_rms[r, d]) == pytest.approx(float(states.feature[-1].square().mean().sqrt()))
+            confidence = float(drafter(name).logits(states.head[-1:]).softmax(-1).max())
+            assert float(found.confidence[r, d]) == pytest.approx(confidence)
+            counts = [segments.count(segment) for segment in Segment]
+            assert found.visible[r, d].tolist() == counts
+    assert torch.allclose(found.mass.sum(-1), torch.ones_like(found.entropy))
+
+
+def test_cosines_compare_the_state_with_the_targets_at_the_place_it_stands_for() -> None:
+    tokens = [*PROMPT, 2, 4, 1, 5, 3]
+    model = drafter("eagle3")
+    found = replayed(model, tokens, [7, 10], depth=3)
+    positions = torch.arange(len(tokens))
+    with torch.no_grad():
+        states = target()(torch.tensor(tokens), positions, DenseCache(8).extend(positions), model.aux_layer_ids)
+        fused = model.fuse(states)
+        for r, start in enumerate([7, 10]):
+            for d, (_, own, _) in enumerate(drafted_slowly(model, tokens[:start], 3)):
+                # Row start - 2 + d predicts place start + d; so does the target's state at start - 1 + d.
+                place = start - 1 + d
+                if place >= len(tokens):
+                    assert found.head_cosine[r, d].isnan()
+                    continue
+                for cosine, mine, truth in (
+                    (found.head_cosine, own.head, states.final),
+                    (found.feature_cosine, own.feature, fused),
+                ):
+                    expected = float(mine[-1] @ truth[place] / mine[-1].norm() / truth[place].norm())
+                    assert float(cosine[r, d]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_narrow_drafter_has_no_state_to_compare_with_the_targets() -> None:
+    found = replayed(drafter("narrow"), (*PROMPT, 2, 3, 4), [7], depth=2)
+    assert found.head_cosine.isnan().all()
+    assert not found.feature_cosine.isnan().any()
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3.1", "two-layers"])
+def test_without_queries_attention_is_even(name: str) -> None:
+    model = make_drafter(DRAFTERS[name], make_target(engine_cases.TARGET), seed=2)
+    for layer in model.layers:  # type: ignore[union-attr]
+        config = layer.self_attn.config
+        layer.self_attn.qkv_proj.weight[: config.query_size] = 0
+    found = replay(
+        make_target(engine_cases.TARGET),
+        model,
+        [*PROMPT, *[2] * 10],
+        SEGMENTS[:16],
+        [7, 12],
+        ReplaySettings(depth=5),
+    )
+    for r, start in enumerate([7, 12]):
+        for d in range(5):
+            rows = start - 1 + d
+            shares = [[*SEGMENTS[: start - 1], *[Segment.DRAFTED] * d].count(s) / rows for s in Segment]
+            for head in found.mass[r, d].flatten(0, 1):
+                assert head.tolist() == pytest.approx(shares, abs=1e-6)
+            assert found.entropy[r, d].flatten().tolist() == pytest.approx(
+                [math.log(rows)] * found.entropy[r, d].numel()
+            )
+            assert found.distance[r, d].flatten().tolist() == pytest.approx(
+                [(rows - 1) / 2] * found.distance[r, d].numel(), rel=1e-5
+            )
+
+
+def test_work_in_pieces_changes_nothing() -> None:
+    tokens = [*PROMPT, *torch.randint(0, 6, (20,), generator=torch.Generator().manual_seed(5)).tolist()]
+    starts = [7, 8, 10, 13, 17, 26]
+    whole = replayed(drafter("two-layers"), tokens, starts, depth=4)
+    for settings in (
+        {"chunk_rounds": 1},
+        {"chunk_rounds": 4},
+        {"max_scores": 1},
+        {"max_scores": 90, "chunk_rounds": 5},
+    ):
+        pieces = replayed(drafter("two-layers"), tokens, starts, depth=4, **settings)
+        for field in fields(Replayed):
+            one, other = getattr(whole, field.name), getattr(pieces, field.name)
+            torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_norm_output_decides_which_state_is_fed_on() -> None:
+    tokens = [*PROMPT, *[2] * 6]
+    three, three_one = (replayed(drafter(name), tokens, [7, 8, 9], depth=8) for name in ("eagle3", "eagle3.1"))
+    assert torch.equal(three.feature_rms, three.hidden_rms)
+    assert torch.equal(three_one.feature_rms, three_one.head_rms)
+    growth = three.feature_rms.mean(0) / three.feature_rms.mean(0)[0]
+    assert growth[-1] > 1.5  # an unnormalised stream only ever gets additions
+    flat = three_one.feature_rms.mean(0) / three_one.feature_rms.mean(0)[0]
+    assert (flat - 1).abs().max() < 0.2
+    assert torch.equal(*(replayed(drafter("eagle1"), tokens, [7], 3).__dict__[n] for n in ("hidden_rms", "head_rms")))
+
+
+@pytest.mark.parametrize(("fc_norm", "norm_before_fc"), [(False, False), (True, False), (False, True)])
+def test_contributions_by_hand(fc_norm: bool, norm_before_fc: bool) -> None:
+    made = make_target(TINY_TARGET)
+    config = replace(drafter_configs()["eagle3"], fc_norm=fc_norm, norm_before_fc=norm_before_fc)
+    model = make_drafter(config, made)
+    assert isinstance(model, Eagle3Drafter)
+    factors = (1.0, 2.0, 0.5)
+    model.fusion.fc.weight.copy_(torch.cat([factor * torch.eye(32) for factor in factors], dim=1))
+    for norm in [*(model.fusion.fc_norm or ()), model.fusion.input_norm]:
+        if norm is not None:
+            norm.weight.fill_(1.0)
+    tokens = list(range(2, 12))
+    segments = [Segment.PROMPT] * len(tokens)
+    found = replay(made, model, tokens, segments, [5, 8], ReplaySettings(depth=1))
+    assert fusion_parts(model) == ("layer 2", "layer 4", "layer 5")
+    positions = torch.arange(len(tokens))
+    states = made(torch.tensor(tokens), positions, DenseCache(8).extend(positions), model.aux_layer_ids)
+    assert states.aux is not None
+    for r, slot in enumerate([3, 6]):
+        chunks = states.aux[slot].view(3, 32)
+        if norm_before_fc:
+            chunks = chunks / chunks.square().mean().sqrt()
+        norms = chunks.norm(dim=-1)
+        if fc_norm:
+            norms = torch.full((3,), 32**0.5)  # whatever the layer, its normed state has an RMS of 1
+        assert found.contributions[r].tolist() == pytest.approx((norms * torch.tensor(factors)).tolist(), rel=1e-3)
+        assert float(found.fused_rms[r]) == pytest.approx(
+            float(model.fuse(states)[slot].square().mean().sqrt()), rel=1e-4
+        )
+
+
+def test_contributions_of_eagle1_are_those_of_token_and_feature() -> None:
+    model = drafter("eagle1")
+    found = replayed(model, (*PROMPT, 2, 3), [7], depth=1)
+    assert fusion_parts(model) == ("embedding", "final state")
+    embedding = model.embed(torch.tensor(2)) @ model.fc.weight[:, :16].T  # type: ignore[operator, index, union-attr]
+    assert float(found.contributions[0, 0]) == pytest.approx(float(embedding.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3, 5, 100])
+def test_causal_attention_of_targets_with_windows(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_WINDOW_CHUNK", 4)
+    query, key, value = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
+    mixed = causal_attention(query, key, value, scale=0.3, window=window)
+    for i in range(13):
+        first = 0 if window is None else max(0, i - window + 1)
+        for h in range(4):
+            weights = (key[first : i + 1, h // 2] @ query[i, h] * 0.3).softmax(0)
+            torch.testing.assert_close(mixed[i, h], weights @ value[first : i + 1, h // 2])
+
+
+def test_bfloat16_pairs_are_recorded_in_float32() -> None:
+    made = make_target(engine_cases.TARGET).bfloat16()
+    model = make_drafter(DRAFTERS["eagle3.1"], make_target(engine_cases.TARGET), seed=2).bfloat16()
+    model.share_with(made)
+    found = replay(made, model, [*PROMPT, 2, 3], SEGMENTS[:8], [7, 8], ReplaySettings(depth=3))
+    assert found.mass.dtype == torch.float32
+    torch.testing.assert_close(found.mass.sum(-1), torch.ones_like(found.entropy))

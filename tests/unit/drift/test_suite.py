@@ -1,0 +1,282 @@
+"""The suite with a made-up probe: what runs, what is kept, what is skipped, and the figures that come out."""
+
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fledge.drift.bootstrap import Bootstrap
+from fledge.drift.figures import FIGURES, all_figures, check, figures, parse_conditions, worst_cell
+from fledge.drift.perturb import UNPERTURBED
+from fledge.drift.perturb_messages import NotApplicableError, PerturbationContext
+from fledge.drift.suite import read_cell, read_suite, run_suite
+from fledge.drift.summary import SuiteResult
+from fledge.drift.workloads import Workload
+from fledge.errors import ConfigError
+from tests.unit.drift.drift_cases import byte_tokenizer, conversation, drift_result
+
+WORKLOAD = Workload(name="made up", conversations=tuple(conversation(f"Question {i}?", id=str(i)) for i in range(12)))
+TOKENIZER = byte_tokenizer()
+NAMES = ("template:llama3", "template:plain", "system:long", "pad:1k", "pad:64k", "history:2", "temperature:0.7")
+# Accepted of 20 rounds: the unperturbed acceptance length is 1.8.
+ACCEPTED = {UNPERTURBED: 16, "template:llama3": 12, "template:plain": 8, "pad:1k:before": 14, "temperature:0.7": 17}
+QUICK = Bootstrap(resamples=100)
+
+
+@dataclass
+class FakeLaboratory:
+    """Probes without models: acceptance follows the perturbation, with a little of the prompt's own."""
+
+    weights: dict[str, int] = field(default_factory=dict)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    temperatures: dict[str, float | None] = field(default_factory=dict)
+    opened: int = 0
+    die_at: str | None = None
+    out_of_memory: str | None = None
+    own: tuple[float, ...] = (0.1, 0.3, 0.6)
+    accepted: int | None = None
+
+    def identity(self, drafter: str) -> Any:
+        return {"weights": self.weights.get(drafter, 0)}
+
+    @contextmanager
+    def open(self, drafter: str):
+        self.opened += 1
+        yield FakeProbe(self, drafter)
+
+
+@dataclass
+class FakeProbe:
+    laboratory: FakeLaboratory
+    drafter: str
+
+    @property
+    def context(self) -> PerturbationContext:
+        return PerturbationContext(tokenizer=TOKENIZER, max_model_len=8000, answer_tokens=50)
+
+    def probe(self, conversations, *, perturbation, temperature, progress):
+        laboratory = self.laboratory
+        if perturbation == laboratory.die_at:
+            raise KeyboardInterrupt
+        if perturbation == laboratory.out_of_memory:
+            raise NotApplicableError("memory does not suffice")
+        progress("decode", 1, 2)
+        laboratory.calls.append((self.drafter, perturbation))
+        laboratory.temperatures[perturbation] = temperature
+        accepted = ACCEPTED.get(perturbation, 15) if laboratory.accepted is None else laboratory.accepted
+        prompts = {one.id: (accepted + (i % 3) - 1, 20) for i, one in enumerate(conversations)}
+        own = laboratory.own if perturbation != "pad:1k:before" else (0.1, 0.3, 0.7)
+        return drift_result(prompts, own=own, perturbation=perturbation, drafter=self.drafter)
+
+    def answer(self, conversations):
+        self.laboratory.calls.append((self.drafter, "answer"))
+        return ["An answer."] * len(conversations)
+
+
+def run(tmp_path, laboratory, *, drafters=("one",), names=NAMES, workload=WORKLOAD) -> SuiteResult:
+    return run_suite(drafters, workload, names, laboratory, tmp_path, bootstrap=QUICK)
+
+
+def test_cells_are_compared_with_the_unperturbed_run(tmp_path):
+    suite = run(tmp_path, FakeLaboratory(), drafters=("one", "two"))
+    assert suite.perturbations[0] == UNPERTURBED
+    assert len(suite.cells) == 2 * 8
+    base, plain = suite.cell("one"), suite.cell("one", "template:plain")
+    assert base.acceptance_length.value == pytest.approx(1.8)
+    assert base.compared is None
+    assert plain.compared.ratio.value == pytest.approx(1.4 / 1.8)
+    assert plain.compared.is_paired
+    assert plain.compared.ratio.low < 1.4 / 1.8 < plain.compared.ratio.high < 1
+    assert suite.cell("one", "pad:1k:before").own_attention_compared.difference.value == pytest.approx(0.1)
+    (skipped,) = [cell for cell in suite.skipped if cell.drafter == "one"]
+    assert skipped.perturbation == "pad:64k:before"
+    assert skipped.skip == "65536 tokens of padding do not fit into 8000 tokens"
+    assert len(skipped.left_out) == 12
+    assert skipped.acceptance_length is None
+    with pytest.raises(ConfigError, match=r"no 'template:plin'.*Did you mean 'template:plain'"):
+        suite.cell("one", "template:plin")
+
+
+def test_the_temperature_is_the_perturbations_or_the_runs_own(tmp_path):
+    laboratory = FakeLaboratory()
+    run(tmp_path, laboratory)
+    assert laboratory.temperatures["temperature:0.7"] == 0.7
+    assert laboratory.temperatures[UNPERTURBED] is None
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+    first = FakeLaboratory(die_at="system:long")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, first)
+    with pytest.raises(ConfigError, match="no finished suite"):
+        read_suite(tmp_path)
+    second = FakeLaboratory()
+    suite = run(tmp_path, second)
+    done = {name for _, name in first.calls}
+    assert done == {UNPERTURBED, "template:llama3", "template:plain"}
+    assert not done & {name for _, name in second.calls}
+    assert suite == run(tmp_path / "fresh", FakeLaboratory())
+    third = FakeLaboratory()
+    assert run(tmp_path, third) == suite
+    assert third.opened == 0
+
+
+def test_damaged_and_outdated_cells_are_probed_anew(tmp_path):
+    run(tmp_path, FakeLaboratory())
+    (cell,) = tmp_path.glob("cells/*/template-plain.json")
+    cell.write_text(cell.read_text()[:100])
+    again = FakeLaboratory()
+    run(tmp_path, again)
+    assert again.calls == [("one", "template:plain")]
+    retrained = FakeLaboratory(weights={"one": 1})
+    run(tmp_path, retrained)
+    assert len(retrained.calls) == 7
+    other = FakeLaboratory(weights={"one": 1})
+    run(tmp_path, other, workload=Workload(name="made up", conversations=WORKLOAD.conversations[:11]))
+    assert len(other.calls) == 7
+
+
+def test_memory_that_did_not_suffice_is_tried_again(tmp_path):
+    suite = run(tmp_path, FakeLaboratory(out_of_memory="system:long"))
+    assert suite.cell("one", "system:long").skip == "memory does not suffice"
+    again = FakeLaboratory()
+    assert run(tmp_path, again).cell("one", "system:long").skip is None
+    assert again.calls == [("one", "system:long")]
+
+
+def test_drafters_of_the_same_directory_name_do_not_share_cells(tmp_path):
+    laboratory = FakeLaboratory()
+    run(tmp_path, laboratory, drafters=("a/drafter", "b/drafter"), names=())
+    assert laboratory.calls == [("a/drafter", UNPERTURBED), ("b/drafter", UNPERTURBED)]
+    with pytest.raises(ConfigError, match="each once"):
+        run(tmp_path, laboratory, drafters=("a", "a"))
+
+
+def test_earlier_turns_are_answered_once(tmp_path):
+    turns = tuple({"role": "user", "content": text} for text in ("One?", "Two?"))
+    workload = Workload(name="open", conversations=(type(WORKLOAD.conversations[0])(id="x", messages=turns),))
+    laboratory = FakeLaboratory()
+    run(tmp_path, laboratory, workload=workload, names=(), drafters=("one", "two"))
+    run(tmp_path, laboratory, workload=workload, names=(), drafters=("one", "two"))
+    assert laboratory.calls == [("one", "answer"), ("one", UNPERTURBED), ("two", UNPERTURBED)]
+
+
+def test_a_workload_that_cannot_be_run_is_refused(tmp_path):
+    too_long = Workload(name="long", conversations=(conversation("Long? " * 2000),))
+    with pytest.raises(ConfigError, match="unperturbed workload cannot be run: the prompt and an answer of 50 tokens"):
+        run(tmp_path, FakeLaboratory(), workload=too_long)
+
+
+def test_saved_and_read_back(tmp_path):
+    suite = run(tmp_path, FakeLaboratory())
+    assert read_suite(tmp_path) == suite
+    assert SuiteResult.from_dict(json.loads(json.dumps(suite.to_dict()))) == suite
+    cell = read_cell(tmp_path, "one", "pad:1k")
+    assert cell.result.perturbation == "pad:1k:before"
+    assert cell.result.by_depth[2].attention.mass["drafted"] == 0.7
+    assert not list(tmp_path.rglob("*.tmp"))
+    with pytest.raises(ConfigError, match="no such cell"):
+        read_cell(tmp_path, "one", "json")
+
+
+def test_figures(tmp_path):
+    found = figures(run(tmp_path, FakeLaboratory()))
+    expected = {
+        "al": 1.8,
+        "al_drop": 1 - 1.4 / 1.8,
+        "al_drop_template": 1 - 1.4 / 1.8,
+        "al_drop_system": 1 - 1.75 / 1.8,
+        "al_drop_long_context": 1 - 1.7 / 1.8,
+        "al_drop_history": 1 - 1.75 / 1.8,
+        "al_drop_temperature": 1 - 1.85 / 1.8,  # a gain
+        "own_attention_depth_1": 0.1,
+        "own_attention_middle": 0.3,
+        "own_attention_last": 0.6,
+        "own_attention_rise": 0.1,
+        "prompt_attention_last": 0.25,
+        "sink_attention_last": 0.15,
+        "drift_depth": 2,
+        "hidden_growth": 3,
+        "feature_growth": 1.5,
+        "top_layer_share": 0.7,
+        "ece": 0.07,
+        "outside_vocabulary": 0.25,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert 0 < found["al_drop_certain"] < found["al_drop"]
+    assert "al_drop_format" not in found  # nothing of the kind was run
+    assert set(found) <= set(FIGURES)
+
+
+def test_composed_perturbations_count_in_no_single_group(tmp_path):
+    suite = run(tmp_path, FakeLaboratory(), names=("template:llama3", "template:gemma+history:2", "json+tools"))
+    assert worst_cell(suite, "one").perturbation == "template:llama3"
+    assert worst_cell(suite, "one", "history") is None
+    assert worst_cell(suite, "one", "format").perturbation == "json+tools"
+
+
+@pytest.mark.parametrize(
+    ("own", "depth"),
+    [
+        ((0.0, 0.1, 0.2), math.inf),  # never more than the prompt's 0.25
+        ((0.0, 0.26, 0.5), 2),
+        ((0.3, 0.1, 0.1), 1),
+    ],
+)
+def test_drift_depth(tmp_path, own, depth):
+    assert figures(run(tmp_path, FakeLaboratory(own=own), names=()))["drift_depth"] == depth
+
+
+def test_own_attention_below_the_floor_is_no_drift():
+    from fledge.drift.summary import drift_summary
+
+    elsewhere = drift_result({"a": (1, 2)}, own=(0.1, 0.19, 0.21), user=0.05)
+    assert drift_summary(elsewhere).drift_depth == 3
+
+
+def test_eagle_1_has_no_layers_to_share():
+    from fledge.drift.summary import drift_summary
+
+    assert (
+        drift_summary(drift_result({"a": (1, 2)}, shares={"embedding": 0.4, "final state": 0.6})).top_layer_share
+        is None
+    )
+
+
+def test_figures_of_several_drafters_are_asked_for_by_name(tmp_path):
+    suite = run(tmp_path, FakeLaboratory(), drafters=("one", "two"), names=("json",))
+    assert set(all_figures(suite)) == {"one", "two"}
+    with pytest.raises(ConfigError, match="choose one of one, two"):
+        figures(suite)
+
+
+def test_check_names_what_is_violated():
+    measured = {"al_drop": 0.31, "al": 2.5, "drift_depth": math.inf}
+    assert check(["al_drop>0.2"], measured) == ["al_drop>0.2 (al_drop is 0.31)"]
+    assert check(["al_drop > 0.4, al<2", "drift_depth<=4"], measured) == []
+    assert len(check(["al_drop>=.31", "al<=2.5", "al!=3e0"], measured)) == 3
+    assert check([], measured) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "complaint"),
+    [
+        ("al_dorp>0.2", "unknown figure 'al_dorp'.*Did you mean 'al_drop'"),
+        ("al_drop", "expected a figure, a comparison and a number"),
+        ("al_drop>0.2; import os", "expected a figure"),
+        ("al_drop>al", "expected a figure"),
+        ("al>1,,al>2", "condition ''"),
+        ("1<2", "unknown figure '1'"),
+    ],
+)
+def test_bad_conditions_are_refused(expression, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse_conditions([expression])
+
+
+def test_a_condition_on_what_was_not_measured_is_no_success():
+    with pytest.raises(ConfigError, match="'al_drop_long_context' was not measured"):
+        check(["al_drop_long_context>0.1"], {"al": 2.0})

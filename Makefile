@@ -8,14 +8,14 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test lint test-vllm format clean
 
 demo: $(VENV)/.ready
-	$(BIN)/python -m examples.miniature
+	$(BIN)/fledge demo
 
 test: lint
 	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests recipes benchmarks
+	$(BIN)/ruff format --check src tests recipes benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -24,8 +24,8 @@ test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
 	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_parity
 
 format: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests examples
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests recipes benchmarks
+	$(BIN)/ruff format src tests recipes benchmarks
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -122,7 +122,7 @@ def make_scene(shape: Shape, device: torch.device, rows: int) -> Scene:
     )
     config = replace(EAGLE_3_1.config_for(target), draft_vocab_size=shape.draft_vocab_size)
     with device:
-        drafter = build(config)
+        drafter = build(config).to(device)  # the rope frequencies are made on the CPU whatever the default device
         embedding = torch.nn.Embedding(shape.vocab_size, target.hidden_size, dtype=torch.bfloat16).requires_grad_(False)
     drafter.embed_tokens = embedding
     ids = torch.linspace(0, shape.vocab_size - 1, shape.draft_vocab_size).long()

@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from fledge.version import __version__
+
 if TYPE_CHECKING:
     from fledge.decoding.params import SamplingParams
     from fledge.engine.llm import LLM
 
-__version__ = "0.1.0"
+
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

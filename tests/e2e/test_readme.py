@@ -1,22 +1,13 @@
-"""The README's commands and Python are run, in order, and so is the demo: neither can rot."""
+"""The README's commands and Python are run, in order, on the bundled models: they cannot rot."""
 
 import contextlib
 import re
 import shlex
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from examples.miniature import raising
-from examples.miniature.__main__ import main as demo
-from fledge.checkpoints.drafter import save_drafter
-from fledge.checkpoints.target import save_target
 from tests.command_line import fledge
-from tests.tiny_models import TINY_TARGET, make_drafter, make_target
-from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,15 +46,9 @@ def run_command(words: list[str], directory: Path) -> None:
 
 @pytest.fixture(name="newcomer", scope="module")
 def _newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory as `make demo` leaves it, but with random models."""
+    """An empty directory, with the recipes beside it that the README names."""
     root: Path = tmp_path_factory.mktemp("newcomer")
-    models = root / "build" / "miniature"
-    config = replace(TINY_TARGET, vocab_size=VOCAB_SIZE, eos_ids=(VOCAB_SIZE - 1,))
-    target = make_target(config)
-    save_target(target, models / raising.TARGET)
-    save_tokenizer(models / raising.TARGET)
-    for name, variant in raising.VARIANTS.items():
-        save_drafter(make_drafter(variant.config_for(config), target), models / name)
+    (root / "recipes").symlink_to(ROOT / "recipes")
     return root
 
 
@@ -104,51 +89,10 @@ def test_links_lead_somewhere() -> None:
         "curl localhost",
         "make coffee",
         "python -m fledge",
-        "fledge inspect build/miniature/target | head",
+        "fledge inspect fledgling | head",
     ],
 )
 def test_a_readme_that_has_rotted_fails(newcomer: Path, text: str) -> None:
     (words,) = commands(f"```bash\n{text}  # comment\n```\n")
     with pytest.raises(AssertionError):
         run_command(words, newcomer)
-
-
-QUICK = ("--steps", "5", "--max-tokens", "6")
-
-
-def test_the_demo_raises_models_once_and_decodes_losslessly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    models = tmp_path / "models"
-    command = [sys.executable, "-m", "examples.miniature", *QUICK, "--build-dir", str(models)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "Lossless" in done.stdout
-    assert "acceptance length" in done.stdout
-    for name in raising.VARIANTS:
-        checked = fledge("inspect", str(models / name), "--target", str(models / "target"), cwd=tmp_path)
-        assert checked.returncode == 0, checked.stdout
-        assert "0 errors, 0 warnings" in checked.stdout
-
-    monkeypatch.setattr(raising, "_train", lambda *_: pytest.fail("the models were there already"))
-    assert demo([*QUICK, "--build-dir", str(models)]) == 0
-    assert "Using the models" in capsys.readouterr().out
-
-
-def test_an_interrupted_demo_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(raising, "train_drafter", interrupt)
-    assert demo([*QUICK, "--build-dir", str(tmp_path / "models")]) == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_demo_overwrites_nothing_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "thesis.txt").write_text("mine", encoding="utf-8")
-    assert demo([*QUICK, "--build-dir", str(tmp_path)]) == 2
-    assert "holds no miniature models" in capsys.readouterr().err
-    assert (tmp_path / "thesis.txt").exists()

@@ -14,7 +14,8 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.engine.engine import Engine, EngineConfig
+from fledge.engine.engine import Engine
+from fledge.engine.sizing import EngineConfig
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.engine_cases import TARGET
 from tests.tiny_models import make_drafter, make_target

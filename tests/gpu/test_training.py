@@ -177,7 +177,7 @@ def agree(mine: tuple[TttResult, list[Tensor]], right: tuple[TttResult, list[Ten
     for grad, expected in zip(mine[1], right[1], strict=True):
         assert grad.isfinite().all()
         error = (grad - expected).norm() / expected.norm()
-        assert error < 3e-2, f"relative error of a gradient {error:.2e}"
+        assert error < 5e-2, f"relative error of a gradient {error:.2e}"
     a, b = mine[0].metrics, right[0].metrics
     assert torch.equal(a.supervised, b.supervised)
     assert torch.equal(a.outside, b.outside)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from examples.miniature.training import Budget, synthetic_text, train_drafter, train_target
 from fledge.checkpoints.drafter import Format, TargetReference, save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.layers.config import LayerConfig, RopeConfig
@@ -14,6 +13,7 @@ from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
+from tests.vllm_parity.small_training import Budget, synthetic_text, train_drafter, train_target
 
 VOCAB_SIZE = 192
 MAX_POSITIONS = 256

@@ -15,11 +15,11 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from examples.miniature.training import Budget, train_target
 from fledge.checkpoints.target import save_target
 from tests.command_line import fledge
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from tests.vllm_parity.pairs import LLAMA, MAX_POSITIONS, PairDirectories
+from tests.vllm_parity.small_training import Budget, train_target
 from tests.vllm_parity.test_parity import (
     DECISIVE,
     MAX_TOKENS,

@@ -29,7 +29,7 @@ class Show:
     """What is decoded, and how often it is timed."""
 
     prompts: tuple[str, ...] = PROMPTS
-    depth: int = 5
+    depth: int = 4
     max_tokens: int = 120
     repeats: int = 3
     device: str = "auto"

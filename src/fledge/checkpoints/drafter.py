@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel
+from fledge.version import __version__
 
 __all__ = ["DrafterCheckpoint", "Format", "TargetReference", "load_drafter", "read_drafter", "save_drafter"]
 
@@ -122,7 +122,7 @@ def write_drafter(
     with new_directory(directory) as temporary:
         write_tensors(temporary, {table.to_theirs(name): tensor for name, tensor in tensors.items()})
         write_json(temporary / "config.json", fields)
-        write_json(temporary / PROVENANCE_FILE, {**(provenance or {}), "fledge_version": version("fledge")})
+        write_json(temporary / PROVENANCE_FILE, {**(provenance or {}), "fledge_version": __version__})
 
 
 def _implied_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ def demo(
         list[str] | None, typer.Argument(help="What to ask; a few questions of our own if left out.")
     ] = None,
     *,
-    depth: Annotated[int, typer.Option(help="Tokens to draft ahead, 1 to 16.")] = 5,
+    depth: Annotated[int, typer.Option(help="Tokens to draft ahead, 1 to 16.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 120,
     repeats: Annotated[int, typer.Option(help="How often the answers are timed.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

@@ -5,14 +5,15 @@ import warnings
 
 import typer
 
-from fledge import __version__
 from fledge.cli.bench import bench
 from fledge.cli.convert import convert
 from fledge.cli.demo import demo
+from fledge.cli.drift import drift
 from fledge.cli.generate import generate
 from fledge.cli.inspect import inspect
 from fledge.cli.train import train
 from fledge.errors import FledgeError
+from fledge.version import __version__
 
 app = typer.Typer(
     name="fledge",
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(convert)
 app.command()(train)
+app.command()(drift)
 app.add_typer(bench, name="bench")
 
 

@@ -102,7 +102,8 @@ class Bootstrap:
 
     def _interval(self, figure: Callable[[Sequence[Floats]], Floats], groups: Sequence[Floats]) -> Interval | None:
         """`figure` maps the totals of each group, [..., columns], to values [...]; groups are resampled apart."""
-        smallest = min(len(group) for group in groups)
+        # Prompts that counted something: one alone gives the same figure in every resample, which is no certainty.
+        smallest = min(int((group[:, 1::2] > 0).sum(axis=0).min()) for group in groups)
         value = float(figure([group.sum(axis=0) for group in groups])) if smallest else float("nan")
         if np.isnan(value):
             return None

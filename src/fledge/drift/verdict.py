@@ -24,6 +24,7 @@ LEVEL_GROWTH = 1.25  # a state that grows by less stays level
 DOMINANCE = 1.5  # times its even share: from here on a layer dominates the fused input
 POOR_CALIBRATION = 0.1
 MANY_OUTSIDE = 0.2  # of the misses
+FEW_PROMPTS = 10  # fewer do not show how much prompts differ
 TASK_GROUPS = ("format", "temperature")  # these change the answer itself, so part of the loss is the task's
 GROUP_NAMES = {
     "template": "template changes",
@@ -117,7 +118,7 @@ def _drifting(first: int, depths: Sequence[DepthMetrics]) -> str:
 def _even(last: DepthMetrics) -> str:
     """Own drafts are a large part of a short text, so that a share says little by itself."""
     even = last.uniform_mass["drafted"]
-    if own_share(last) <= even:
+    if has_drifted(last) and own_share(last) <= even:
         return f"That is no more than the {percent(even)} that even attention would give: try longer prompts."
     return f"Even attention would give them {percent(even)}."
 
@@ -151,6 +152,9 @@ def _acceptance(suite: SuiteResult, cell: CellSummary, result: DriftResult) -> l
         return []
     text = f"Acceptance length {length.value:.2f}{interval_text(length, suite.level)}, drafting {suite.depth} ahead."
     sentences = [Sentence(text=text, section=ACCEPTANCE)]
+    if length.low is not None and cell.prompts < FEW_PROMPTS:
+        text = f"These are {cell.prompts} prompts: intervals from so few are too narrow to rely on."
+        sentences.append(Sentence(text=text, section=ACCEPTANCE))
     trained = result.trained_depth
     if trained is None or trained >= len(result.by_depth):
         return sentences
@@ -183,9 +187,10 @@ def _perturbations(suite: SuiteResult, drafter: str) -> list[Sentence]:
     sentences, unmeasured = [], []
     for group in GROUPS:
         cells = cells_of(suite, drafter, group)
-        compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
-        if compared:
-            sentences.append(_cost(group, compared, suite.level))
+        worst = worst_of(cells)
+        if worst is not None:
+            measured = sum(cell.compared is not None for cell in cells)
+            sentences.append(_cost(group, *worst, measured, suite.level))
         elif cells:
             unmeasured.append(f"{GROUP_NAMES[group]} ({_why(cells)})")
         elif len(suite.perturbations) > 1:
@@ -197,20 +202,24 @@ def _perturbations(suite: SuiteResult, drafter: str) -> list[Sentence]:
     return sentences
 
 
-def _cost(group: str, cells: Sequence[tuple[CellSummary, Comparison]], level: float) -> Sentence:
-    """On the worst of a group: of those that surely lose, if any do."""
+def worst_of(cells: Sequence[CellSummary]) -> tuple[CellSummary, Comparison] | None:
+    """The cell of lowest ratio to the unperturbed run: of those that surely lose, if any do."""
+    compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
+    losing = [pair for pair in compared if sign_of(pair[1].ratio, around=1.0) < 0]
+    return min(losing or compared, key=lambda pair: pair[1].ratio.value, default=None)
+
+
+def _cost(group: str, worst: CellSummary, compared: Comparison, measured: int, level: float) -> Sentence:
     name = GROUP_NAMES[group]
-    losing = [pair for pair in cells if sign_of(pair[1].ratio, around=1.0) < 0]
-    worst, compared = min(losing or cells, key=lambda pair: pair[1].ratio.value)
     loss = Interval(
         value=1 - compared.ratio.value,
         low=None if compared.ratio.high is None else 1 - compared.ratio.high,
         high=None if compared.ratio.low is None else 1 - compared.ratio.low,
     )
-    which = f"the worst of {len(cells)}: {worst.perturbation}" if len(cells) > 1 else worst.perturbation
+    which = f"the worst of {measured}: {worst.perturbation}" if measured > 1 else worst.perturbation
     task = " The answers change too, so part of this is the task's." if group in TASK_GROUPS else ""
     if sign_of(loss) > 0:
-        up_to = "up to " if len(cells) > 1 else ""
+        up_to = "up to " if measured > 1 else ""
         text = (
             f"{_capital(name)} cost {up_to}{percent(loss.value)} of acceptance length{_percents(loss, level)}; {which}."
         )

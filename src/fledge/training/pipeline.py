@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from fledge import __version__
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.training.processes import Processes
 from fledge.training.progress import Progress
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import Stage, StageContext
 from fledge.training.workspace import Manifest, Workspace
+from fledge.version import __version__
 
 STAGE_MODULES = {
     "prepare": "prepare",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 
-from fledge import __version__
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
 from fledge.engine.tokenizer import load_tokenizer
@@ -21,6 +20,7 @@ from fledge.training.data.target_files import weights_digest
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import StageContext, file_digest
 from fledge.training.workspace import Manifest, Workspace, read_json, write_json_atomically
+from fledge.version import __version__
 
 
 def write_provenance(context: StageContext, drafter: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ names and impossible values in one line that says where.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -163,7 +163,7 @@ class Recipe:
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read a YAML file. Relative paths in it are relative to the file."""
+        """Read a YAML file. Paths in it are relative to the file; those in overrides to the working directory."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -172,33 +172,15 @@ class Recipe:
             raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a mapping of sections")
+        _anchor_paths(values, path.parent)
         for override in overrides:
-            _apply_override(values, override)
+            changes: dict[str, Any] = {}
+            _apply_override(changes, override)
+            _anchor_paths(changes, Path.cwd())
+            _merge(values, changes, override)
         recipe: Recipe = _parse(cls, values, str(path), "")
         recipe.check(str(path))
-        return recipe.anchored(path.parent)
-
-    def anchored(self, base: Path) -> "Recipe":
-        """Return the recipe with relative paths resolved against `base`. Hub names are left as they are."""
-
-        def absolute(text: str) -> str:
-            return str((base / text).absolute()) if not Path(text).is_absolute() else text
-
-        def existing(text: str) -> str:  # a name that is no directory may be a hub name
-            return absolute(text) if (base / text).exists() else text
-
-        return replace(
-            self,
-            output=absolute(self.output),
-            target=replace(self.target, path=existing(self.target.path)),
-            data=replace(
-                self.data,
-                sources=tuple(map(absolute, self.data.sources)),
-                templates=tuple(map(absolute, self.data.templates)),
-            ),
-            drafter=replace(self.drafter, init_from=self.drafter.init_from and existing(self.drafter.init_from)),
-            eval=replace(self.eval, sources=tuple(map(absolute, self.eval.sources))),
-        )
+        return recipe
 
     def check(self, where: str) -> None:
         """Raise ConfigError for values that cannot be meant."""
@@ -262,13 +244,45 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     except yaml.YAMLError:
         raise ConfigError(f"override '{override}': '{text}' is not valid YAML") from None
     *sections, name = key.split(".")
-    place = values
     for section in sections:
-        below = place.setdefault(section, {})
+        values = values.setdefault(section, {})
+    values[name] = value
+
+
+def _merge(values: dict[str, Any], changes: Mapping[str, Any], override: str) -> None:
+    for name, value in changes.items():
+        if not isinstance(value, dict):
+            values[name] = value
+            continue
+        below = values.get(name) or {}
         if not isinstance(below, dict):
-            raise ConfigError(f"override '{override}': '{section}' is not a section")
-        place = below
-    place[name] = value
+            raise ConfigError(f"override '{override}': '{name}' is not a section")
+        values[name] = below
+        _merge(below, value, override)
+
+
+_PATHS = ("output", "data.sources", "data.templates", "eval.sources")
+_PATHS_OR_NAMES = ("target.path", "drafter.init_from")  # what is no directory may be a model's name
+
+
+def _anchor_paths(values: dict[str, Any], base: Path) -> None:
+    """Make the relative paths among raw values absolute, in place; whatever is not text is left to the checks."""
+    for key in (*_PATHS, *_PATHS_OR_NAMES):
+        *sections, name = key.split(".")
+        place: Any = values
+        for section in sections:
+            place = place.get(section) if isinstance(place, dict) else None
+        if isinstance(place, dict) and name in place:
+            found = place[name]
+            parts = found if isinstance(found, list) else [found]
+            anchored = [_absolute(part, base, names=key in _PATHS_OR_NAMES) for part in parts]
+            place[name] = anchored if isinstance(found, list) else anchored[0]
+
+
+def _absolute(text: Any, base: Path, *, names: bool) -> Any:
+    if not isinstance(text, str) or (names and not (base / text).exists()):
+        return text
+    return str((base / text).absolute())
 
 
 def _parse(cls: type, values: Mapping[str, Any], where: str, prefix: str) -> Any:

@@ -16,6 +16,7 @@ from fledge.training.feed import StepFeed
 from fledge.training.logs import FILE, check_available, read_log
 from fledge.training.parallel import Workers
 from fledge.training.plot import plot_training
+from fledge.training.provenance import shown_recipe
 from fledge.training.recipe import FitSection, Recipe
 from fledge.training.stages.base import Stage, StageContext, digest
 from fledge.training.stages.capture import target_identity
@@ -89,7 +90,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
         progress=context.progress,
         run_name=recipe.name or name_of(config),
         provenance={
-            "recipe": recipe.to_dict(),
+            "recipe": shown_recipe(recipe),
             "examples": store.digest,
         },
     )

@@ -1,7 +1,6 @@
-"""Plain training loops for pairs so small that a minute is enough. No part of the product: only the models are.
+"""Plain training loops for pairs so small that seconds are enough: an independent, readable TTT beside the product's.
 
-The demo and the vLLM parity tests need drafters that are right some of the time, at every depth. Random weights never
-are.
+Parity with vLLM needs drafters that are right some of the time, at every depth. Random weights never are.
 """
 
 from collections.abc import Callable, Iterator

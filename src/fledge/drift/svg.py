@@ -1,0 +1,67 @@
+"""Matplotlib figures for a page: SVG that is part of the HTML and takes its colours from the page's light or dark."""
+
+import io
+import re
+from html import escape
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# Colours that the page knows by a name and changes with the scheme; the value is that of the light scheme.
+INK, MUTED, GRID, PAPER = "#1b1f24", "#5b6471", "#d9dde3", "#fffffe"
+SERIES = ("#d55e00", "#0072b2", "#009e73", "#b8508f", "#a67100", "#3a8fc0")  # after Okabe and Ito, but darker ends
+_NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {c: f"series-{i}" for i, c in enumerate(SERIES)}
+
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: it can be searched and read out, and it is small
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "grid.color": GRID,
+    "hatch.color": INK,
+    "figure.constrained_layout.use": True,
+}
+
+
+def to_svg(figure: Figure, name: str, label: str) -> str:
+    """Return one `<svg>` element. `name` keeps its ids apart from those of other figures, `label` is read out."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = _own_ids(text, name).replace("xlink:href", "href")
+    text = re.sub(r"font: ((?:[\w.]+ )*?[\d.]+px) [^;\"]*", r"font: \1 sans-serif", text)
+    text = re.sub(r"#[0-9a-f]{6}\b", _themed, text)
+    box = re.search(r'viewBox="([^"]*)"', text)
+    assert box is not None
+    opening = f'<svg class="chart" role="img" aria-label="{escape(label)}" viewBox="{box[1]}">'
+    return re.sub(r"\n\s*", "\n", opening + text[text.index(">") + 1 :])
+
+
+def save_png(figure: Figure, path: Path, title: str) -> None:
+    """Write a picture that stands by itself: with a title, on white. Under another name until it is whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with matplotlib.rc_context(STYLE):
+        figure.suptitle(title, fontsize=10.5, fontweight="bold")
+        figure.savefig(temporary, dpi=160, format="png", facecolor="white")
+    temporary.replace(path)
+
+
+def _own_ids(text: str, name: str) -> str:
+    """Drop the ids that nothing refers to, and make the others this figure's own."""
+    wanted = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
+    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in wanted else "", text)
+    return re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", text)
+
+
+def _themed(match: re.Match[str]) -> str:
+    name = _NAMES.get(match[0])
+    return f"var(--{name}, {match[0]})" if name else match[0]

@@ -1,0 +1,104 @@
+"""Suites made up for tests of verdicts, pictures and reports."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fledge.drift.bootstrap import Bootstrap
+from fledge.drift.perturb import UNPERTURBED, parse_perturbation
+from fledge.drift.result import (
+    Attention,
+    Calibration,
+    CalibrationBin,
+    DriftResult,
+    Example,
+    ExampleToken,
+    HeadAttention,
+)
+from fledge.drift.summary import SuiteResult, summarise
+from fledge.drift.verdict import Results
+from tests.unit.drift.drift_cases import drift_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeUpCell:
+    drafter: str
+    perturbation: str
+    result: DriftResult | None
+    skip: str | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return parse_perturbation(self.perturbation).kinds
+
+
+def counts(accepted: int, prompts: int = 20, rounds: int = 20) -> dict[str, tuple[int, int]]:
+    """Prompts that differ a little around `accepted` of `rounds`."""
+    return {f"prompt-{i}": (min(rounds, accepted + i % 3 - 1), rounds) for i in range(prompts)}
+
+
+def made_up(
+    accepted: Mapping[str, Mapping[str, int | str]] | None = None,
+    *,
+    own: Mapping[str, Sequence[float]] | None = None,
+    prompts: int = 20,
+) -> tuple[SuiteResult, Results]:
+    """`accepted`: drafter -> perturbation -> accepted of 20 rounds, or why it was skipped. `own`: see drift_result."""
+    accepted = accepted or {"drafter": {UNPERTURBED: 16}}
+    cells = []
+    for drafter, runs in accepted.items():
+        for perturbation, found in {UNPERTURBED: 16, **runs}.items():
+            if isinstance(found, str):
+                cells.append(MadeUpCell(drafter=drafter, perturbation=perturbation, result=None, skip=found))
+                continue
+            result = drift_result(
+                counts(found, prompts),
+                own=(own or {}).get(drafter, (0.0, 0.1, 0.6)),
+                perturbation=perturbation,
+                drafter=drafter,
+            )
+            variant = "EAGLE-3.1" if drafter.endswith("3.1") else "EAGLE-3"
+            cells.append(
+                MadeUpCell(drafter=drafter, perturbation=perturbation, result=replace(result, variant=variant))
+            )
+    suite = summarise(cells, workload="made up", bootstrap=Bootstrap(resamples=200))
+    return suite, {(cell.drafter, cell.perturbation): cell.result for cell in cells if cell.result is not None}
+
+
+def with_detail(result: DriftResult, *, heads: int = 4) -> DriftResult:
+    """Add what the plain made-up result lacks: heads, bins, cosines, examples with text that wants escaping."""
+    bins = tuple(
+        CalibrationBin(
+            low=i / 10,
+            high=(i + 1) / 10,
+            count=i * 3,
+            confidence=i / 10 + 0.05 if i else None,
+            right=i / 10 if i else None,
+        )
+        for i in range(10)
+    )
+    several = tuple(
+        replace(
+            one,
+            heads=tuple(HeadAttention(layer=0, head=h, attention=_like(one.attention)) for h in range(heads)),
+            feature_cosine=0.9 - 0.1 * one.depth,
+            calibration=Calibration(bins=bins, error=0.05),
+        )
+        for one in result.by_depth
+    )
+    tokens = (
+        ExampleToken(text="<script>alert(1)</script>", status="accepted"),
+        ExampleToken(text="right", status="rejected", draft="<b>wrong</b>"),
+        ExampleToken(text="rare\n", status="outside", draft="often\n"),
+        ExampleToken(text="own\x00\u202e", status="own"),
+    )
+    example = Example(
+        id="<img src=x>", category="a & b", acceptance_length=1.2, prompt="<i>" + "long " * 1000, tokens=tokens
+    )
+    return replace(
+        result, by_depth=several, calibration=Calibration(bins=bins, error=0.05), examples=(example,), trained_depth=2
+    )
+
+
+def _like(attention: Attention) -> Attention:
+    return replace(attention, mass=dict(attention.mass))

@@ -57,6 +57,9 @@ class RegenerateSection:
     samples: int = 1  # answers to each prompt, with different seeds
     max_num_seqs: int = 256  # answered together
     chunk: int = 512  # prompts written to disk together; an interrupted run repeats at most one chunk
+    processes: int = (
+        1  # that answer side by side on one device; several for targets so small that the host is the limit
+    )
     seed: int = 0
 
 

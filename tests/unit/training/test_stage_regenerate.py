@@ -12,12 +12,14 @@ from fledge import LLM, SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import CheckpointError
+from fledge.errors import CheckpointError, FledgeError
+from fledge.training import answering
+from fledge.training.answering import answer_seed, user_turns
 from fledge.training.data.files import DataError
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
 from fledge.training.stages import prepare, regenerate
-from fledge.training.stages.regenerate import STAGE, answer_seed, user_turns
+from fledge.training.stages.regenerate import STAGE
 from tests.unit.training.data.stage_cases import make_recipe, run_stage, save_tiny_target, write_lines
 from tests.unit.training.data.templates import THINK, chat, make_tokenizer
 
@@ -89,7 +91,7 @@ def with_section(recipe: Recipe, **changes: Any) -> Recipe:
 def answered(recipe: Recipe, root: Path, fake: FakeLLM | None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run prepare and regenerate below `root`."""
     if fake is not None:
-        monkeypatch.setattr(regenerate, "open_llm", lambda _recipe: fake)
+        monkeypatch.setattr(answering, "open_llm", lambda _recipe: fake)
     run_stage(prepare.STAGE, recipe, root / "prepare")
     return run_stage(STAGE, recipe, root / "regenerate", prepare=root / "prepare")
 
@@ -132,7 +134,7 @@ def test_killed_in_the_middle_and_started_again_it_gives_the_same(
     assert len(list(parts.iterdir())) == 2
     (parts / ".answers-000000008-000000010.jsonl.tmp").write_text('{"prompt": 8')  # killed while writing
     again = FakeLLM()
-    monkeypatch.setattr(regenerate, "open_llm", lambda _recipe: again)
+    monkeypatch.setattr(answering, "open_llm", lambda _recipe: again)
     run_stage(STAGE, recipe, tmp_path / "cut" / "regenerate", prepare=tmp_path / "cut" / "prepare")
     assert again.calls == 1  # only the chunk that was missing
     assert opened(tmp_path / "cut").digest == opened(tmp_path / "whole").digest
@@ -236,7 +238,7 @@ def test_a_target_that_the_engine_cannot_run_is_refused_with_the_way_out(tmp_pat
     config = (target / "config.json").read_text().replace('"llama"', '"phi"')
     (target / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"phi.*regenerate\.enabled=false"):
-        regenerate.open_llm(make_recipe(target, questions(tmp_path), regenerate=True))
+        answering.open_llm(make_recipe(target, questions(tmp_path), regenerate=True))
 
 
 def test_the_key_follows_the_weights(tmp_path: Path) -> None:
@@ -282,3 +284,18 @@ def test_an_answer_of_the_engine_ends_with_its_end_token(tmp_path: Path, monkeyp
 
 def _first_prompt(target: Path) -> list[int]:
     return encode_chat(load_tokenizer(target), chat("question 0"))
+
+
+def test_several_processes_give_what_one_gives(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = with_section(make_recipe(target, questions(tmp_path, 6), regenerate=True), chunk=2, temperature=1.0)
+    for name, processes in (("one", 1), ("two", 2)):
+        answered(with_section(recipe, processes=processes), tmp_path / name, None, monkeypatch)
+    one, two = (TokenStore.open(tmp_path / name / "regenerate" / "examples") for name in ("one", "two"))
+    assert one.digest == two.digest
+
+
+def test_a_process_that_fails_says_why(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = with_section(make_recipe(target, questions(tmp_path, 4), regenerate=True), chunk=2, processes=2)
+    broken = replace(recipe, target=replace(recipe.target, dtype="float7"))
+    with pytest.raises(FledgeError, match="float7"):
+        answered(broken, tmp_path / "run", None, monkeypatch)

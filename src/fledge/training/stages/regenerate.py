@@ -6,47 +6,29 @@ batch it was made in nor an interruption changes it. In the end the parts become
 target read and the ids it wrote, its end token included, with the mask on what it wrote.
 """
 
-import gc
-import hashlib
-import time
+import multiprocessing
+import os
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from queue import Empty
+from typing import Any
 
 from fledge.checkpoints.source import resolve
-from fledge.decoding.params import SamplingParams
-from fledge.engine.llm import LLM
-from fledge.engine.outputs import RequestOutput
-from fledge.errors import CheckpointError
-from fledge.training.data.conversations import Message
+from fledge.errors import FledgeError
+from fledge.training.answering import AnswerWorker
 from fledge.training.data.files import DataError, read_json_lines, write_json_lines
-from fledge.training.data.rendering import Renderer, TemplateRefusedError, Turn, chain
+from fledge.training.data.rendering import Turn, chain
 from fledge.training.data.store import TokenStore
 from fledge.training.data.target_files import config_stop_ids, tokenizer_digests, vocab_size, weights_digest
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import Stage, StageContext
-from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_example, open_renderer
+from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_example
 
 _PARTS = "parts"
-
-
-class Answerer(Protocol):
-    """What this stage needs of `LLM`."""
-
-    max_model_len: int
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling_params: list[SamplingParams],
-        *,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[RequestOutput]: ...
 
 
 def examples_directory(inputs: Mapping[str, Path]) -> Path:
@@ -55,26 +37,12 @@ def examples_directory(inputs: Mapping[str, Path]) -> Path:
     return regenerated if regenerated.is_dir() else inputs["prepare"] / EXAMPLES
 
 
-def open_llm(recipe: Recipe) -> Answerer:
-    """Load the target to answer with, without a drafter."""
-    try:
-        return LLM(
-            recipe.target.path,
-            dtype=recipe.target.dtype,
-            device=recipe.device,
-            max_num_seqs=recipe.regenerate.max_num_seqs,
-            seed=recipe.regenerate.seed,
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} (set regenerate.enabled=false to train on the data's own answers)") from None
-
-
 def settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.regenerate.enabled:
         return {"enabled": False}
     target = resolve(recipe.target.path)
     section = asdict(recipe.regenerate)
-    del section["max_num_seqs"], section["chunk"]  # how it is done, not what comes out
+    del section["max_num_seqs"], section["chunk"], section["processes"]  # how it is done, not what comes out
     return {
         "regenerate": section,
         "max_length": recipe.data.max_length,
@@ -94,21 +62,82 @@ def run(context: StageContext) -> dict[str, Any]:
     total = sum(1 for _ in read_json_lines(prompts))
     parts = directory / _PARTS
     parts.mkdir(exist_ok=True)
-    worker = _Worker(recipe)
     with context.progress.task("regenerate", total=total * recipe.regenerate.samples) as advance:
-        for first, records in _chunks(prompts, recipe.regenerate.chunk):
-            part = _part(parts, first, len(records))
-            if part.is_file():
-                advance(len(records) * recipe.regenerate.samples)
-                continue
-            lines = worker.answer(first, records, lambda count: advance(count, note=worker.speed()))
-            write_json_lines(part, lines)
-    worker.close()
+        if recipe.regenerate.processes == 1:
+            tokens, seconds = _answer_chunks(recipe, prompts, parts, 0, advance)
+        else:
+            tokens, seconds = _answer_in_processes(recipe, prompts, parts, advance)
     summary = _assemble(context, prompts, parts)
-    return {"enabled": True, **summary, "tokens_per_second": worker.tokens_per_second}
+    return {"enabled": True, **summary, "tokens_per_second": tokens / seconds if seconds > 0 else None}
 
 
 STAGE = Stage(name="regenerate", version=1, depends_on=("prepare",), settings=settings, run=run)
+
+
+def _answer_chunks(
+    recipe: Recipe, prompts: Path, parts: Path, process: int, advance: Callable[..., None]
+) -> tuple[int, float]:
+    """Write the missing parts that fall to one of the processes. Return tokens written and seconds spent on them."""
+    worker = AnswerWorker(recipe)
+    parent = os.getppid()
+    for number, (first, records) in enumerate(_chunks(prompts, recipe.regenerate.chunk)):
+        if number % recipe.regenerate.processes != process:
+            continue
+        part = _part(parts, first, len(records))
+        if part.is_file():
+            advance(len(records) * recipe.regenerate.samples)
+            continue
+        lines = worker.answer(first, records, lambda count: advance(count, note=worker.speed()))
+        if os.getppid() != parent:
+            break  # the run was killed; its next start must not find us at work
+        write_json_lines(part, lines)
+    worker.close()
+    return worker.tokens, worker.seconds
+
+
+def _answer_in_processes(recipe: Recipe, prompts: Path, parts: Path, advance: Callable[..., None]) -> tuple[int, float]:
+    """Several processes share one device: for small targets, which leave a GPU waiting for the host."""
+    spawned = multiprocessing.get_context("spawn")
+    news = spawned.Queue()
+    count = recipe.regenerate.processes
+    workers = [
+        spawned.Process(target=_process, args=(recipe, prompts, parts, number, news), daemon=True)
+        for number in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    tokens, seconds, finished = 0, 0.0, 0
+    try:
+        while finished < count:
+            try:
+                kind, value = news.get(timeout=1.0)
+            except Empty:
+                if any(worker.exitcode not in (None, 0) for worker in workers):
+                    raise FledgeError(
+                        "regenerate: one of its processes ended; lower regenerate.processes if memory was short"
+                    ) from None
+                continue
+            if kind == "advance":
+                advance(value)
+            elif kind == "error":
+                raise FledgeError(value)
+            else:
+                tokens, seconds, finished = tokens + value[0], max(seconds, value[1]), finished + 1
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+    return tokens, seconds
+
+
+def _process(recipe: Recipe, prompts: Path, parts: Path, number: int, news: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    try:
+        done = _answer_chunks(recipe, prompts, parts, number, lambda count, note="": news.put(("advance", count)))  # noqa: ARG005
+    except FledgeError as error:
+        news.put(("error", str(error)))
+    else:
+        news.put(("done", done))
 
 
 def _part(parts: Path, first: int, count: int) -> Path:
@@ -122,161 +151,6 @@ def _chunks(prompts: Path, size: int) -> Iterator[tuple[int, list[dict[str, Any]
     while chunk := list(islice(records, size)):
         yield first, chunk
         first += len(chunk)
-
-
-def answer_seed(seed: int, prompt: int, sample: int, turn: int) -> int:
-    """63 bits that follow from what is asked and not from what else is in the batch."""
-    text = f"fledge regenerate {seed} {prompt} {sample} {turn}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
-
-
-@dataclass
-class _Dialogue:
-    """One answering of one prompt record, turn by turn."""
-
-    number: int  # of the prompt
-    sample: int
-    category: str
-    template: int | None
-    waiting: list[list[Message]]  # for each turn to be answered, what is said before the answer
-    first_ids: list[int] | None  # the first turn's prompt, where `prepare` has rendered it
-    history: list[Message] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    dropped: str | None = None  # why it ended early
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "prompt": self.number,
-            "sample": self.sample,
-            "category": self.category,
-            "turns": self.turns,
-            "dropped": self.dropped,
-        }
-
-
-class _Worker:
-    """Answers chunks of prompts. The model is loaded when the first answer is needed."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._llm: Answerer | None = None
-        self._renderer: Renderer | None = None
-        self._tokens = 0
-        self._seconds = 0.0
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self._tokens / self._seconds if self._seconds > 0 else None
-
-    def speed(self) -> str:
-        rate = self.tokens_per_second
-        return "" if rate is None else f"{rate:,.0f} tokens/s"
-
-    def answer(
-        self, first: int, records: Sequence[Mapping[str, Any]], advance: Callable[[int], None]
-    ) -> list[dict[str, Any]]:
-        """Return the lines of a part: one for each prompt and sample."""
-        dialogues = [
-            self._dialogue(first + i, sample, record)
-            for i, record in enumerate(records)
-            for sample in range(self._recipe.regenerate.samples)
-        ]
-        while active := [d for d in dialogues if d.waiting and d.dropped is None]:
-            self._round(active, advance)
-        advance(sum(d.dropped is not None for d in dialogues))
-        return [dialogue.to_json() for dialogue in dialogues]
-
-    def close(self) -> None:
-        """Give the model's memory back before the next stage needs it."""
-        self._llm = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _dialogue(self, number: int, sample: int, record: Mapping[str, Any]) -> _Dialogue:
-        ids, messages = record["prompt_token_ids"], record["messages"]
-        waiting, first_ids = [list(messages)], ids
-        if self._recipe.regenerate.turns == "all" and messages:
-            waiting, first_ids = user_turns(messages), None
-        return _Dialogue(
-            number=number,
-            sample=sample,
-            category=record["category"],
-            template=record["template"],
-            waiting=waiting,
-            first_ids=first_ids,
-        )
-
-    def _round(self, dialogues: Sequence[_Dialogue], advance: Callable[[int], None]) -> None:
-        """Answer the next turn of each dialogue, all of them together."""
-        self._llm = self._llm or open_llm(self._recipe)
-        section = self._recipe.regenerate
-        longest = min(self._llm.max_model_len, self._recipe.data.max_length)
-        asked, prompts, params = [], [], []
-        for dialogue, ids in zip(dialogues, self._prompts(dialogues), strict=True):
-            if ids is None or len(ids) + self._recipe.data.min_answer_tokens > longest:
-                dialogue.dropped = "refused by the template" if ids is None else "too long"
-                continue
-            asked.append(dialogue)
-            prompts.append(ids)
-            seed = answer_seed(section.seed, dialogue.number, dialogue.sample, len(dialogue.turns))
-            params.append(
-                SamplingParams(
-                    temperature=section.temperature,
-                    top_p=section.top_p,
-                    top_k=section.top_k,
-                    max_tokens=min(section.max_tokens, longest - len(ids)),
-                    seed=seed,
-                )
-            )
-        if not asked:
-            return
-        # Counted when the whole dialogue is done, so that a bar of dialogues never runs ahead.
-        ending = all(len(dialogue.waiting) == 1 for dialogue in asked)
-        started = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, progress=(lambda _done, _all: advance(1)) if ending else None)
-        self._seconds += time.perf_counter() - started
-        for dialogue, ids, output in zip(asked, prompts, outputs, strict=True):
-            (answer,) = output.outputs
-            self._tokens += len(answer.token_ids)
-            dialogue.history += [*dialogue.waiting.pop(0), {"role": "assistant", "content": answer.text}]
-            dialogue.turns.append(
-                {"prompt_token_ids": ids, "answer_token_ids": list(answer.token_ids), "finish": answer.finish_reason}
-            )
-        if not ending:
-            advance(sum(not dialogue.waiting for dialogue in asked))
-
-    def _prompts(self, dialogues: Sequence[_Dialogue]) -> list[list[int] | None]:
-        """Ids of each dialogue's next prompt; None where the template refuses it."""
-        prompts: list[list[int] | None] = [None] * len(dialogues)
-        texts: dict[int, str] = {}
-        for place, dialogue in enumerate(dialogues):
-            if not dialogue.turns and dialogue.first_ids is not None:
-                prompts[place] = dialogue.first_ids
-                continue
-            self._renderer = self._renderer or open_renderer(self._recipe, resolve(self._recipe.target.path))
-            try:
-                messages = [*dialogue.history, *dialogue.waiting[0]]
-                texts[place] = self._renderer.prompt_text(messages, dialogue.template)
-            except TemplateRefusedError:
-                continue
-        if self._renderer is not None:
-            for place, ids in zip(texts, self._renderer.encode(list(texts.values())), strict=True):
-                prompts[place] = ids
-        return prompts
-
-
-def user_turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Split a conversation into what is said before each answer. Another model's answers and tools are left out."""
-    turns: list[list[Message]] = []
-    said: list[Message] = []
-    for message in messages:
-        if message["role"] not in ("assistant", "tool"):
-            said.append(message)
-        if message["role"] == "user":
-            turns.append(said)
-            said = []
-    return turns
 
 
 def _assemble(context: StageContext, prompts: Path, parts: Path) -> dict[str, Any]:

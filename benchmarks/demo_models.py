@@ -21,7 +21,7 @@ from rich.table import Table
 
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
-from fledge.engine.llm import choose_device
+from fledge.devices import choose_device
 from fledge.training.data.conversations import Skipped
 from fledge.training.evaluation import Question, Turn, answer_questions, measure, read_questions, release, spread
 from fledge.training.recipe import DataSection, EvalSection, Recipe, TargetSection
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--depths", type=int, nargs="+", default=[5, 7, 10])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, as stored on a GPU")
+    parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, as stored on a GPU")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS.values()))
     parser.add_argument("--target", default=TARGET)
@@ -47,10 +47,9 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
-    dtype = options.dtype or ("auto" if device.type == "cuda" else "float32")
     recipe = Recipe(
         output="unused",
-        target=TargetSection(path=options.target, dtype=dtype),
+        target=TargetSection(path=options.target, dtype=options.dtype),
         data=DataSection(sources=("unused",)),
         eval=EvalSection(max_tokens=options.max_tokens, max_num_seqs=32),
         device=options.device,
@@ -60,7 +59,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "target": options.target,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "dtype": dtype,
+        "dtype": options.dtype,
         "torch": torch.__version__,
         "max_tokens": options.max_tokens,
         "prompts_of_each_set": options.prompts,

@@ -8,8 +8,6 @@ import json
 import os
 import statistics
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
 from fledge.kernels.draft_loss import DraftLoss, draft_loss, draft_loss_reference, draft_loss_triton
+from tests.gpu.script import run_checks
 from tests.unit.kernels import draft_loss_cases as cases
 from tests.unit.kernels.draft_loss_cases import KINDS, Case
 
@@ -210,18 +209,8 @@ if "pytest" in sys.modules:
 
 
 def main(arguments: list[str]) -> int:
-    failed = 0
-    for name, function in CHECKS.items():
-        torch.manual_seed(0)
-        begin = time.time()
-        try:
-            function()
-            verdict = "ok"
-        except Exception:
-            failed += 1
-            verdict = "FAILED\n" + traceback.format_exc(limit=-3)
-        torch.cuda.empty_cache()
-        print(f"{name}: {verdict} ({time.time() - begin:.1f} s)", flush=True)
+    failed = run_checks(CHECKS, [part for part in arguments if not part.startswith("--")])
+    torch.cuda.empty_cache()
     if "--checks" not in arguments:
         print(json.dumps(measurements(ROWS, VOCAB)), flush=True)
     return failed

@@ -10,8 +10,6 @@ import copy
 import os
 import random
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,13 +25,15 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.reference import Speculation
 from fledge.decoding.sampling import adjust_logits, distribution
-from fledge.engine.engine import Engine, EngineConfig
+from fledge.engine.engine import Engine
 from fledge.engine.request import Request
+from fledge.engine.sizing import EngineConfig
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
+from tests.gpu.script import run_checks
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 GPU = "cuda"
@@ -311,26 +311,8 @@ if "pytest" in sys.modules:
             CHECKS[name]()
 
 
-def main(parts: list[str]) -> int:
-    """Run the checks whose names contain one of `parts`, or all."""
-    failed = 0
-    for name, function in CHECKS.items():
-        if parts and not any(part in name for part in parts):
-            continue
-        torch.manual_seed(0)
-        begin = time.time()
-        try:
-            with torch.no_grad():
-                function()
-            verdict = "ok"
-        except Exception:
-            failed += 1
-            verdict = "FAILED\n" + traceback.format_exc(limit=-3)
-        print(f"{name}: {verdict} ({time.time() - begin:.1f} s)", flush=True)
-    return failed
-
-
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA device")
-    sys.exit(main(sys.argv[1:]))
+    with torch.no_grad():
+        sys.exit(run_checks(CHECKS, sys.argv[1:]))

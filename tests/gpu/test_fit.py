@@ -5,8 +5,6 @@ PYTHONPATH=src:. python tests/gpu/test_fit.py [check ...]
 
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from fledge.models.config import TargetConfig
 from fledge.training.recipe import Recipe
 from fledge.training.trainer import Trainer, TrainingInterrupted
 from tests.fit_cases import TARGET, final_weights, log_without_times, make_inputs, offline, run_capture, run_fit
+from tests.gpu.script import run_checks
 
 CHECKS: dict[str, Callable[[], None]] = {}
 TARGET_CONFIG: TargetConfig = replace(
@@ -158,23 +157,5 @@ if "pytest" in sys.modules:
         CHECKS[name]()
 
 
-def main(parts: list[str]) -> int:
-    """Run the checks whose names contain one of `parts`, or all."""
-    failed = 0
-    for name, function in CHECKS.items():
-        if parts and not any(part in name for part in parts):
-            continue
-        torch.manual_seed(0)
-        begin = time.time()
-        try:
-            function()
-            verdict = "ok"
-        except Exception:
-            failed += 1
-            verdict = "FAILED\n" + traceback.format_exc(limit=-3)
-        print(f"{name}: {verdict} ({time.time() - begin:.1f} s)", flush=True)
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_checks(CHECKS, sys.argv[1:]))

@@ -5,8 +5,6 @@ PYTHONPATH=src:. python tests/gpu/test_kernels.py
 
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -16,6 +14,7 @@ if torch.cuda.is_available():
 
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
+from tests.gpu.script import run_checks
 from tests.unit.kernels import cases
 
 GPU = "cuda"
@@ -188,23 +187,5 @@ if "pytest" in sys.modules:
         CHECKS[name]()
 
 
-def main(parts: list[str]) -> int:
-    """Run the checks whose names contain one of `parts`, or all."""
-    failed = 0
-    for name, function in CHECKS.items():
-        if parts and not any(part in name for part in parts):
-            continue
-        torch.manual_seed(0)
-        begin = time.time()
-        try:
-            function()
-            verdict = "ok"
-        except Exception:
-            failed += 1
-            verdict = "FAILED\n" + traceback.format_exc(limit=-3)
-        print(f"{name}: {verdict} ({time.time() - begin:.1f} s)", flush=True)
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_checks(CHECKS, sys.argv[1:]))

@@ -4,8 +4,6 @@ PYTHONPATH=src:. python tests/gpu/test_training.py
 """
 
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,6 +22,7 @@ from fledge.training.batch import PackedBatch
 from fledge.training.teacher import Teacher, TeacherLogits
 from fledge.training.ttt import TttResult, TttSettings, unroll
 from fledge.training.ttt_attention import TttStorage
+from tests.gpu.script import run_checks
 from tests.unit.training.ttt_cases import Document, pack
 
 GPU = "cuda"
@@ -248,23 +247,5 @@ if "pytest" in sys.modules:
         CHECKS[name]()
 
 
-def main(parts: list[str]) -> int:
-    """Run the checks whose names contain one of `parts`, or all."""
-    failed = 0
-    for name, function in CHECKS.items():
-        if parts and not any(part in name for part in parts):
-            continue
-        torch.manual_seed(0)
-        begin = time.time()
-        try:
-            function()
-            verdict = "PASS"
-        except Exception:
-            failed += 1
-            verdict = "FAILED\n" + traceback.format_exc(limit=-4)
-        print(f"{name}: {verdict} ({time.time() - begin:.1f} s)", flush=True)
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_checks(CHECKS, sys.argv[1:]))

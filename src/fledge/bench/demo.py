@@ -50,22 +50,10 @@ def load_contenders(settings: Show) -> list[Contender]:
     """No speculation first: it is what the others are measured against."""
     configs: dict[str, Mapping[str, Any] | None] = {"no speculation": None}
     configs |= {name: {"model": m, "num_speculative_tokens": settings.depth} for name, m in DRAFTERS.items()}
-    # One prompt a time, and float32 on a CPU, where bfloat16 is slower on most machines and rounds in other places.
     options: dict[str, Any] = {"device": settings.device, "max_num_seqs": 1, "enable_prefix_caching": False}
-    on_gpu = _is_gpu(settings.device)
     return [
-        Contender(
-            name=name,
-            llm=LLM(TARGET, speculative_config=config, dtype="auto" if on_gpu else "float32", **options),
-        )
-        for name, config in configs.items()
+        Contender(name=name, llm=LLM(TARGET, speculative_config=config, **options)) for name, config in configs.items()
     ]
-
-
-def _is_gpu(device: str) -> bool:
-    from fledge.engine.llm import choose_device  # noqa: PLC0415
-
-    return choose_device(device).type == "cuda"
 
 
 def stream_answers(contenders: Sequence[Contender], settings: Show, console: Console) -> bool:

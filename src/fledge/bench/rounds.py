@@ -11,7 +11,8 @@ import torch
 
 from fledge.bench.shapes import SHAPES, make_pair
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine, EngineConfig
+from fledge.engine.engine import Engine
+from fledge.engine.sizing import EngineConfig
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel

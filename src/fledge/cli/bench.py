@@ -35,7 +35,7 @@ def rounds(
     from rich.table import Table  # noqa: PLC0415
 
     from fledge.bench import rounds as measure  # noqa: PLC0415
-    from fledge.engine.llm import choose_device, choose_dtype  # noqa: PLC0415
+    from fledge.devices import choose_device, choose_dtype  # noqa: PLC0415
     from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
 
     place = choose_device(device)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fledge.devices import choose_device
 from fledge.errors import ConfigError
 
 Kind = Literal["ddp", "fsdp2"]
@@ -158,16 +159,3 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     set_optimizer_state_dict(model, optimizer, state, options=_SPREAD)
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is a GPU if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device: found {name!r}, allowed is auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch sees no GPU here")
-    return device

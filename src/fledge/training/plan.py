@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fledge.checkpoints.source import resolve
+from fledge.devices import choose_device
 from fledge.training.capture import DTYPES, target_config
 from fledge.training.costs import FitShape, target_flops_per_token, target_parameter_count
 from fledge.training.data.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
@@ -23,7 +24,6 @@ from fledge.training.data.packing import packed_rows
 from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError
 from fledge.training.data.store import TokenStore
 from fledge.training.drafter_setup import drafter_config
-from fledge.training.parallel import choose_device
 from fledge.training.pipeline import StageState, all_stages, stage_states
 from fledge.training.recipe import Recipe
 from fledge.training.stages.fit import compute_dtype

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.devices import choose_device
 from fledge.errors import ConfigError
-from fledge.training.parallel import Workers, choose_device
+from fledge.training.parallel import Workers
 from fledge.training.recipe import Recipe
 from fledge.training.trainer import Trainer, TrainingInterrupted
 from tests.fit_cases import final_weights, log_without_times, make_inputs, run_fit

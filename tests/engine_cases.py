@@ -15,10 +15,11 @@ from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
 from fledge.engine.choosing import Choosing
-from fledge.engine.engine import Engine, EngineConfig, Update
+from fledge.engine.engine import Engine, Update
 from fledge.engine.graphs import CapturedRound, RoundGraphs, RoundShape
 from fledge.engine.request import Request
 from fledge.engine.round import RoundOutcome
+from fledge.engine.sizing import EngineConfig
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel

@@ -12,6 +12,7 @@ def test_it_shows_the_same_tokens_three_ways(tmp_path: Path) -> None:
     done = fledge("demo", *QUICK, "What is a list in Python?", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Lossless: the same" in done.stdout
+    assert "1 prompt, greedy" in done.stdout
     for name in ("no speculation", "EAGLE-3", "EAGLE-3.1", "acceptance length"):
         assert name in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -31,3 +32,4 @@ def test_bad_options_are_one_line(tmp_path: Path) -> None:
         done = fledge("demo", *options, cwd=tmp_path)
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert done.stdout == ""

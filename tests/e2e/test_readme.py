@@ -3,6 +3,11 @@
 import contextlib
 import re
 import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -31,6 +36,9 @@ def commands(text: str) -> list[list[str]]:
 
 def run_command(words: list[str], directory: Path) -> None:
     assert not SHELL_SYNTAX & set(words), f"cannot be run by this test: {shlex.join(words)}"
+    if words[:2] == ["fledge", "serve"]:
+        serve(words[2:], directory)
+        return
     if words[0] == "fledge":
         done = fledge(*words[1:], cwd=directory)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
@@ -42,6 +50,29 @@ def run_command(words: list[str], directory: Path) -> None:
         assert set(words[1:]) <= set(targets), f"the Makefile has no such target: {shlex.join(words)}"
     if words[0] == "python":
         assert words[1:3] in (["-m", "venv"], ["-m", "pip"]), f"should be run, not skipped: {shlex.join(words)}"
+
+
+def serve(options: list[str], directory: Path) -> None:
+    """Start the service, wait until it is well, and end it as systemd would."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "fledge", "serve", *options, "--port", str(port)]
+    process = subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+                assert answer.status == 200
+                break
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.1)
+        else:
+            pytest.fail("it never answered")
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(name="newcomer", scope="module")

@@ -85,6 +85,8 @@ def test_the_directory_is_complete(run: Path) -> None:
     card = (drafter / "README.md").read_text()
     assert "vllm serve" in card
     assert "Lossless: all" in card
+    for path in drafter.iterdir():  # the command had the recipe's absolute path
+        assert str(run).encode() not in path.read_bytes(), path.name
 
 
 def test_a_second_start_skips_everything(run: Path) -> None:

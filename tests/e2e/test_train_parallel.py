@@ -31,6 +31,7 @@ def test_two_processes_agree_with_one(alone: Path, tmp_path: Path, kind: str) ->
     recipe = write_run(tmp_path, regenerate={"enabled": False}, fit={"parallel": kind}, eval={"enabled": False})
     done = train(str(recipe), processes=2)
     assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr
     assert done.stderr.count("prepare: started") == 1  # the first process only
     assert "Not evaluated" in done.stdout
     assert done.stdout.count("The drafter is in") == 1

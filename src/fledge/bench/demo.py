@@ -117,7 +117,8 @@ def report(contenders: Sequence[Contender], settings: Show) -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any]) -> Table:
-    title = f"{figures['prompts']} prompts, greedy, one at a time, {figures['depth']} tokens drafted ahead"
+    prompts = "1 prompt" if figures["prompts"] == 1 else f"{figures['prompts']} prompts"
+    title = f"{prompts}, greedy, one at a time, {figures['depth']} tokens drafted ahead"
     out = Table(title=title, title_justify="left")
     out.add_column("")
     for name in ("tokens/s", "speed", "acceptance length", "accepted by depth"):

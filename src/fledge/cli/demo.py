@@ -43,8 +43,8 @@ def demo(
         prompts=tuple(prompt or shown.PROMPTS), depth=depth, max_tokens=max_tokens, repeats=repeats, device=device
     )
     console = Console(highlight=False, stderr=as_json)
+    contenders = shown.load_contenders(settings)  # refuses what cannot be run
     console.print(INTRODUCTION)
-    contenders = shown.load_contenders(settings)
     identical = shown.stream_answers(contenders, settings, console)
     with console.status("timing"):
         shown.time_answers(contenders, settings)

@@ -11,6 +11,7 @@ from fledge.cli.demo import demo
 from fledge.cli.drift import drift
 from fledge.cli.generate import generate
 from fledge.cli.inspect import inspect
+from fledge.cli.serve import ServeCommand, serve
 from fledge.cli.train import train
 from fledge.errors import FledgeError
 from fledge.version import __version__
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(generate)
+app.command(cls=ServeCommand)(serve)
 app.command()(inspect)
 app.command()(convert)
 app.command()(train)

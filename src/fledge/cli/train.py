@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fledge.checkpoints.bundled import bundled_directory
 from fledge.errors import FledgeError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _print_plan(recipe: "Recipe", plan: "Plan") -> None:
     what = {
         "prepare": f"{about}{size}",
         "regenerate": f"{about}{plan.regenerate['tokens']:,} tokens" if recipe.regenerate.enabled else "off",
-        "vocab": f"{recipe.vocab.size:,} tokens" if recipe.vocab.size else "the target's whole vocabulary",
+        "vocab": f"{plan.vocab['size']:,} tokens" if plan.vocab["size"] else "the target's whole vocabulary",
         "capture": f"{about}{gigabytes(capture['bytes'])} to disk ({gigabytes(capture['disk_free'])} free)"
         if capture["mode"] == "offline"
         else f"online: nothing on disk (offline would be {gigabytes(capture['bytes_per_token'])} per token)",
@@ -158,7 +159,7 @@ def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
     console = Console(highlight=False, soft_wrap=True)
     if report.drafter is None:
         done = ", ".join(report.ran) or "nothing was left to do"
-        console.print(f"Done: {done}. There is no drafter yet: the stages after that have not run.")
+        console.print(f"Done: {done}. There is no drafter of this recipe yet: later stages have not run.")
         return
     summary = report.summaries["eval"]
     if summary["evaluated"]:
@@ -183,7 +184,8 @@ def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
     console.print(f"The drafter is in {report.drafter} ({summary['best']}; README.md is its model card).")
     console.print("Serve it:", style="bold")
     target, depth = recipe.target.path, recipe.fit.depth
-    console.print(f"  vllm serve {target} --speculative-config '{config}'", markup=False)
+    directory = bundled_directory(target) or target  # vLLM does not know the bundled names
+    console.print(f"  vllm serve {directory} --speculative-config '{config}'", markup=False)
     console.print(
         f"  fledge generate --target {target} --drafter {report.drafter} --depth {depth} --chat 'Hello'", markup=False
     )

@@ -22,11 +22,16 @@ class Answer:
         return self.stopped_by_string or self.request.finish_reason is not None
 
     def take(self, update: Update) -> list[int]:
-        """Add an update's tokens, up to the one that completes a stop string; return those added."""
+        """Add an update's tokens, up to the one that completes a stop string; return those added.
+
+        As in vLLM, a stop id that ends the answer is one of its tokens but not of its text, unless that was asked for.
+        """
         taken = update.tokens
+        request, last = self.request, len(update.tokens)
+        silent = request.finish_reason == "stop" and not request.params.include_stop_str_in_output
         if self._stream is not None:
             for count, token in enumerate(update.tokens, start=1):
-                if self._stream.push(token):
+                if self._stream.push(token, silent=silent and count == last and token in request.stop_ids):
                     self.stopped_by_string = True
                     taken = update.tokens[:count]
                     break
@@ -44,8 +49,9 @@ class Answer:
     def completion(self, eos_ids: tuple[int, ...]) -> CompletionOutput:
         reason = "stop" if self.stopped_by_string else self.request.finish_reason
         stop_reason: int | str | None = self._stream.stop_string if self._stream is not None else None
-        if stop_reason is None and reason == "stop" and self.token_ids[-1] not in eos_ids:
-            stop_reason = self.token_ids[-1]  # a stop id; as in vLLM, the target's own end of text is no reason
+        # As in vLLM, the target's own end of text is no reason. Nor is a constraint that is complete.
+        if stop_reason is None and reason == "stop" and self.token_ids[-1] in self.request.stop_ids - set(eos_ids):
+            stop_reason = self.token_ids[-1]
         logprobs = tuple(self.request.logprobs[: len(self.token_ids)])
         return CompletionOutput(
             index=self.index,

@@ -1,7 +1,8 @@
 """Who decides the target's tokens in a round.
 
 `DeviceChooser` needs nothing from the host and is what fast rounds use. `Watcher` adds what only the host knows:
-penalties, biases, stop ids held back, log-probabilities. Both end in `decoding.sampling`, as the reference loop does.
+penalties, biases, stop ids held back, grammars, log-probabilities. Both end in `decoding.sampling`, as the reference
+loop does.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits, choose, distribution, greedy
 from fledge.decoding.tree import DraftTree, visibility
+from fledge.engine.constraint import Masks, masks_of
 from fledge.engine.request import Request, TokenLogprobs
 from fledge.engine.row_state import RowState
 from fledge.kernels.argmax import argmax_rows
@@ -146,7 +148,8 @@ class Watcher:
             device=state.device,
         ).repeat(depths.shape[1])
         self._history = _history(requests, state, vocab_size, drafts) if self._sampling.any_penalty else None
-        self._forbidden = _forbidden(requests, state, vocab_size, depths)
+        early_stops = _forbidden(requests, state, vocab_size, depths)
+        self._forbidden = _outside_grammar(masks_of(requests, drafts), early_stops, state, rows=depths.shape[1])
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         self._top = max(wanted, default=None)
 
@@ -218,3 +221,25 @@ def _forbidden(requests: list[Request], state: RowState, vocab_size: int, depths
     missing = state.tensor([request.params.min_tokens - request.num_output for request in requests])
     early = depths < missing[:, None]  # [requests, rows]
     return (early[:, :, None] & stops.to(state.device)[:, None]).flatten(0, 1)
+
+
+def _outside_grammar(masks: list[Masks | None], forbidden: Tensor | None, state: RowState, rows: int) -> Tensor | None:
+    """Add what grammars refuse to `forbidden`, bool [requests * rows, vocab] or None; return the same.
+
+    Where a grammar leaves nothing but an end that `min_tokens` holds back, the grammar is right.
+    """
+    found = [
+        (i * rows + row, mask)
+        for i, of_request in enumerate(masks)
+        for row, mask in enumerate(of_request or ())
+        if mask is not None
+    ]
+    if not found:
+        return forbidden
+    index = state.tensor([place for place, _ in found])
+    refused = ~torch.stack([mask for _, mask in found]).to(state.device)
+    if forbidden is None:
+        forbidden = refused.new_zeros(len(masks) * rows, refused.shape[1])
+    both = forbidden[index] | refused
+    forbidden[index] = torch.where(both.all(-1, keepdim=True), refused, both)
+    return forbidden

@@ -17,17 +17,19 @@ from fledge.models.drafter.base import DraftStates
 
 def propose(
     models: RoundModels, state: RowState, rows: Tensor, settled: DraftStates, places: DraftPlaces, depth: int
-) -> None:
-    """Draft for `rows` [batch] from the drafter's states [batch, hidden] at their last settled rows."""
+) -> Tensor:
+    """Draft for `rows` [batch] from the drafter's states [batch, hidden] at their last settled rows.
+
+    Returns states of the deepest drafts, [batch, n]: what went wrong on the way to them shows there as NaN.
+    """
     if models.tree is not None:
-        _draft_trees(models, state, rows, settled, depth, models.tree)
-    else:
-        _draft_chains(models, state, rows, settled, places, depth)
+        return _draft_trees(models, state, rows, settled, depth, models.tree)
+    return _draft_chains(models, state, rows, settled, places, depth)
 
 
 def _draft_chains(
     models: RoundModels, state: RowState, rows: Tensor, states: DraftStates, places: DraftPlaces, depth: int
-) -> None:
+) -> Tensor:
     drafter, cache = models.require_drafter()
     tokens: list[Tensor] = []
     for step in range(depth):
@@ -40,12 +42,14 @@ def _draft_chains(
         else:
             tokens.append(drafter.to_target_ids(argmax_rows(drafter.logits(states.head))))
     state.drafts[rows, :depth] = torch.stack(tokens, dim=1)
+    return states.head
 
 
 def _sample(models: RoundModels, state: RowState, rows: Tensor, head: Tensor, step: int) -> Tensor:
     """Draw one draft for each row at its temperature, and keep the distribution it came from."""
     drafter, _ = models.require_drafter()
-    logits = drafter.full_vocab_logits(head).float()
+    # A drafter gone wrong must still draft from a distribution, or rejection would not be lossless.
+    logits = drafter.full_vocab_logits(head).float().nan_to_num(posinf=1e30, neginf=-torch.inf)
     probs = (logits / state.temperature[rows, None]).softmax(-1)
     # A greedy request drafts its best token, with certainty.
     best = torch.zeros_like(probs).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
@@ -57,7 +61,7 @@ def _sample(models: RoundModels, state: RowState, rows: Tensor, head: Tensor, st
 
 def _draft_trees(
     models: RoundModels, state: RowState, rows: Tensor, states: DraftStates, depth: int, shape: TreeShape
-) -> None:
+) -> Tensor:
     """Grow a tree for each row, level by level.
 
     The rows of earlier levels are fed again with each level: attention is told who sees whom within one pass only,
@@ -105,6 +109,7 @@ def _draft_trees(
     state.tree_tokens[rows, :nodes] = tree.tokens
     state.tree_parents[rows, :nodes] = tree.parents
     state.tree_depths[rows, :nodes] = tree.depths
+    return head.flatten(1)
 
 
 def _with_children(mask: Tensor, origins: Tensor, *, width: int, previous: int) -> Tensor:

@@ -82,6 +82,7 @@ class RoundGraphs:
             tokens=outcome.tokens[:used],
             accepted=outcome.accepted[:used],
             drafted=outcome.drafted[:used],
+            health=outcome.health[:used],
             stamps=outcome.stamps,
         )
 

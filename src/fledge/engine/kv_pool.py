@@ -115,6 +115,13 @@ class KVPool:
         table.blocks.clear()
         table.keys.clear()
 
+    def forget(self, table: BlockTable) -> list[int]:
+        """Let nobody find the table's blocks any more: what is in them is wrong. Return the blocks nobody else has."""
+        for block in table.blocks:
+            if block in self._key_of:
+                del self._block_of[self._key_of.pop(block)]
+        return [block for block in table.blocks if self._references[block] == 1]
+
     def check_integrity(self, tables: Iterable[BlockTable] = ()) -> None:
         """Assert that every block is in exactly one state, and referenced exactly as `tables` reference it."""
         expected = [0] * self.num_blocks

@@ -16,9 +16,12 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
+from fledge.devices import choose_device, choose_dtype
 from fledge.engine.answer import Answer
-from fledge.engine.engine import Engine, EngineConfig
+from fledge.engine.constraint import ConstraintFactory
+from fledge.engine.engine import Engine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
+from fledge.engine.sizing import EngineConfig
 from fledge.engine.speculative_config import SpeculativeConfig
 from fledge.engine.text_stream import TextStream
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
@@ -28,8 +31,6 @@ from fledge.models.drafter.base import Drafter
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,16 @@ class LLM:
         kv_cache_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Load the models. `dtype` "auto" is the dtype the target is stored in; the drafter follows the target.
+        """Load the models. `dtype` "auto" is the dtype the target is stored in, on a CPU float32: CPUs compute
+        16-bit numbers more slowly. The drafter follows the target.
 
         The other names are vLLM's; `kv_cache_bytes` sizes the KV cache directly, on a GPU or a CPU.
         """
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
         directory = resolve(model)
-        self.target = load_target(directory, dtype=choose_dtype(dtype), device=choose_device(device))
+        place = choose_device(device)
+        precision = choose_dtype(dtype) or (torch.float32 if place.type == "cpu" else None)
+        self.target = load_target(directory, dtype=precision, device=place)
         self.tokenizer = load_tokenizer(directory)
         self.max_model_len = self._check_length(max_model_len)
         self.eos_ids = self._find_eos_ids()
@@ -105,25 +109,31 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        constraint: ConstraintFactory | Sequence[ConstraintFactory | None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several prompts together, in continuous batches.
 
-        A prompt is a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `progress` is
-        called with the number of finished and of all prompts.
+        A prompt is a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `constraint`, one
+        for all prompts or one for each, is called once for each answer (`fledge.server.structured` makes such from
+        schemas and grammars). `progress` is called with the number of finished and of all prompts.
         """
         several = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(several)
         if len(sampling_params) != len(several):
             raise ConfigError(f"{len(several)} prompts but {len(sampling_params)} sampling parameters")
+        if constraint is None or not isinstance(constraint, Sequence):
+            constraint = [constraint] * len(several)
+        if len(constraint) != len(several):
+            raise ConfigError(f"{len(several)} prompts but {len(constraint)} constraints")
         # All prompts are encoded and submitted, and so checked, before the first one runs.
         encoded = [self._encode(prompt) for prompt in several]
         outputs: list[RequestOutput | None] = [None] * len(several)
         waiting: dict[int, _Job] = {}
         try:
-            for prompt, ids, params in zip(several, encoded, sampling_params, strict=True):
-                waiting[len(waiting)] = self._submit(_text_of(prompt), ids, params)
+            for prompt, ids, params, made in zip(several, encoded, sampling_params, constraint, strict=True):
+                waiting[len(waiting)] = self._submit(_text_of(prompt), ids, params, made)
             while waiting:
                 self._advance()
                 for number in [number for number, job in waiting.items() if job.is_finished]:
@@ -173,16 +183,27 @@ class LLM:
         finally:
             self._forget([job])
 
-    def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> "_Job":
+    def _submit(
+        self,
+        text: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        constraint: ConstraintFactory | None = None,
+    ) -> "_Job":
         number = self._requests
         self._requests += 1
         drawn = self._seeds.getrandbits(63)
         answers = []
         for index in range(params.n):
             # Answers to one prompt must differ, and still follow from the seed.
-            seed = _next_int64(drawn if params.seed is None else params.seed, index)
+            seed = next_int64(drawn if params.seed is None else params.seed, index)
             request = self.engine.add_request(
-                f"{number}-{index}", prompt_ids, replace(params, seed=None, n=1), seed=seed, eos_ids=self.eos_ids
+                f"{number}-{index}",
+                prompt_ids,
+                replace(params, seed=None, n=1),
+                seed=seed,
+                eos_ids=self.eos_ids,
+                constraint=None if constraint is None else constraint(),
             )
             stream = None if self.tokenizer is None else TextStream(self.tokenizer, params)
             answers.append(Answer(request, stream, index))
@@ -293,7 +314,7 @@ class _Job:
         )
 
 
-def _next_int64(seed: int, index: int) -> int:
+def next_int64(seed: int, index: int) -> int:
     """Return seed + index, from the largest int64 on to the smallest."""
     return (seed + index + 2**63) % 2**64 - 2**63
 
@@ -319,25 +340,3 @@ def _warm_up(engine: Engine) -> None:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("capturing CUDA graphs", total=None)
         engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
-
-
-def choose_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of that name; None for "auto"."""
-    if name == "auto":
-        return None
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype: found {name!r}, allowed is auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is a GPU if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device: found {name!r}, allowed is auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch sees no GPU here")
-    return device

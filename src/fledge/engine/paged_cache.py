@@ -5,6 +5,7 @@
 attend, in two kernels a layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -47,6 +48,12 @@ class PagedCache:
         for side in (self.keys, self.values):
             flat = side.flatten(1, 2)  # [layers, slots, kv_heads, head_dim]: a view
             flat[:, destination] = flat[:, source]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Make blocks as good as new: what is not a number must not be left where masked rows are multiplied."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.keys.device)
+        for side in (self.keys, self.values):
+            side.index_fill_(1, index, 0)
 
     def store(self, heads: ProjectedHeads, spec: AttentionSpec, slots: Tensor) -> Tensor:
         """Finish the heads, write keys and values at `slots` [tokens], and return the query [tokens, heads, dim]."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from fledge.engine.choosing import Logprobs, Watcher
 from fledge.engine.draft_round import propose
 from fledge.engine.paged_cache import ChunkPass, PagedCache
+from fledge.engine.recovery import drafters_fault
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.scheduler import Chunk
@@ -17,30 +18,41 @@ from fledge.models.target.decoder import TargetStates
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillOutcome:
-    """What the host reads, one launch late: for the chunks that choose a token, in order."""
+class FirstTokens:
+    """For the chunks that choose a token, in order."""
 
     first_tokens: Tensor  # [choosing]
+    health: Tensor  # [choosing] sums of the target's hidden states: finite where it works
     logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOutcome:
+    """What the host reads, one launch late."""
+
+    chosen: FirstTokens | None
+    drafts_health: Tensor | None  # [completing] the same for the drafter, where it drafted
 
 
 def run_prefill(
     models: RoundModels, state: RowState, chunks: list[Chunk], *, depth: int, vocab_size: int
-) -> PrefillOutcome | None:
+) -> PrefillOutcome:
     """Read `chunks`; draft `depth` tokens for those that complete. Updates the state of their rows."""
     batch = _ChunkBatch(chunks, state, models.block_size)
     drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
     aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
     states = models.target(batch.tokens, batch.positions, batch.storage(models.target_cache), aux_layer_ids)
-    outcome = None
+    chosen = None
     if any(chunk.chooses for chunk in chunks):
-        outcome = _choose(models, state, batch, states, vocab_size)
-        batch.fill_in(outcome.first_tokens)
+        chosen = _choose(models, state, batch, states, vocab_size)
+        batch.fill_in(chosen.first_tokens)
     if any(chunk.completes for chunk in chunks):
         _settle(state, batch)
+    drafts_health = None
     if drafter is not None:
-        _extend_drafter(models, state, batch, states, depth)
-    return outcome
+        with drafters_fault():
+            drafts_health = _extend_drafter(models, state, batch, states, depth)
+    return PrefillOutcome(chosen=chosen, drafts_health=drafts_health)
 
 
 class _ChunkBatch:
@@ -90,13 +102,15 @@ class _ChunkBatch:
 
 def _choose(
     models: RoundModels, state: RowState, batch: _ChunkBatch, states: TargetStates, vocab_size: int
-) -> PrefillOutcome:
+) -> FirstTokens:
     """Choose the token after each prompt that is complete."""
     watcher = Watcher([batch.chunks[i].request for i in batch.choosing], state, vocab_size)
-    logits = models.target.logits(states.final[batch.ends(batch.choosing)])
+    final = states.final[batch.ends(batch.choosing)]
+    logits = models.target.logits(final)
     first_tokens = watcher.choices(logits, state.tensor([batch.chunks[i].end for i in batch.choosing]))
     watcher.note(logits, first_tokens)
-    return PrefillOutcome(first_tokens=first_tokens, logprobs=watcher.logprobs)
+    health = final.sum(-1, dtype=torch.float32)
+    return FirstTokens(first_tokens=first_tokens, health=health, logprobs=watcher.logprobs)
 
 
 def _settle(state: RowState, batch: _ChunkBatch) -> None:
@@ -107,16 +121,21 @@ def _settle(state: RowState, batch: _ChunkBatch) -> None:
     state.draft_count.index_fill_(0, rows, 0)
 
 
-def _extend_drafter(models: RoundModels, state: RowState, batch: _ChunkBatch, states: TargetStates, depth: int) -> None:
+def _extend_drafter(
+    models: RoundModels, state: RowState, batch: _ChunkBatch, states: TargetStates, depth: int
+) -> Tensor | None:
     drafter, cache = models.require_drafter()
     out = drafter(batch.following, drafter.fuse(states), batch.positions, batch.storage(cache))
     if not batch.completing or depth == 0:
-        return
+        return None
     rows, ends = batch.rows(batch.completing), batch.ends(batch.completing)
     length = state.length[rows]
     places = draft_places(length, state.block_tables[rows], depth=depth, block_size=models.block_size)
-    propose(models, state, rows, DraftStates(head=out.head[ends], feature=out.feature[ends]), places, depth)
-    state.draft_count[rows] = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
+    settled = DraftStates(head=out.head[ends], feature=out.feature[ends])
+    deepest = propose(models, state, rows, settled, places, depth)
+    room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
+    state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
+    return deepest.sum(-1, dtype=torch.float32)
 
 
 def _slots(chunk: Chunk, block_size: int) -> list[int]:

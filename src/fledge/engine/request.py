@@ -3,11 +3,17 @@
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.kv_pool import BlockTable
+
+if TYPE_CHECKING:
+    from fledge.engine.constraint import TokenConstraint
+
+
+UNLIMITED = 2**31 - 1
 
 
 class Phase(StrEnum):
@@ -39,7 +45,9 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     max_length: int  # of prompt and answer together
-    draft_until: int  # no drafting for positions from here on
+    draft_until: int  # no drafting for positions from here on; 0: no speculation at all
+    draft_limit: int = UNLIMITED  # no more drafts than this in a round
+    constraint: "TokenConstraint | None" = None  # what the answer may look like; at the state after `tokens`
 
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
@@ -49,6 +57,8 @@ class Request:
     settled: int = 0  # positions whose target and drafter rows are final
     in_flight: int = 0
     finish_reason: str | None = None
+    failure: str | None = None  # why it ends with "error"
+    failures: int = 0  # steps with it in them that failed, and nobody knows why
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     rounds: list[RoundRecord] = field(default_factory=list)  # what `acceptance` counts, one by one
@@ -56,6 +66,7 @@ class Request:
     cached_tokens: int = 0  # of the prompt, found in the pool when it was admitted
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None  # for the first time
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -84,23 +95,40 @@ class Request:
     def is_watched(self) -> bool:
         """Whether the host must see each round before the next: its choices depend on the tokens before."""
         p = self.params
+        if self.constraint is not None:
+            return True
         penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
         return penalised or p.logit_bias is not None or p.min_tokens > 0 or p.logprobs is not None
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Take over tokens up to the first that ends the answer; return those taken."""
+        """Take over tokens up to the first that ends the answer; return those taken.
+
+        An answer also ends where its constraint is complete: only an end of text could follow.
+        """
         limit = self.max_length
         if self.params.max_tokens is not None:
             limit = min(limit, len(self.prompt) + self.params.max_tokens)
         for count, token in enumerate(tokens, start=1):
+            if not self._constraint_takes(token):
+                self.finish_reason = "error"
+                return tokens[: count - 1]
             self.tokens.append(token)
-            if token in self.stop_ids:
+            if token in self.stop_ids or (self.constraint is not None and self.constraint.is_complete):
                 self.finish_reason = "stop"
             elif len(self.tokens) >= limit:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 return tokens[:count]
         return tokens
+
+    def _constraint_takes(self, token: int) -> bool:
+        """Move the constraint past a token. If it fails, or failed before, note why."""
+        if self.constraint is not None and self.failure is None:
+            try:
+                self.constraint.accept([token])
+            except Exception as error:  # it concerns this request and no other
+                self.failure = f"structured output: {str(error) or type(error).__name__}"
+        return self.failure is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from fledge.decoding.tree import visibility
 from fledge.engine.choosing import Chooser
 from fledge.engine.draft_round import propose
 from fledge.engine.paged_cache import RoundPass
+from fledge.engine.recovery import drafters_fault
 from fledge.engine.round_clock import Mark, RoundClock, mark
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
@@ -30,6 +31,7 @@ class RoundOutcome:
     tokens: Tensor  # [batch, depth + 1]: emitted tokens, then PADDING
     accepted: Tensor  # [batch]
     drafted: Tensor  # [batch]: how many drafts there were to accept
+    health: Tensor  # [batch, depth + 1 (+ 1 if it drafted)] sums of hidden states: finite where the models work
     stamps: Tensor | None  # [4] nanoseconds: begun, verified, accepted, drafted; None in rounds that are not timed
 
 
@@ -82,17 +84,25 @@ def run_round(
         length=state.length,
         draft_count=state.draft_count,
         draft_until=state.draft_until,
+        draft_limit=state.draft_limit,
         depth=draft,
         block_size=models.block_size,
     )
     mark(clock, Mark.ACCEPTED)
+    width = verify + 1
+    health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
+    final = verified.states.final.view(len(rows), width, -1)
+    torch.sum(final, -1, dtype=torch.float32, out=health[:, :width])
     if draft:
-        _extend_and_draft(models, state, rows, opened, verified, settled, draft)
+        with drafters_fault():
+            head = _extend_and_draft(models, state, rows, opened, verified, settled, draft)
+            torch.sum(head, -1, dtype=torch.float32, out=health[:, width])
     mark(clock, Mark.DRAFTED)
     return RoundOutcome(
         tokens=verified.tokens,
         accepted=verified.accepted,
         drafted=opened.drafted,
+        health=health,
         stamps=None if clock is None else clock.stamps,
     )
 
@@ -190,8 +200,8 @@ def _extend_and_draft(
     verified: _Verified,
     settled: SettledRound,
     depth: int,
-) -> None:
-    """Let the drafter read the settled rows, then draft from the last of them.
+) -> Tensor:
+    """Let the drafter read the settled rows, then draft from the last of them; return `propose`'s states.
 
     Row i pairs the feature at its position with the token emitted after it. Rows after the last settled one hold
     padding: they are computed because leaving them out would take longer, and overwritten while drafting.
@@ -202,4 +212,4 @@ def _extend_and_draft(
     out = drafter(settled.tokens, drafter.fuse(verified.states), opened.positions, storage)
     head = out.head[settled.last_rows]
     feature = head if out.feature is out.head else out.feature[settled.last_rows]
-    propose(models, state, rows, DraftStates(head=head, feature=feature), settled.places, depth)
+    return propose(models, state, rows, DraftStates(head=head, feature=feature), settled.places, depth)

@@ -40,6 +40,7 @@ class RowState:
         self.drafts = column(torch.int64, max_depth)
         self.draft_count = column(torch.int64)  # how many of `drafts` are there
         self.draft_until = column(torch.int64)  # no drafts for positions from here on; 0: no speculation at all
+        self.draft_limit = column(torch.int64)  # no more drafts than this in a round
         self.tree_tokens = column(torch.int64, tree_nodes)
         self.tree_parents = torch.full_like(self.tree_tokens, -1)
         self.tree_depths = torch.ones_like(self.tree_tokens)
@@ -57,6 +58,7 @@ class RowState:
         index = self.tensor(rows)
         params = [request.params for request in requests]
         self.draft_until[index] = self.tensor([request.draft_until for request in requests])
+        self.draft_limit[index] = self.tensor([request.draft_limit for request in requests])
         self.draft_count[index] = 0
         self.seed[index] = self.tensor([request.seed for request in requests])
         self.is_greedy[index] = self.tensor([p.is_greedy for p in params], torch.bool)

@@ -5,7 +5,9 @@ other: chunks of prompts, under a token budget so that they cannot hold up decod
 requests that are decoding.
 """
 
+import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fledge.engine.kv_pool import KVPool
@@ -36,6 +38,10 @@ class Plan:
     def is_empty(self) -> bool:
         return not self.chunks and not self.decoding
 
+    @property
+    def requests(self) -> list[Request]:
+        return [*(chunk.request for chunk in self.chunks), *self.decoding]
+
 
 class MustSettle(Exception):  # noqa: N818 - a signal, not an error
     """The plan needs tokens that are still in flight: read them and ask again."""
@@ -54,7 +60,9 @@ class Scheduler:
         self.max_depth = max_depth
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission: the last is the first to be preempted
+        self.held: list[Request] = []  # waiting, and not to be admitted for now
         self.preemptions = 0
+        self._is_gated = False
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._last_draft = 0
 
@@ -63,13 +71,17 @@ class Scheduler:
         """Slots a request needs beyond its known tokens: one unread round, one to run, and its drafts."""
         return 3 * (self.max_depth + 1) + self.scratch_slots
 
+    @property
+    def alive(self) -> list[Request]:
+        return [*self.running, *self.waiting, *self.held]
+
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        (self.held if self._is_gated else self.waiting).append(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it stands. What the device still computes for it is discarded."""
         if request.phase is Phase.WAITING:
-            self.waiting.remove(request)
+            (self.held if request in self.held else self.waiting).remove(request)
         elif request.phase is not Phase.FINISHED:
             self.running.remove(request)
             self._vacate(request)
@@ -96,14 +108,47 @@ class Scheduler:
         self._last_draft = depth
         return Plan(chunks=chunks, decoding=decoding, verify=verify, draft=depth)
 
+    def restart(self, alive: Iterable[Request]) -> None:
+        """Send everybody back to the queue, in the given order: what a failed step left of rows and blocks is void."""
+        self.running.clear()
+        self.waiting.clear()
+        self.held.clear()
+        self._is_gated = False
+        for request in alive:
+            if request.row is not None:
+                self._vacate(request)
+                request.preemptions += 1
+                self.preemptions += 1
+            request.phase = Phase.WAITING
+            self.waiting.append(request)
+
+    def hold_all_but(self, welcome: Sequence[Request]) -> None:
+        """Admit nobody but these, from now on."""
+        self._is_gated = True
+        self.held += [request for request in self.waiting if request not in welcome]
+        self.waiting = deque(request for request in self.waiting if request in welcome)
+
+    def let_in(self, request: Request) -> None:
+        """Admit this one too."""
+        if request in self.held:
+            self.held.remove(request)
+            self.waiting.append(request)
+
+    def let_everybody_in(self) -> None:
+        self._is_gated = False
+        self.waiting.extend(self.held)
+        self.held.clear()
+
     def check_integrity(self) -> None:
         self.pool.check_integrity(request.table for request in self.running)
         rows = [request.row for request in self.running]
         assert None not in rows
         assert len(set(rows) | set(self._free_rows)) == len(rows) + len(self._free_rows), "a row is owned twice"
         assert all(request.phase in (Phase.PREFILL, Phase.DECODE) for request in self.running)
-        assert all(request.phase is Phase.WAITING for request in self.waiting)
-        assert all(not request.table.blocks and request.row is None for request in self.waiting)
+        queued = [*self.waiting, *self.held]
+        assert all(request.phase is Phase.WAITING for request in queued)
+        assert all(not request.table.blocks and request.row is None for request in queued)
+        assert self._is_gated or not self.held
         assert all(0 <= request.settled < len(request.tokens) + 1 for request in self.running)
         assert all(request.in_flight >= 0 for request in self.running)
 
@@ -143,6 +188,7 @@ class Scheduler:
         request.settled, request.placed_blocks = cached, 0
         if request.preemptions == 0:
             request.cached_tokens = cached
+            request.admitted_at = time.perf_counter()
         request.phase = Phase.PREFILL
         self.running.append(request)
         return True

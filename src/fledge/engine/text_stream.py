@@ -24,11 +24,16 @@ class TextStream:
         self._stops = tuple(params.stop or ())
         self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
         self._released = 0
+        self._released_tokens = 0  # those that have nothing left to release
 
-    def push(self, token: int) -> bool:
-        """Add one token; return True if a stop string is complete, in which case the text is cut there."""
+    def push(self, token: int, *, silent: bool = False) -> bool:
+        """Add one token; return True if a stop string is complete, in which case the text is cut there.
+
+        A `silent` token adds no text.
+        """
         before = len(self.text)
-        self.text += self._stream.step(self._backend, token) or ""
+        if not silent:
+            self.text += self._stream.step(self._backend, token) or ""
         if len(self._ends) >= self._params.min_tokens:
             self._cut_at_stop_string(max(0, before - self._held_back))
         self._ends.append(len(self.text))
@@ -38,11 +43,14 @@ class TextStream:
         """Return the text that has become certain since the last call, as (token index, characters) pairs."""
         certain = len(self.text) if finished else max(self._released, len(self.text) - self._held_back)
         pieces: list[tuple[int, str]] = []
-        start = 0
-        for index, end in enumerate(self._ends):
+        start = self._ends[self._released_tokens - 1] if self._released_tokens else 0
+        for index in range(self._released_tokens, len(self._ends)):
+            end = self._ends[index]
             low, high = max(start, self._released), min(end, certain)
             if low < high:
                 pieces.append((index, self.text[low:high]))
+            if end <= certain:
+                self._released_tokens = index + 1
             start = end
         self._released = certain
         return pieces

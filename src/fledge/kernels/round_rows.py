@@ -1,9 +1,9 @@
 """The bookkeeping at both ends of a round, one launch each: what goes in, and what came out.
 
 Without these a round spends as many launches on indices as on a layer. `rows` [batch] are indices into the row state,
-whose tensors have one row for each request: last_token, length, draft_count, draft_until [requests], drafts [requests,
-max_depth], block_tables [requests, max_blocks]. Integers only: kernel and reference agree exactly. Several entries of
-`rows` may name the same row (padding); what is then left in that row is one of the values written.
+whose tensors have one row for each request: last_token, length, draft_count, draft_until, draft_limit [requests],
+drafts [requests, max_depth], block_tables [requests, max_blocks]. Integers only: kernel and reference agree exactly.
+Several entries of `rows` may name the same row (padding); what is then left in that row is one of the values written.
 """
 
 from dataclasses import dataclass
@@ -82,12 +82,14 @@ def settle_round(
     length: Tensor,
     draft_count: Tensor,
     draft_until: Tensor,
+    draft_limit: Tensor,
     depth: int,
     block_size: int,
 ) -> SettledRound:
     """Write the outcome (tokens [batch, width], accepted [batch]) into the row state and lay out the next drafts.
 
-    A row may have `depth` drafts, as far as they and the token after them lie before its `draft_until`.
+    A row may have `depth` drafts, but no more than its `draft_limit`, as far as they and the token after them lie
+    before its `draft_until`.
     """
     if runs_triton(rows):
         return _settle_round_triton(
@@ -99,6 +101,7 @@ def settle_round(
             length,
             draft_count,
             draft_until,
+            draft_limit,
             depth=depth,
             block_size=block_size,
         )
@@ -106,7 +109,8 @@ def settle_round(
     new_length = opened.context + accepted + 1
     last_token[rows] = tokens.gather(1, accepted[:, None]).squeeze(1)
     length[rows] = new_length
-    draft_count[rows] = (draft_until[rows] - new_length - 2).clamp(min=0, max=depth)
+    room = (draft_until[rows] - new_length - 2).clamp(min=0, max=depth)
+    draft_count[rows] = torch.minimum(room, draft_limit[rows])
     return SettledRound(
         tokens=tokens.clamp(min=0).flatten(),
         last_rows=torch.arange(batch, device=rows.device) * width + accepted,
@@ -185,6 +189,7 @@ def _settle_round_triton(
     length: Tensor,
     draft_count: Tensor,
     draft_until: Tensor,
+    draft_limit: Tensor,
     *,
     depth: int,
     block_size: int,
@@ -207,6 +212,7 @@ def _settle_round_triton(
         length,
         draft_count,
         draft_until,
+        draft_limit,
         settled.tokens,
         settled.last_rows,
         places.positions,
@@ -282,6 +288,7 @@ def _settle_kernel(
     length_ptr,
     draft_count_ptr,
     draft_until_ptr,
+    draft_limit_ptr,
     tokens_ptr,
     last_rows_ptr,
     positions_ptr,
@@ -301,7 +308,8 @@ def _settle_kernel(
     length = tl.load(context_ptr + entry) + accepted + 1
     room = tl.load(draft_until_ptr + row) - length - 2
     tl.store(length_ptr + row, length)
-    tl.store(draft_count_ptr + row, tl.minimum(tl.maximum(room, 0), depth))
+    most = tl.minimum(tl.load(draft_limit_ptr + row), depth)
+    tl.store(draft_count_ptr + row, tl.minimum(tl.maximum(room, 0), most))
     tl.store(last_rows_ptr + entry, entry * WIDTH + accepted)
 
     place = tl.arange(0, BLOCK)

@@ -158,7 +158,8 @@ def _data(provenance: Mapping[str, Any]) -> str:
     shown = []
     for stage in ("prepare", "regenerate", "vocab"):
         for key, value in provenance["summaries"].get(stage, {}).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            # No zeros: where the target answers, `prepare` has no answer tokens, and that says nothing.
+            if isinstance(value, int | float) and not isinstance(value, bool) and value:
                 shown.append([stage, key.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:.4g}"])
     parts = ["## Data", whose, _table(["file", "digest", "used for"], rows)]
     return "\n\n".join([*parts, _table(["stage", "", ""], shown)] if shown else parts)
@@ -175,11 +176,11 @@ def _training(recipe: Recipe, config: DrafterConfig, provenance: Mapping[str, An
         facts.append(f"reads the inputs of the target's blocks {', '.join(map(str, config.aux_layer_ids))}")
     facts.append(f"{recipe.fit.depth} draft steps unrolled (training-time test), loss {recipe.fit.loss}")
     for key, value in provenance["summaries"].get("fit", {}).items():
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool):
             facts.append(
                 f"{key.replace('_', ' ')}: {value:,.4g}"
                 if isinstance(value, float)
-                else f"{key.replace('_', ' ')}: {value}"
+                else f"{key.replace('_', ' ')}: {value:,}"
             )
     text = "## Training\n\n" + "\n".join(f"- {fact}" for fact in facts)
     return text + (

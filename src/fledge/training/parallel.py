@@ -4,6 +4,7 @@ Every process has its own rows of each step. Losses are divided by what the whol
 summed over processes; DDP and FSDP2 average them, which `Workers.scale` undoes.
 """
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,10 @@ from fledge.devices import choose_device
 from fledge.errors import ConfigError
 
 Kind = Literal["ddp", "fsdp2"]
+
+# Buffers never change in training. Torch 2.13 has a new name for the option, and warns of the old one.
+_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+_KEEP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +118,8 @@ class Workers:
             return model
         if kind == "ddp":
             devices = [self.device.index] if self.device.type == "cuda" else None
-            return DistributedDataParallel(
-                model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            options: dict[str, Any] = {_KEEP_BUFFERS: False, "gradient_as_bucket_view": True}
+            return DistributedDataParallel(model, device_ids=devices, **options)
         # One group: a drafter is a layer or two, and draft steps use every one of them several times in a pass.
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
         mesh = init_device_mesh(self.device.type, (self.world,))

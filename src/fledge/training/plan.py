@@ -71,6 +71,7 @@ class Plan:
     stages: list[dict[str, Any]]
     data: dict[str, Any]
     regenerate: dict[str, Any]
+    vocab: dict[str, Any]
     capture: dict[str, Any]
     fit: dict[str, Any]
     eval: dict[str, Any]
@@ -117,6 +118,7 @@ def make_plan(recipe: Recipe, *, probe: Probe | None = None) -> Plan:
         stages=[{"stage": name, "key": state.key, "state": _state(state)} for name, state in states.items()],
         data={name: getattr(data, name) for name in ("exact", "how", "examples", "tokens", "answer_tokens")},
         regenerate={"enabled": recipe.regenerate.enabled, "tokens": new_tokens, "seconds": new_tokens * decode_seconds},
+        vocab={"size": draft_vocab, "target": target.vocab_size},
         capture=capture,
         fit=fit,
         eval={"tokens": eval_tokens, "seconds": eval_tokens * decode_seconds},
@@ -265,8 +267,10 @@ def _warnings(
         )
     if recipe.fit.rows % shape.processes:
         warnings.append(f"fit.rows is {recipe.fit.rows}, no multiple of the {shape.processes} processes")
-    if recipe.fit.length > shape.target.max_positions:
-        warnings.append(f"fit.length is {recipe.fit.length}, but the target has {shape.target.max_positions} positions")
+    if recipe.vocab.size is not None and recipe.vocab.size > shape.target.vocab_size:
+        warnings.append(
+            f"vocab.size is {recipe.vocab.size:,}, but the target has {shape.target.vocab_size:,} tokens: all are taken"
+        )
     return warnings
 
 

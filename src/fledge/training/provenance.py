@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import transformers
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
 from fledge.engine.tokenizer import load_tokenizer
+from fledge.training.data.files import distinct_names
 from fledge.training.data.target_files import weights_digest
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import StageContext, file_digest
@@ -38,12 +41,12 @@ def collect(context: StageContext) -> dict[str, Any]:
     return {
         "fledge_version": __version__,
         "git_commit": git_commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shown_command(sys.argv),
         "recipe": shown_recipe(recipe),
         "stages": {name: manifest.key for name, manifest in manifests.items()} | {"eval": context.directory.name},
         "data": {
-            "sources": dict(prepared or [[Path(source).name, file_digest(source)] for source in recipe.data.sources]),
-            "evaluation": {Path(source).name: file_digest(source) for source in recipe.eval.sources},
+            "sources": _digests(recipe.data.sources, [digest for _, digest in prepared or ()]),
+            "evaluation": _digests(recipe.eval.sources),
         },
         "summaries": {name: dict(manifest.summary) for name, manifest in manifests.items()},
         "target": target_facts(recipe),
@@ -54,6 +57,12 @@ def collect(context: StageContext) -> dict[str, Any]:
         },
         "device": device_name(),
     }
+
+
+def _digests(sources: Sequence[str], known: Sequence[str] = ()) -> dict[str, str]:
+    """Digests of files by name; those that are known already are not computed again."""
+    digests = known if len(known) == len(sources) else [file_digest(source) for source in sources]
+    return dict(zip(distinct_names(sources), digests, strict=True))
 
 
 def stage_manifests(context: StageContext) -> dict[str, Manifest]:
@@ -88,6 +97,22 @@ def base_model(recipe: Recipe) -> str:
     return remembered if isinstance(remembered, str) and remembered.count("/") == 1 else path.name
 
 
+def shown_path(path: str, base: Path) -> str:
+    """An absolute path as others may see it: relative to `base`, or only its name where it lies far from there."""
+    far = len(Path(os.path.commonpath([path, base])).parts) <= 2  # the root, /home and the like
+    return Path(path).name if far else os.path.relpath(path, base)
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    """The command line of a run, without the paths of the machine: alone, after `key=` and in lists."""
+    base = Path.cwd()
+
+    def shown(argument: str) -> str:
+        return re.sub(r"(?<![^=\[,\s\"'])/[^,\]\"']+", lambda found: shown_path(found[0], base), argument)
+
+    return shlex.join([Path(arguments[0]).name, *map(shown, arguments[1:])])
+
+
 def shown_recipe(recipe: Recipe) -> dict[str, Any]:
     """The recipe in full, its paths relative to where the run's directory lies: a card is read on other machines."""
     base = Path(recipe.output).parent
@@ -97,7 +122,7 @@ def shown_recipe(recipe: Recipe) -> dict[str, Any]:
             return {key: shown(item) for key, item in value.items()}
         if isinstance(value, list):
             return [shown(item) for item in value]
-        return os.path.relpath(value, base) if isinstance(value, str) and os.path.isabs(value) else value
+        return shown_path(value, base) if isinstance(value, str) and os.path.isabs(value) else value
 
     values: dict[str, Any] = shown(recipe.to_dict())
     return values

@@ -4,6 +4,8 @@ Sections are frozen dataclasses. `Recipe.load` reads a file, applies `section.ke
 names and impossible values in one line that says where.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ class TargetSection:
 
     path: str  # directory or hub name
     backend: Literal["auto", "fledge", "transformers"] = "auto"  # auto: our own where the family is ours
-    dtype: str = "auto"  # as stored
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: as stored
     trust_remote_code: bool = False
 
 
@@ -197,6 +199,7 @@ class Recipe:
             for name, value in values.items():
                 key = f"{section}.{name}"
                 if type(value) in (int, float):
+                    require(math.isfinite(value), key, value, "a finite number")
                     if name in _SHARES:
                         require(0.0 <= value <= 1.0, key, value, "0 to 1")
                     elif name in _MAY_BE_ZERO:
@@ -205,6 +208,10 @@ class Recipe:
                         require(value > 0, key, value, "a positive number")
         require(self.fit.depth <= 16, "fit.depth", self.fit.depth, "1 to 16")
         require(all(1 <= d <= 16 for d in self.eval.depths), "eval.depths", self.eval.depths, "numbers from 1 to 16")
+        require(all(0 <= beta < 1 for beta in self.fit.betas), "fit.betas", self.fit.betas, "numbers from 0 to below 1")
+        require(
+            re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "device", self.device, "auto, cpu or cuda"
+        )
         require(bool(self.data.sources), "data.sources", self.data.sources, "at least one file")
         micro = self.fit.micro_rows
         require(micro is None or self.fit.rows % micro == 0, "fit.micro_rows", micro, f"a divisor of {self.fit.rows}")

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from fledge.checkpoints.drafter import save_drafter
+from fledge.errors import FledgeError
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetStates
@@ -245,6 +246,11 @@ class Trainer:
     def _save(self) -> None:
         """Write the candidate of this step, if it is one, then the state to resume from."""
         model = parallel.whole_model_state(self.model)
+        if not all(bool(weight.isfinite().all()) for weight in model.values()):
+            raise FledgeError(
+                f"fit: after step {self.done} the weights are not finite: training diverged; lower fit.lr (it is "
+                f"{self.fit.lr:g})"
+            )
         optimizer = parallel.whole_optimizer_state(self.model, self.optimisation.optimizer)
         counters = self.optimisation.counters()
         pooled = [tensor.clone() for tensor in self.pooled.metrics.tensors()]

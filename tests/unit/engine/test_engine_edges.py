@@ -12,8 +12,9 @@ from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.decoding.reference import Speculation
-from fledge.engine.engine import Engine, EngineConfig
+from fledge.engine.engine import Engine
 from fledge.engine.request import Phase, TokenLogprobs
+from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError, PromptError
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.drafter.variants import EAGLE_3_1

@@ -35,6 +35,7 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int, monkeypatch: 
     requests, max_depth, max_blocks = 9, 8, 300
     before = state(requests, max_depth, max_blocks)
     until = torch.randint(0, max_blocks * BLOCK_SIZE, (requests,))
+    limit = torch.randint(0, max_depth + 2, (requests,))
     rows = torch.randperm(requests)[:batch]
     accepted = torch.randint(0, verify + 1, (batch,))
     emitted = torch.randint(0, 100, (batch, verify + 1))
@@ -53,6 +54,7 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int, monkeypatch: 
             length=now["length"],
             draft_count=now["draft_count"],
             draft_until=until,
+            draft_limit=limit,
             depth=depth,
             block_size=BLOCK_SIZE,
         )

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from recipes.demo import chat_tune, code_corpus, conversations, jsonlines, pretrain, samples
 from recipes.demo import tokenizer as tokenizer_recipe
 from recipes.demo.data import Encoder, Mixture
 from recipes.demo.model import SHAPES, Llama, Shape, huggingface_config, save_huggingface
 from recipes.demo.muon import StackedMuon
 from recipes.demo.training import Budget, rate_factor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WORDS = "the a list of numbers returns value and text for each item in order with name 12 7 x = y + 1 def if not"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from recipes.demo.small_programs import PROGRAMS, Program, chat_examples
 from recipes.demo.small_programs.conversations import CONSTRAINTS, _base, javascript_examples
 from recipes.demo.small_programs.editing import (

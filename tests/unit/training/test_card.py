@@ -13,7 +13,14 @@ from fledge.engine.speculative_config import SpeculativeConfig
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3_1
 from fledge.training.card import MAX_ROWS, model_card, plot_acceptance
-from fledge.training.provenance import base_model, device_name, git_commit, shown_recipe
+from fledge.training.provenance import (
+    base_model,
+    device_name,
+    git_commit,
+    shown_command,
+    shown_path,
+    shown_recipe,
+)
 from fledge.training.recipe import Recipe, TargetSection
 from tests.tiny_models import TINY_TARGET
 
@@ -145,6 +152,35 @@ def test_the_recipe_in_the_card_can_be_run_and_names_no_machine(recipe: Recipe, 
     again = Recipe.load(path)
     sources = tuple(os.path.normpath(source) for source in again.data.sources)
     assert replace(again, data=replace(again.data, sources=sources)) == recipe
+
+
+def test_paths_that_are_shown_name_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown_path(str(tmp_path / "data" / "a.jsonl"), tmp_path / "run") == "../data/a.jsonl"
+    assert shown_path("/mnt/secret/a.jsonl", tmp_path) == "a.jsonl"
+    assert shown_path("/home/bob/a.jsonl", Path("/home/alice/run")) == "a.jsonl"
+    command = [
+        "/opt/venv/bin/fledge",
+        "train",
+        "/mnt/secret/recipe.yaml",
+        f"output={tmp_path}/run",
+        "target.path=owner/model",
+        f"data.sources=[/mnt/secret/a b.jsonl, {tmp_path}/data/c.jsonl, ../d.jsonl]",
+        "fit.lr=1e-4",
+    ]
+    assert shown_command(command) == (
+        "fledge train recipe.yaml output=run target.path=owner/model "
+        "'data.sources=[a b.jsonl, data/c.jsonl, ../d.jsonl]' fit.lr=1e-4"
+    )
+
+
+def test_numbers_are_readable_and_zeros_left_out(recipe: Recipe) -> None:
+    values = provenance(recipe)
+    values["summaries"] = {"prepare": {"tokens": 1234567, "answer_tokens": 0}, "fit": {"parameters": 7654321}}
+    text = model_card(recipe, EAGLE_3_1.config_for(TINY_TARGET), result(), values)
+    assert "| prepare | tokens | 1,234,567 |" in text
+    assert "answer tokens" not in text
+    assert "- parameters: 7,654,321" in text
 
 
 def test_the_target_s_name(recipe: Recipe, tmp_path: Path) -> None:

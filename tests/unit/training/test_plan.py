@@ -15,7 +15,7 @@ from fledge.training.data.store import TokenStore
 from fledge.training.pipeline import run_pipeline
 from fledge.training.plan import Probe, gigabytes, make_plan, measure_speed
 from fledge.training.progress import Progress
-from fledge.training.recipe import FitSection, Recipe, TargetSection
+from fledge.training.recipe import FitSection, Recipe, TargetSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run
 
@@ -134,8 +134,12 @@ def test_what_does_not_fit_is_warned_of(recipe: Recipe, monkeypatch: pytest.Monk
     warnings = make_plan(recipe, probe=PROBE).warnings
     assert len(warnings) == 1
     assert "most of it is activations: set fit.activation_checkpointing" in warnings[0]
-    long = replace(recipe, fit=replace(recipe.fit, length=4096, rows=1, micro_rows=1))
-    assert any("192 positions" in warning for warning in make_plan(long, probe=PROBE).warnings)
+
+
+def test_a_draft_vocabulary_larger_than_the_target_s_is_all_of_it(recipe: Recipe) -> None:
+    plan = make_plan(replace(recipe, vocab=VocabSection(size=1 << 20)), probe=PROBE)
+    assert plan.vocab["size"] is None
+    assert any("vocab.size is 1,048,576, but the target has" in warning for warning in plan.warnings)
 
 
 def test_the_probe_measures() -> None:

@@ -127,6 +127,15 @@ def test_sources_are_read_as_data_is(context: StageContext, tmp_path: Path) -> N
     assert set(summary["by_category"]) == {"math", "mine"}
 
 
+def test_sources_of_the_same_name_are_all_measured(context: StageContext, tmp_path: Path) -> None:
+    sources = [tmp_path / name / "test.jsonl" for name in ("one", "two")]
+    for number, path in enumerate(sources):
+        path.parent.mkdir()
+        path.write_text(json.dumps({"prompt": f"hello {number}"}))
+    summary = evaluate.run(with_eval(context, sources=tuple(map(str, sources))))
+    assert set(summary["by_source"]) == {"one/test", "two/test"}
+
+
 def test_a_part_measured_before_a_kill_is_not_measured_again(
     context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:

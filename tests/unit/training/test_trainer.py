@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from transformers import AutoModelForCausalLM, GemmaConfig
 
 from fledge.checkpoints.drafter import load_drafter, read_drafter
 from fledge.checkpoints.target import load_target
-from fledge.errors import FledgeError
-from fledge.training.recipe import DrafterSection, Recipe, TargetSection
+from fledge.errors import ConfigError, FledgeError
+from fledge.training.recipe import DrafterSection, FitSection, Recipe, TargetSection, VocabSection
 from fledge.training.stages import fit as fit_stage
 from fledge.training.trainer import Pooled, Trainer, TrainingInterrupted, candidate_steps
 from tests.fit_cases import (
@@ -248,6 +249,28 @@ def test_it_gives_up_when_numbers_stay_broken(recipe: Recipe, monkeypatch: pytes
     monkeypatch.setattr(Trainer, "_pass", broken)
     with pytest.raises(FledgeError, match=r"4 steps in a row up to step 4 .* lower fit\.lr"):
         run_fit(with_fit(recipe, max_bad_steps=4, log_every=100))
+
+
+def test_weights_that_diverged_are_never_written(recipe: Recipe) -> None:
+    with pytest.raises(FledgeError, match=r"weights are not finite: training diverged; lower fit\.lr"):
+        run_fit(with_fit(recipe, lr=1e38, max_bad_steps=1000))
+    assert not list((Path(recipe.output) / "fit").rglob("*.safetensors"))
+    assert not list((Path(recipe.output) / "fit").glob("resume*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"drafter": DrafterSection(variant="eagle1"), "vocab": VocabSection(size=8)}, r"vocab\.size: EAGLE-1 .* null"),
+        ({"drafter": DrafterSection(aux_layer_ids=(99,))}, r"drafter\.aux_layer_ids"),
+        ({"fit": FitSection(length=1 << 20)}, r"fit\.length: found 1048576, allowed is up to"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_any_stage_runs(
+    recipe: Recipe, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        fit_stage.STAGE.settings(replace(recipe, **changes))
 
 
 def test_bad_steps_add_nothing_to_the_sums() -> None:

@@ -5,7 +5,7 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +15,13 @@ from fledge.errors import FledgeError
 
 class DataError(FledgeError):
     """Training data cannot be read, or is not what it should be."""
+
+
+def distinct_names(paths: Sequence[str | Path]) -> list[str]:
+    """Return a short name for each file: its own, with its directory's where two would be the same, else a number."""
+    names = [Path(path).name for path in paths]
+    names = [f"{Path(path).parent.name}/{n}" if names.count(n) > 1 else n for path, n in zip(paths, names, strict=True)]
+    return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]
 
 
 @contextmanager

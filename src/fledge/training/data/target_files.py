@@ -63,6 +63,8 @@ def stop_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
 
 def vocab_size(directory: Path) -> int:
     """Return the size of the target's vocabulary (its head's rows, which may be more than the tokenizer's tokens)."""
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory}: has no config.json; target.path must name a model's directory")
     config = _json_object(directory / "config.json")
     size = config.get("vocab_size", _text_config(config).get("vocab_size"))
     if type(size) is not int or size < 1:

@@ -20,6 +20,7 @@ from fledge.errors import CheckpointError, FledgeError
 from fledge.training import evaluation
 from fledge.training.card import write_card
 from fledge.training.data.conversations import Skipped
+from fledge.training.data.files import distinct_names
 from fledge.training.evaluation import Measurement, Question, Turn
 from fledge.training.provenance import write_provenance
 from fledge.training.recipe import Recipe
@@ -134,7 +135,10 @@ class _Evaluation:
 
     def _questions(self, skipped: Skipped) -> list[Question]:
         named = self.recipe.eval.sources
-        sources = {_source_name(Path(source)): Path(source) for source in named} or {HELD_OUT: self.held_out}
+        sources = {HELD_OUT: self.held_out}
+        if named:
+            names = [name.replace(".jsonl", "") for name in distinct_names(named)]
+            sources = dict(zip(names, map(Path, named), strict=True))
         questions = []
         for name, path in sources.items():
             read = evaluation.read_questions(path, name, skipped) if named else evaluation.read_held_out(path, name)
@@ -197,10 +201,6 @@ class _Evaluation:
             write_json_atomically(path, work())
             found = json.loads(path.read_text(encoding="utf-8"))
         return found
-
-
-def _source_name(path: Path) -> str:
-    return path.name.split(".jsonl")[0]
 
 
 def _figures_of(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """fit: train the drafter. Leaves candidates/step-000500/ ..., log.jsonl and training.png."""
 
+import warnings
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.errors import ConfigError
+from fledge.errors import CheckpointWarning, ConfigError
 from fledge.models.drafter.variants import name_of
 from fledge.training.capture import CaptureModel, open_target, target_config
 from fledge.training.data.store import TokenStore
@@ -31,11 +32,24 @@ _FREE = ("tensorboard", "wandb_project", "parallel", "compile", "activation_chec
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
+    _check(recipe)
     fit = {name: value for name, value in asdict(recipe.fit).items() if name not in _FREE}
     drafter = asdict(recipe.drafter)
     if recipe.drafter.init_from is not None:
         drafter["init_from"] = weights_digest(resolve(recipe.drafter.init_from))
     return {"target": target_identity(recipe), "drafter": drafter, "fit": fit}
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what cannot be trained. Settings are read before any stage runs, and answering prompts may take hours."""
+    target, size = target_config(recipe.target), recipe.vocab.size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)  # training says it
+        drafter_config(recipe.drafter, target, size if size is not None and size < target.vocab_size else None)
+    if recipe.fit.length > target.max_positions:
+        raise ConfigError(
+            f"fit.length: found {recipe.fit.length}, allowed is up to the target's {target.max_positions}"
+        )
 
 
 def _run(context: StageContext) -> dict[str, Any]:
@@ -55,8 +69,6 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     store = TokenStore.open(examples_directory(context.inputs))
     vocabulary = read_vocabulary(context.inputs["vocab"], target.vocab_size, store.digest)
     config = drafter_config(recipe.drafter, target, None if vocabulary is None else len(vocabulary.d2t))
-    if fit.length > target.max_positions:
-        raise ConfigError(f"fit.length: found {fit.length}, allowed is up to the target's {target.max_positions}")
 
     capture: CaptureModel | None = None
     states: StateStore | None = None

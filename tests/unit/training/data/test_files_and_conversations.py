@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fledge.training.data.conversations import Skipped, parse, read_conversations, refuse_if_empty
-from fledge.training.data.files import DataError, read_json_lines, write_json_lines
+from fledge.training.data.files import DataError, distinct_names, read_json_lines, write_json_lines
 
 LINES = [{"text": "eins"}, {"text": "zwei ü"}]
 
@@ -21,6 +21,12 @@ def test_plain_and_compressed_files_read_alike(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
     for name in ("a.jsonl", "a.jsonl.xz", "a.jsonl.gz"):
         assert list(read_json_lines(tmp_path / name)) == [(1, LINES[0]), (2, LINES[1])]
+
+
+def test_files_of_the_same_name_are_told_apart() -> None:
+    assert distinct_names(["x/a.jsonl", "y/b.jsonl"]) == ["a.jsonl", "b.jsonl"]
+    assert distinct_names(["x/a.jsonl", "y/a.jsonl", "b.jsonl"]) == ["x/a.jsonl", "y/a.jsonl", "b.jsonl"]
+    assert distinct_names(["1/x/a.jsonl", "2/x/a.jsonl"]) == ["x/a.jsonl (1)", "x/a.jsonl (2)"]
 
 
 def test_errors_name_file_and_line(tmp_path: Path) -> None:

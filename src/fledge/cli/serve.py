@@ -1,0 +1,239 @@
+"""`fledge serve`: an OpenAI-compatible server. Takes the command line of `vllm serve`."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.cli.vllm_options import translate
+from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.errors import ConfigError
+
+BUNDLED_DEPTH = 5
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ServeCommand(TyperCommand):
+    """Reads vLLM's options too: those that do no harm are noted, others refused in words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
+        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
+        flags = {name for is_flag, name in names if is_flag} | {"--help"}
+        values = {name for is_flag, name in names if not is_flag}
+        ours, notes = translate(args, values, flags)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        return super().parse_args(ctx, _repeat_lists(ours))
+
+
+def _repeat_lists(arguments: list[str]) -> list[str]:
+    """`--served-model-name a b` is vLLM's way to give several values; ours is to repeat the option."""
+    made: list[str] = []
+    taking: str | None = None
+    for position, word in enumerate(arguments):
+        if word.startswith("-"):
+            taking = word if word in {"--served-model-name", "--api-key"} else None
+        elif taking is not None and position and arguments[position - 1] != taking:
+            made.append(taking)
+        made.append(word)
+    return made
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Target model: a directory or a Hugging Face name. The bundled pair if left out."),
+    ] = None,
+    *,
+    speculative_config: Annotated[str | None, typer.Option(help="vLLM's JSON: which drafter, how deep.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that clients must send; several may be given. Or FLEDGE_API_KEY.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that clients use; several may be given.")
+    ] = None,
+    max_model_len: Annotated[
+        str | None, typer.Option(help="Most tokens of prompt and answer together: 4096, 4k, auto.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of prompts that are read in one step.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
+    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Size of the KV cache, instead.")] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Share equal beginnings of prompts.")] = True,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    seed: Annotated[int, typer.Option(help="For requests that bring none.")] = 0,
+    chat_template: Annotated[
+        str | None, typer.Option(help="File with a chat template, instead of the tokenizer's.")
+    ] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="auto: sampling defaults from the model's generation_config.json; vllm: none.")
+    ] = "auto",
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option("--enable-auto-tool-choice", help="Always on where it is known how the model calls tools.")
+    ] = False,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="hermes, llama3_json, kimi_k2 or none; found by the chat template if left out.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="deepseek_r1, qwen3, ... or none; found by the chat template if left out.")
+    ] = None,
+    allow_client_templates: Annotated[
+        bool, typer.Option("--allow-client-templates", help="Take chat templates from clients that you trust.")
+    ] = False,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="Web origin whose pages may call the server.")] = None,
+    root_path: Annotated[str, typer.Option(help="Path prefix that a proxy in front takes off.")] = "",
+    ssl_keyfile: Annotated[str | None, typer.Option(help="For HTTPS.")] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="For HTTPS.")] = None,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256,
+    request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.")] = 30.0,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice if left out.", min=1)] = None,
+) -> None:
+    """Serve a model with OpenAI's API, and a page that shows whether speculation pays."""
+    del enable_auto_tool_choice  # vLLM's consent to read tool calls; here a request's `tools` is enough
+    speculation = _speculation(model, speculative_config)
+    keys = [
+        *(api_key or ()),
+        *(os.environ[name] for name in ("FLEDGE_API_KEY", "VLLM_API_KEY") if os.environ.get(name)),
+    ]
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
+    template = None if chat_template is None else _read_template(chat_template)
+    longest = _length(max_model_len)
+
+    try:
+        from fledge.server.engine_process import EngineSettings, ProcessLink  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.lifecycle import run  # noqa: PLC0415
+        from fledge.server.options import ServeOptions  # noqa: PLC0415
+        from fledge.server.request_log import set_up_logging  # noqa: PLC0415
+        from fledge.server.service import Service  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
+        ) from None
+    from fledge.checkpoints.source import resolve  # noqa: PLC0415
+
+    set_up_logging(log_format)
+    source = model or TARGET
+    directory = resolve(source)
+    options = ServeOptions(
+        served_model_names=tuple(served_model_name or (source,)),
+        api_keys=tuple(keys),
+        chat_template=template,
+        chat_template_name=None if chat_template is None else Path(chat_template).stem,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        allow_client_templates=allow_client_templates,
+        cors_origins=tuple(_origins(cors_origin or [])),
+        root_path=root_path.rstrip("/"),
+        max_queue=max_queue,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+        default_sampling=_sampling_defaults(directory, generation_config),
+        seed=seed,
+    )
+    settings = {
+        "model": str(directory),
+        "speculative_config": None if speculation is None else asdict(speculation),
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": longest,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "enable_prefix_caching": enable_prefix_caching,
+        "enforce_eager": enforce_eager,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "kv_cache_bytes": kv_cache_memory_bytes,
+        "seed": seed,
+    }
+    link = ProcessLink(EngineSettings(llm=settings, threads=threads, log_format=log_format))
+    try:
+        link.wait_until_ready()
+        service = Service(link, options)
+    except BaseException:
+        link.kill()
+        raise
+    scheme = "http" if ssl_certfile is None else "https"
+
+    def ready(bound: int) -> None:
+        shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{options.root_path}"
+        print(f"serving {options.model_name} at {shown} (page: {shown}/, API: {shown}/v1)", file=sys.stderr, flush=True)
+        if host not in ("127.0.0.1", "localhost", "::1") and not keys:
+            print("warning: anybody who can reach this address can use the server; see --api-key", file=sys.stderr)
+
+    status = run(service, host=host, port=port, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, on_ready=ready)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)  # the engine's thread may be in the middle of a step that nobody waits for
+
+
+def _speculation(model: str | None, config: str | None) -> SpeculativeConfig | None:
+    """Return what to speculate with: what was asked for; the bundled drafter for the bundled target."""
+    if config is not None:
+        return SpeculativeConfig.from_json(config)
+    if model is None:
+        return SpeculativeConfig(model=DRAFTERS["EAGLE-3.1"], num_speculative_tokens=BUNDLED_DEPTH)
+    return None
+
+
+def _origins(given: list[str]) -> list[str]:
+    """Each value is an origin, or vLLM's JSON list of them."""
+    found: list[str] = []
+    for value in given:
+        try:
+            listed = json.loads(value) if value.startswith("[") else [value]
+        except ValueError:
+            listed = None
+        if not isinstance(listed, list) or not all(isinstance(origin, str) and origin for origin in listed):
+            raise ConfigError("--cors-origin: expected an origin such as https://example.org, or a JSON list of them")
+        found += listed
+    return found
+
+
+def _read_template(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--chat-template: {file} cannot be read: {reason}") from None
+
+
+def _length(text: str | None) -> int | None:
+    """Read vLLM's ways to write a length: 4096, 4k (4000), 4K (4096), auto."""
+    if text is None or text in ("auto", "-1"):
+        return None
+    factors = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+    number, factor = (text[:-1], factors[text[-1]]) if text[-1:] in factors else (text, 1)
+    try:
+        return int(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--max-model-len: found '{text}', expected a number, 4k or auto") from None
+
+
+def _sampling_defaults(directory: Path, source: str) -> dict[str, float | int]:
+    """Return the model's own sampling settings, which a request may overrule, as `vllm serve` does."""
+    if source not in ("auto", "vllm"):
+        raise ConfigError(f"--generation-config: found '{source}', allowed is auto or vllm")
+    file = directory / "generation_config.json"
+    if source == "vllm" or not file.is_file():
+        return {}
+    try:
+        values: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    return {name: values[name] for name in _SAMPLING_DEFAULTS if isinstance(values.get(name), int | float)}

@@ -1,0 +1,57 @@
+"""What a client did wrong, or what went wrong here, in OpenAI's error format."""
+
+from typing import Any
+
+from fledge.errors import FledgeError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+
+
+class RequestError(FledgeError):
+    """A request that gets an error answer. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after  # seconds; the header of that name
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
+        return error_body(self.status, self.message, self.param, self.code)
+
+
+class FailedGenerationError(RequestError):
+    """The engine could not finish this one request; the others go on."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=500, code="generation_failed")
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return OpenAI's error object for a status."""
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,277 @@
+"""Does speculation pay? An estimate from what was measured, and the reason in words.
+
+A speculation round of `batch` requests costs `cost(batch, depth)` seconds and gives some tokens. Plain decoding needs
+`tokens / batch` steps of `cost(batch, 0)` seconds for as many. The speed-up is the ratio of the two times. Where no
+plain step was ever measured near a batch size, it is unknown, and that is what is said.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from fledge.decoding.statistics import AcceptanceStatistics
+
+SMOOTHING = 0.1  # weight of the newest round in the mean cost
+MIN_SAMPLES = 3  # rounds before a cost is believed
+MIN_ROUNDS = 30  # rounds before an acceptance length is believed
+REACH = 1.25  # a batch this much larger or smaller than a measured one costs about the same
+KNOWN_SHARE = 0.5  # of the rounds must have both costs, or the whole is unknown
+PAYS = 1.05  # below, speculation is called not worth it
+LOSES = 0.97  # below, it is called a loss
+
+
+class CostTable:
+    """What rounds cost, in seconds, by batch size and depth: exponentially weighted means of measured rounds."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, dict[int, tuple[int, float]]] = {}  # depth -> batch -> samples, mean
+
+    def add(self, *, batch: int, depth: int, seconds: float) -> None:
+        at_depth = self._costs.setdefault(depth, {})
+        samples, mean = at_depth.get(batch, (0, 0.0))
+        samples += 1
+        at_depth[batch] = (samples, mean + max(SMOOTHING, 1 / samples) * (seconds - mean))
+
+    def cost(self, batch: int, depth: int) -> float | None:
+        """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
+        known = {b: mean for b, (samples, mean) in self._costs.get(depth, {}).items() if samples >= MIN_SAMPLES}
+        if batch in known:
+            return known[batch]
+        below = max((b for b in known if b < batch), default=None)
+        above = min((b for b in known if b > batch), default=None)
+        if below is not None and above is not None:
+            return known[below] + (known[above] - known[below]) * (batch - below) / (above - below)
+        nearest = below if above is None else above
+        if nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
+            return known[nearest]
+        return None
+
+    def ratio(self, batch: int, depth: int) -> float | None:
+        """How many plain steps a round costs: the tokens a round must give to break even."""
+        plain, round_cost = self.cost(batch, 0), self.cost(batch, depth)
+        return None if plain is None or round_cost is None or plain <= 0 else round_cost / plain
+
+    def smallest_batch(self, depth: int) -> int | None:
+        """The smallest batch at which both this depth and plain decoding were measured."""
+        return min((b for b in self._costs.get(depth, {}) if self.ratio(b, depth) is not None), default=None)
+
+    def copy(self) -> "CostTable":
+        twin = CostTable()
+        twin._costs = {depth: dict(costs) for depth, costs in self._costs.items()}
+        return twin
+
+
+class RoundShape(NamedTuple):
+    batch: int
+    depth: int
+
+
+class RoundYield(NamedTuple):
+    """What rounds of one shape gave."""
+
+    rounds: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedUp:
+    """Tokens per second of decoding, over what it would be without speculation."""
+
+    value: float | None  # None: unknown
+    tokens_per_round: float | None = None  # of one request, rounds without drafts of its own included
+    break_even: float | None = None  # tokens per round at which speculation costs as much as it saves
+    batch: int = 0  # the typical batch
+    depth: int = 0
+
+
+def speed_up(rounds: Mapping[RoundShape, RoundYield], costs: CostTable) -> SpeedUp:
+    """Estimate the speed-up of the speculation rounds in `rounds`; plain steps among them are left out."""
+    speculative = {shape: given for shape, given in rounds.items() if shape.depth > 0 and given.rounds > 0}
+    total = sum(given.rounds for given in speculative.values())
+    if total == 0:
+        return SpeedUp(value=None)
+    rows = sum(shape.batch * given.rounds for shape, given in speculative.items())
+    tokens = sum(given.tokens for given in speculative.values())
+    batch = round(rows / total)
+    depth = max(speculative, key=lambda shape: speculative[shape].rounds).depth
+    spent = plain = break_even = 0.0
+    known_rounds = known_rows = 0
+    for shape, given in speculative.items():
+        step, cost = costs.cost(shape.batch, 0), costs.cost(shape.batch, shape.depth)
+        if step is not None and cost is not None and step > 0:
+            spent += given.rounds * cost
+            plain += given.tokens / shape.batch * step
+            break_even += given.rounds * shape.batch * cost / step
+            known_rounds += given.rounds
+            known_rows += given.rounds * shape.batch
+    if known_rounds < KNOWN_SHARE * total or spent <= 0:
+        return SpeedUp(value=None, tokens_per_round=tokens / rows, batch=batch, depth=depth)
+    return SpeedUp(
+        value=plain / spent,
+        tokens_per_round=tokens / rows,
+        break_even=break_even / known_rows,
+        batch=batch,
+        depth=depth,
+    )
+
+
+Level = Literal["good", "info", "warning", "bad"]
+
+
+class Finding(NamedTuple):
+    """One sentence or two for people, the most important first."""
+
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What was seen of late: the ground for an explanation."""
+
+    has_drafter: bool
+    fallback: bool = False
+    rounds: Mapping[RoundShape, RoundYield] = field(default_factory=dict)
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    templates: Mapping[str, AcceptanceStatistics] = field(default_factory=dict)  # by name
+    contexts: Mapping[str, AcceptanceStatistics] = field(default_factory=dict)  # by bucket, shortest first
+    costs: CostTable = field(default_factory=CostTable)
+
+
+def explain(seen: Observed) -> list[Finding]:
+    """Say whether speculation pays and, where it does not, for what traffic and why."""
+    if not seen.has_drafter:
+        return [Finding("info", "No drafter is loaded: every step is plain decoding.")]
+    if seen.fallback:
+        return [
+            Finding(
+                "bad",
+                "The drafter failed and is switched off. The service decodes without it: the text is the same, the "
+                "speed-up is gone. The log says why; restart the service to use the drafter again.",
+            )
+        ]
+    length = seen.acceptance.acceptance_length
+    if length is None:
+        plain = sum(given.rounds for given in seen.rounds.values())
+        text = "No speculation round lately: every step was plain decoding." if plain else "Nothing was decoded lately."
+        return [Finding("info", text)]
+    estimate = speed_up(seen.rounds, seen.costs)
+    if estimate.value is None or estimate.break_even is None:
+        return [_unknown(estimate, length), *_dead_drafter(seen.acceptance)]
+    per_round, break_even = estimate.tokens_per_round or 0.0, estimate.break_even
+    numbers = f"a round gives {per_round:.2f} tokens per request and costs {break_even:.2f} plain steps"
+    if estimate.value >= PAYS:
+        verdict = Finding("good", f"Speculation pays: {estimate.value:.2f}x as fast as without; {numbers}.")
+        return [verdict, *_slow_parts(seen, break_even)]
+    words = "Speculation costs more than it saves" if estimate.value < LOSES else "Speculation hardly pays"
+    verdict = Finding("bad", f"{words}: {estimate.value:.2f}x the speed without it; {numbers}.")
+    reasons = [
+        *_dead_drafter(seen.acceptance),
+        *_batch(seen, estimate),
+        *_slow_parts(seen, break_even),
+        *_depth(seen.acceptance, break_even),
+    ]
+    return [verdict, *reasons]
+
+
+def _unknown(estimate: SpeedUp, length: float) -> Finding:
+    return Finding(
+        "info",
+        f"A round gives {length:.2f} tokens. Whether that pays is not known yet: no plain step was measured near a "
+        f'batch of {estimate.batch}. One request alone with "speculation": {{"enabled": false}} measures it for a '
+        "batch of 1; so does the side-by-side chat below.",
+    )
+
+
+def _dead_drafter(acceptance: AcceptanceStatistics) -> list[Finding]:
+    """Nothing at all is accepted: that is no matter of templates."""
+    if acceptance.rounds < MIN_ROUNDS or acceptance.rate_by_depth[0] >= 0.05:
+        return []
+    return [
+        Finding(
+            "bad",
+            f"Of the first drafts only {acceptance.rate_by_depth[0]:.0%} are accepted. A drafter made for this target "
+            "does better on any text: check the pair with `fledge inspect DRAFTER --target TARGET`.",
+        )
+    ]
+
+
+def _batch(seen: Observed, estimate: SpeedUp) -> list[Finding]:
+    """The drafts are good enough for small batches, but not for these."""
+    smallest = seen.costs.smallest_batch(estimate.depth)
+    at_smallest = None if smallest is None else seen.costs.ratio(smallest, estimate.depth)
+    here = seen.costs.ratio(estimate.batch, estimate.depth) or estimate.break_even
+    length = seen.acceptance.acceptance_length
+    if smallest is None or at_smallest is None or here is None or length is None:
+        return []
+    if estimate.batch < 2 * smallest or not at_smallest * PAYS <= length < here * PAYS:
+        return []
+    return [
+        Finding(
+            "warning",
+            f"Batch of {estimate.batch}: rounds cost {here:.1f}x a step, against {at_smallest:.1f}x at a batch of "
+            f"{smallest}, where {length:.2f} tokens per round would pay. Draft less when it is busy: "
+            f'"num_speculative_tokens_per_batch_size": [[{max(2, estimate.batch // 2)}, 4096, 0]] in the speculative '
+            "config.",
+        )
+    ]
+
+
+def _slow_parts(seen: Observed, break_even: float) -> list[Finding]:
+    """The templates and context lengths that lie below the break-even."""
+    findings = []
+    low, fine = _divide(seen.templates.items(), break_even)
+    for name, length in low[:3]:
+        cause = (
+            f"the drafter does not know this template (others reach {max(length for _, length in fine):.1f})"
+            if fine
+            else "no template does better, so the drafter does not know this traffic"
+        )
+        findings.append(
+            Finding(
+                "warning",
+                f"Template {name}: {length:.2f} tokens per round against a break-even of {break_even:.2f}: {cause}.",
+            )
+        )
+    if len(low) > 3:
+        findings.append(Finding("warning", f"{len(low) - 3} more templates lie below the break-even: see the table."))
+    low, fine = _divide(seen.contexts.items(), break_even)
+    if low and fine:
+        bucket, length = low[-1]
+        findings.append(
+            Finding(
+                "warning",
+                f"Contexts of {bucket} tokens: {length:.2f} tokens per round against a break-even of {break_even:.2f}, "
+                f"while contexts of {fine[0][0]} reach {fine[0][1]:.2f}: the drafter loses its way with length "
+                "(`fledge drift` shows where).",
+            )
+        )
+    return findings
+
+
+def _divide(
+    parts: Iterable[tuple[str, AcceptanceStatistics]], break_even: float
+) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+    """Split parts with enough rounds into those below the break-even and the others, with their acceptance lengths."""
+    low: list[tuple[str, float]] = []
+    fine: list[tuple[str, float]] = []
+    for name, acceptance in parts:
+        length = acceptance.acceptance_length
+        if length is not None and acceptance.rounds >= MIN_ROUNDS:
+            (low if length < break_even else fine).append((name, length))
+    return low, fine
+
+
+def _depth(acceptance: AcceptanceStatistics, break_even: float) -> list[Finding]:
+    """Drafts nobody accepts: they are paid for in every round."""
+    rates = acceptance.rate_by_depth
+    useful = sum(rate >= 0.1 for rate in rates)
+    if acceptance.rounds < MIN_ROUNDS or not 0 < useful < len(rates) or break_even < PAYS:
+        return []
+    return [
+        Finding(
+            "warning",
+            f"Drafts beyond depth {useful} are accepted in {rates[useful]:.0%} of the rounds at most: "
+            f'"num_speculative_tokens": {useful} would cost less and lose little.',
+        )
+    ]

@@ -1,0 +1,184 @@
+"""From messages and text to token ids, outside the event loop when it takes long.
+
+Chat templates are the tokenizer's or the operator's. A client's own is refused unless the operator allows it; all of
+them run in transformers' sandbox, which knows no files and no attributes of Python's.
+"""
+
+import asyncio
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+
+from fledge.server.errors import RequestError
+from fledge.server.limits import Limits
+from fledge.server.messages import normalise
+
+_T = TypeVar("_T")
+
+INLINE_CHARACTERS = 4000  # what is read in the event loop itself: a millisecond or two
+# Arguments of `apply_chat_template`, and what it defines for templates: a client's keywords must not reach them.
+_RESERVED = frozenset(
+    """conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize
+    sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
+    tokenizer_kwargs self raise_exception strftime_now""".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A conversation, ready to be answered."""
+
+    token_ids: list[int]
+    ending: str  # the last characters of the prompt's text
+    template_name: str
+    template_hash: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSource:
+    """What a client says about a conversation: fields of a chat request or of `/tokenize`."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # templates write them
+
+
+class Prompts:
+    """Renders and tokenizes for one model."""
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        *,
+        max_model_len: int,
+        limits: Limits,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        allow_client_templates: bool = False,
+    ) -> None:
+        """`chat_template` takes the place of the tokenizer's own."""
+        self.tokenizer = tokenizer
+        own = None if tokenizer is None else tokenizer.chat_template
+        self.chat_template: str | None = chat_template or (own if isinstance(own, str) else _default_of(own))
+        self._name = chat_template_name or "default"
+        self._max_model_len = max_model_len
+        self._limits = limits
+        self._allows_client_templates = allow_client_templates
+        # A tokenizer is not to be used by two threads at once: the pool's only thread has one of its own.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._pool_tokenizer = copy.deepcopy(tokenizer)
+        self._longest_token = 1
+        if tokenizer is not None:
+            self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+
+    async def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Return the token ids of plain text."""
+        special = True if add_special_tokens is None else add_special_tokens
+        return await self._run(len(text), lambda tokenizer: self._encode(tokenizer, text, special))
+
+    async def chat(self, source: ChatSource) -> ChatPrompt:
+        """Render and tokenize a conversation."""
+        template, name = self._template(source)
+        messages = normalise(source.messages, self._limits.max_messages)
+        extra = dict(source.chat_template_kwargs or {})
+        reserved = sorted(_RESERVED & set(extra))
+        if reserved:
+            raise RequestError(f"chat_template_kwargs: '{reserved[0]}' cannot be set", param="chat_template_kwargs")
+        if source.continue_final_message and messages[-1]["role"] != "assistant":
+            raise RequestError(
+                "continue_final_message: the last message must be the assistant's", param="continue_final_message"
+            )
+        size = sum(len(message["content"]) for message in messages) + 1000 * len(source.tools or ())
+
+        def work(tokenizer: Any) -> tuple[str, list[int]]:
+            try:
+                text = tokenizer.apply_chat_template(
+                    messages,
+                    tools=None if not source.tools else [dict(tool) for tool in source.tools],
+                    documents=None if not source.documents else [dict(document) for document in source.documents],
+                    chat_template=template,
+                    add_generation_prompt=source.add_generation_prompt and not source.continue_final_message,
+                    continue_final_message=source.continue_final_message,
+                    tokenize=False,
+                    **extra,
+                )
+            except TemplateError as error:
+                raise _refused(str(error) or type(error).__name__) from None
+            except Exception as error:  # what a template does with messages that it was not written for
+                raise _refused(type(error).__name__) from None
+            return text, self._encode(tokenizer, text, source.add_special_tokens)
+
+        text, token_ids = await self._run(size if template is self.chat_template else 2**62, work)
+        return ChatPrompt(
+            token_ids=token_ids,
+            ending=text[-64:],
+            template_name=name,
+            template_hash=hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12],
+        )
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return await self._run(4 * len(token_ids), lambda tokenizer: str(tokenizer.decode(list(token_ids))))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, characters: int, work: Callable[[Any], _T]) -> _T:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: it takes and gives token ids only", code="no_tokenizer")
+        if characters <= INLINE_CHARACTERS:
+            return work(self.tokenizer)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, self._pool_tokenizer)
+
+    def _encode(self, tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+        most = self._max_model_len * self._longest_token
+        if len(text) > most:  # not worth the time to find out by how much
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which cannot fit into {self._max_model_len} tokens",
+                code="context_length_exceeded",
+            )
+        return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+
+    def _template(self, source: ChatSource) -> tuple[str, str]:
+        if source.chat_template is not None:
+            if not self._allows_client_templates:
+                raise RequestError(
+                    "chat_template: this server uses its own; the operator can allow others (--allow-client-templates)",
+                    param="chat_template",
+                    status=403,
+                )
+            if len(source.chat_template.encode()) > self._limits.max_template_bytes:
+                raise RequestError(
+                    f"chat_template: larger than {self._limits.max_template_bytes} bytes", param="chat_template"
+                )
+            return source.chat_template, "client"
+        if self.chat_template is None:
+            raise RequestError(
+                "this model's tokenizer has no chat template; use /v1/completions, or start the server with "
+                "--chat-template"
+            )
+        return self.chat_template, self._name
+
+
+def _default_of(templates: Any) -> str | None:
+    """A tokenizer may have several templates, by name."""
+    if isinstance(templates, Mapping):
+        found = templates.get("default")
+        return found if isinstance(found, str) else None
+    return None
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(
+        f"messages: the chat template refuses them: {reason.strip().splitlines()[0][:200]}", param="messages"
+    )

@@ -1,0 +1,104 @@
+"""A service on a tiny pair, on a port of its own, in a thread: for tests that speak HTTP to it."""
+
+import asyncio
+import functools
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from fledge import LLM
+from fledge.checkpoints.drafter import save_drafter
+from fledge.checkpoints.target import save_target
+from fledge.engine.engine import Engine
+from fledge.models.drafter.variants import EAGLE_3_1
+from fledge.server.app import create_app
+from fledge.server.lifecycle import Server
+from fledge.server.options import ServeOptions
+from fledge.server.service import Service
+from tests.tiny_models import TINY_TARGET, make_drafter, make_target
+from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+
+_T = TypeVar("_T")
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 256
+
+
+@functools.cache
+def pair_directory() -> Path:
+    """Return a directory with `target` and `drafter`: random weights, bytes for tokens."""
+    root = Path(tempfile.mkdtemp(prefix="fledge-pair-"))
+    config = replace(TINY_TARGET, vocab_size=VOCAB_SIZE, eos_ids=(VOCAB_SIZE - 1,), max_positions=MAX_MODEL_LEN)
+    target = make_target(config)
+    save_target(target, root / "target")
+    save_tokenizer(root / "target")
+    save_drafter(make_drafter(EAGLE_3_1.config_for(config), target), root / "drafter")
+    return root
+
+
+def make_llm(*, speculative: bool = True, **options: Any) -> LLM:
+    root = pair_directory()
+    speculation = {"model": str(root / "drafter"), "num_speculative_tokens": 3} if speculative else None
+    return LLM(root / "target", speculative_config=speculation, **{"max_num_seqs": 16, **options})
+
+
+def make_service(llm: LLM | None = None, **options: Any) -> Service:
+    return Service(llm or make_llm(), ServeOptions(**{"served_model_names": (MODEL, "alias"), **options}))
+
+
+class Serving:
+    """A running server. `with Serving(...) as serving: httpx.get(serving.url + "/health")`."""
+
+    def __init__(self, service: Service | None = None) -> None:
+        self.service = service or make_service()
+        config = uvicorn.Config(create_app(self.service), host="127.0.0.1", port=0, log_config=None, access_log=False)
+        self._ready = threading.Event()
+        self.port = 0
+        self.server = Server(config, self.service, self._is_ready)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Serving":
+        self._thread.start()
+        assert self._ready.wait(30), "the server does not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server does not stop"
+
+    def in_engine(self, function: Callable[[Engine], _T]) -> _T:
+        """Run a function in the engine's thread, between two steps."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self.service.engine.call(function), self._loop).result(60)
+
+    def until_idle(self, seconds: float = 30) -> None:
+        """Wait until the engine has nothing to do, then check that nothing is left behind."""
+        deadline = time.monotonic() + seconds
+        while self.in_engine(lambda engine: engine.has_unfinished):
+            assert time.monotonic() < deadline, "the engine does not come to rest"
+            time.sleep(0.01)
+        self.in_engine(lambda engine: engine.check_integrity())
+        assert self.service.engine.active == 0
+
+    def _is_ready(self, port: int) -> None:
+        self.port = port
+        self._ready.set()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self.server.serve()
+
+        asyncio.run(serve())

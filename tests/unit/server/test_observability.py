@@ -1,0 +1,82 @@
+"""The Grafana dashboard and the page on metrics, held against what is really exposed."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from fledge.server.metrics import Metrics
+from tests.page_service import finished, step
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def _exposed_names() -> set[str]:
+    metrics = Metrics(model_name="m", has_drafter=True)
+    for _ in range(5):
+        metrics.on_step(step(depth=3))
+        metrics.on_step(step(depth=0, accepted=0))
+    metrics.on_finished(finished())
+    metrics.on_rejected("queue_full")
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {sample.name for family in families for sample in family.samples}
+
+
+def _dashboard() -> dict[str, Any]:
+    return json.loads((DOCS / "grafana-dashboard.json").read_text())
+
+
+def _panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [inner for panel in dashboard["panels"] for inner in (panel, *panel.get("panels", []))]
+
+
+def test_the_grafana_dashboard_asks_only_for_metrics_that_exist():
+    dashboard = _dashboard()
+    queries = [target["expr"] for panel in _panels(dashboard) for target in panel.get("targets", [])]
+    queries += [str(variable.get("definition", "")) for variable in dashboard["templating"]["list"]]
+    asked = {name for query in queries for name in re.findall(r"fledge:\w+", query)}
+    assert len(asked) > 20
+    assert asked <= _exposed_names()
+
+
+def test_the_grafana_dashboard_shows_every_metric():
+    dashboard = _dashboard()
+    queries = " ".join(target["expr"] for panel in _panels(dashboard) for target in panel.get("targets", []))
+    exposed = {re.sub(r"_(bucket|sum|count)$", "", name) for name in _exposed_names() if name.startswith("fledge:")}
+    missing = {name for name in exposed if name not in queries}
+    assert missing == set()
+
+
+def test_the_grafana_dashboard_is_well_formed():
+    dashboard = _dashboard()
+    panels = _panels(dashboard)
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        assert panel["title"]
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells)), "panels overlap"
+    names = [variable["name"] for variable in dashboard["templating"]["list"]]
+    assert names == ["datasource", "model_name"]
+
+
+def test_observability_md_documents_every_metric_and_no_other():
+    text = (DOCS / "observability.md").read_text()
+    documented = set(re.findall(r"`fledge:(\w+?)(?:\{[^`]*\})?`", text))
+    exposed = {
+        re.sub(r"_(bucket|sum|count)$", "", name).removeprefix("fledge:").removesuffix("_total")
+        for name in _exposed_names()
+        if name.startswith("fledge:")
+    }
+    assert {name.removesuffix("_total") for name in documented} == exposed

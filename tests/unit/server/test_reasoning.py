@@ -1,0 +1,101 @@
+"""Reasoning is split from the answer, whole or streamed, alone or before tool calls."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.errors import ConfigError
+from fledge.server.reasoning import (
+    AnswerSplitter,
+    ReasoningDelta,
+    ReasoningParser,
+    detect_reasoning_parser,
+    get_reasoning_parser,
+)
+from fledge.server.tools import ContentDelta, ToolCallDelta, get_parser
+
+CASES = [
+    ("<think>\nhm, so\n</think>\n\nYes.\n", False, "hm, so", "Yes.\n"),
+    ("\n<think>a</think>b", False, "a", "b"),
+    ("hm, so\n</think>\n\nYes.", True, "hm, so", "Yes."),
+    ("<think></think>Yes.", False, None, "Yes."),
+    ("</think>\n\nYes.", True, None, "Yes."),
+    ("<think>never ends\n", False, "never ends", None),
+    ("never ends", True, "never ends", None),
+    ("No thoughts.", False, None, "No thoughts."),
+    (" No thoughts.", False, None, " No thoughts."),
+    ("Late <think>x</think>", False, None, "Late <think>x</think>"),
+    ("Only </think> a close", False, None, "Only </think> a close"),
+    ("<think>a</think>b<think>c</think>", False, "a", "b<think>c</think>"),
+    ("a </thin k> b</think>c", True, "a </thin k> b", "c"),
+    ("<thi", False, None, "<thi"),
+    ("cut </thi", True, "cut </thi", None),
+    ("", False, None, None),
+]
+
+
+@pytest.mark.parametrize(("text", "opened", "reasoning", "content"), CASES)
+def test_whole_and_character_by_character(text: str, opened: bool, reasoning: str | None, content: str | None) -> None:
+    parser = ReasoningParser()
+    assert parser.parse(text, opened=opened) == (reasoning, content)
+    stream = parser.stream(opened=opened)
+    deltas = [delta for character in text for delta in stream.feed(character)] + stream.finish()
+    assert "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)) == (reasoning or "")
+    assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)) == (content or "")
+    assert all(delta.text for delta in deltas)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            ["<think>", "</think>", "<thi", "</", "\n", " ", "x", "<tool_call>", '{"name": "f"}', "</tool_call>"]
+        ),
+        max_size=10,
+    ),
+    data=st.data(),
+    opened=st.booleans(),
+    tools=st.booleans(),
+)
+def test_any_split_gives_what_the_whole_gives(
+    pieces: list[str], data: st.DataObject, opened: bool, tools: bool
+) -> None:
+    def stream() -> AnswerSplitter:
+        made = get_parser("hermes").stream(new_id=lambda: "id") if tools else None
+        return AnswerSplitter(reasoning=ReasoningParser().stream(opened=opened), tools=made)
+
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
+    one = stream()
+    deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])] + one.finish()
+    whole = stream().parse(text)
+    assert "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)) == (whole.reasoning or "")
+    assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)) == (whole.content or "")
+    assert [d.name for d in deltas if isinstance(d, ToolCallDelta) and d.name] == [c.name for c in whole.tool_calls]
+
+
+def test_calls_in_reasoning_are_thoughts() -> None:
+    text = (
+        '<think>maybe <tool_call>{"name": "a"}</tool_call>?</think>\n'
+        'Ok. <tool_call>{"name": "b", "arguments": {}}</tool_call>'
+    )
+    answer = AnswerSplitter(reasoning=ReasoningParser().stream(), tools=get_parser("hermes").stream()).parse(text)
+    assert answer.reasoning == 'maybe <tool_call>{"name": "a"}</tool_call>?'
+    assert (answer.content, [call.name for call in answer.tool_calls]) == ("Ok.", ["b"])
+    plain = AnswerSplitter().parse(text)
+    assert (plain.reasoning, plain.content, plain.tool_calls) == (None, text, [])
+
+
+def test_parsers_are_found_and_know_what_the_template_opened() -> None:
+    assert get_reasoning_parser("qwen3").markers(opened=True).end == "</think>"
+    with pytest.raises(ConfigError, match=r"unknown reasoning parser 'qwen4'\. Did you mean 'qwen3'"):
+        get_reasoning_parser("qwen4")
+    assert detect_reasoning_parser(None) is None
+    assert detect_reasoning_parser("{{ messages }}") is None
+    parser = detect_reasoning_parser("{{ content.split('</think>') }}")
+    assert parser is not None
+    assert parser.opened_by("<|im_start|>assistant\n<think>\n")
+    assert not parser.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not parser.opened_by("what is <think> for?<|im_end|>\n<|im_start|>assistant\n")

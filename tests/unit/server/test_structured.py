@@ -1,0 +1,413 @@
+"""Grammars from clients: read, limited, compiled, and kept to by whoever only picks allowed tokens."""
+
+import asyncio
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fledge.engine.constraint import ConstraintFactory, TokenConstraint
+from fledge.server.errors import RequestError
+from fledge.server.grammar_constraint import ConstraintFailed
+from fledge.server.reasoning import ReasoningParser
+from fledge.server.structured import Grammar, GrammarCompiler, GrammarLimits, read_format
+from fledge.server.tools import call_grammar, get_parser, read_tools
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool_calls_section_begin|>")
+KIMI = ("<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+PADDED = 64  # ids of the model that no token has
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["x", "</think>", "é"]}, "maxItems": 2},
+        "more": {"$ref": "#/$defs/more"},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "$defs": {"more": {"anyOf": [{"type": "null"}, {"type": "boolean"}]}},
+}
+
+
+def make_tokenizer(markers: tuple[str, ...]) -> Any:
+    """A byte-level BPE with merges across the punctuation of JSON, and `<|end|>` as its end of text."""
+    text = [json.dumps({"name": "ab", "arguments": {"age": i, "tags": ["x"]}}, indent=i % 3 or None) for i in range(30)]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(text, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    bpe.add_special_tokens(["<|end|>"])
+    bpe.add_tokens([AddedToken(marker, special=marker.startswith("<|")) for marker in markers])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
+
+
+def make_compiler(tokenizer: Any, limits: GrammarLimits | None = None) -> GrammarCompiler:
+    eos = tokenizer.eos_token_id
+    return GrammarCompiler(tokenizer, vocab_size=len(tokenizer) + PADDED, eos_ids=[eos], limits=limits)
+
+
+TOKENIZERS = {"plain": make_tokenizer(()), "special": make_tokenizer((*MARKERS, *KIMI))}
+COMPILERS = {name: make_compiler(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+def walk(kind: str, factory: ConstraintFactory, seed: int, longest: int = 3000) -> str:
+    """Pick allowed tokens at random until the answer ends; return its text."""
+    tokenizer, pick = TOKENIZERS[kind], random.Random(seed)
+    constraint, tokens = factory(), []
+    while not constraint.is_complete:
+        mask = constraint.allowed()
+        assert mask is not None
+        assert not mask[len(tokenizer) :].any(), "an id that no token has"
+        allowed = mask.nonzero().flatten().tolist()
+        tokens.append(pick.choice(allowed))
+        assert len(tokens) < longest, tokenizer.decode(tokens)
+        constraint.accept(tokens[-1:])
+    assert constraint.is_complete
+    return str(tokenizer.decode([token for token in tokens if token != tokenizer.eos_token_id]))
+
+
+def compiled(kind: str, **fields: Any) -> ConstraintFactory:
+    grammar = read_format(**fields)
+    assert grammar is not None
+    return COMPILERS[kind].compile_now(grammar)
+
+
+def is_person(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        set(found) <= {"name", "age", "tags", "more"}
+        and len(found["name"]) <= 4
+        and 0 <= found["age"] <= 120
+        and all(tag in ("x", "</think>", "é") for tag in found.get("tags", []))
+    )
+
+
+ASKED: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}}, is_person),
+    ({"guided_json": SCHEMA}, is_person),
+    ({"guided_json": json.dumps(SCHEMA)}, is_person),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, is_person),
+    ({"guided_regex": r"[a-c]{2,5}/\d{3}"}, re.compile(r"[a-c]{2,5}/\d{3}").fullmatch),
+    ({"structured_outputs": {"regex": "(yes|no)!?"}}, re.compile("(yes|no)!?").fullmatch),
+    ({"guided_choice": ["yes", 'a "b"\n', "日本", "<think>", "<|end|>"]},
+     lambda text: text in ["yes", 'a "b"\n', "日本", "<think>", "<|end|>"]),
+    ({"structured_outputs": {"choice": ["one"]}}, lambda text: text == "one"),
+    ({"guided_grammar": 'start: "(" start ")" | DIGIT\nDIGIT: /[0-9]/'},
+     lambda text: text.strip("()").isdigit() and text.count("(") == text.count(")")),
+    ({"structured_outputs": {"grammar": 'root ::= "a" word\nword ::= [b-d] | "!"'}}, re.compile("a[b-d!]").fullmatch),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(("fields", "check"), ASKED)
+def test_allowed_tokens_spell_valid_answers(kind: str, fields: dict[str, Any], check: Callable[[str], Any]) -> None:
+    factory = compiled(kind, **fields)
+    texts = [walk(kind, factory, seed) for seed in range(12)]
+    assert all(check(text) for text in texts), texts
+
+
+def test_json_objects_are_objects_and_their_white_space_is_bounded() -> None:
+    factory = compiled("plain", response_format={"type": "json_object"})
+    tokenizer = TOKENIZERS["plain"]
+
+    def accepted(text: str) -> int:
+        tokens = tokenizer.encode(text)
+        count = factory().valid_prefix(tokens)
+        return len(tokenizer.decode(tokens[:count]))
+
+    pretty = json.dumps({"a": [1, {"b": None}], "ü": "x\n"}, indent=4, ensure_ascii=False)
+    assert accepted(pretty) == len(pretty)
+    assert accepted("[]") == 0
+    assert accepted("{" + " " * 200 + "}") < 80
+    assert read_format(response_format={"type": "text"}) is None
+    assert read_format() is None
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_masks_are_those_of_one_token_at_a_time(kind: str) -> None:
+    """And looking ahead leaves no trace, at the end of the answer neither."""
+    factory, tokenizer = compiled(kind, guided_json=SCHEMA), TOKENIZERS[kind]
+    tokens = tokenizer.encode('{"name": "ab", "age": 7}') + [tokenizer.eos_token_id] * 2
+    one_by_one, looking = factory(), factory()
+    for place, token in enumerate(tokens[:-2]):
+        ahead = looking.masks(tokens[place : place + 6])
+        assert looking.valid_prefix(tokens[place : place + 6]) == len(ahead) - 1 == min(6, len(tokens) - 2 - place)
+        copy = factory()
+        copy.accept(tokens[:place])
+        for offset, mask in enumerate(ahead):
+            assert (mask == copy.allowed()).all()
+            if offset < len(ahead) - 1:
+                copy.accept([tokens[place + offset]])
+        for constraint in (one_by_one, looking):
+            constraint.accept([token])
+    assert one_by_one.is_complete
+    assert looking.is_complete
+    assert looking.masks([tokens[-1]])[0].nonzero().flatten().tolist() == [tokenizer.eos_token_id]  # type: ignore[union-attr]
+    wrong = tokenizer.encode('{"name": "ab", "old": 7}')
+    fresh = factory()
+    assert tokenizer.decode(wrong[: fresh.valid_prefix(wrong)]) == '{"name": "ab", "'
+    assert fresh.valid_prefix(tokens[:-2]) == len(tokens) - 2
+
+
+def test_a_grammar_that_may_go_on_ends_by_the_end_of_text() -> None:
+    tokenizer = TOKENIZERS["plain"]
+    constraint = compiled("plain", guided_regex="[0-9]+")()
+    assert not constraint.allowed()[tokenizer.eos_token_id]  # type: ignore[index]
+    constraint.accept(tokenizer.encode("12"))
+    assert not constraint.is_complete
+    ahead = constraint.masks([*tokenizer.encode("3"), tokenizer.eos_token_id, *tokenizer.encode("4")])
+    assert len(ahead) == 3  # nothing comes after the end
+    constraint.accept([tokenizer.eos_token_id])
+    assert constraint.is_complete
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": "json"}, "response_format: 'type' must be"),
+    ({"response_format": {"type": "xml"}}, "response_format: 'type' must be"),
+    ({"response_format": {"type": "json_schema"}}, "needs 'json_schema'"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "must be an object, found int"),
+    ({"guided_json": "{"}, "guided_json: the schema is no JSON"),
+    ({"guided_json": [1]}, "must be an object, found list"),
+    ({"guided_json": {"type": "frob"}}, "Invalid type: frob"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
+    ({"guided_json": {"$ref": "https://example.com/schema"}}, "does not fetch"),
+    ({"guided_json": {"$ref": "#"}}, "nothing satisfies it"),
+    ({"guided_json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
+    ({"guided_json": {"const": "x" * 70_000}}, "allowed are 65536"),
+    ({"guided_json": {"const": "\ud800"}}, "no character"),
+    ({"guided_regex": "["}, "guided_regex: .*unclosed character class"),
+    ({"guided_regex": r"(a)\1"}, "backreferences are not supported"),
+    ({"guided_regex": "x" * 70_000}, "found 70000 bytes, allowed are 65536"),
+    ({"guided_regex": 3}, "expected a non-empty string"),
+    ({"guided_regex": "\ud800"}, "no character"),
+    ({"guided_choice": []}, "expected a list of non-empty strings"),
+    ({"guided_choice": "yes"}, "expected a list of non-empty strings"),
+    ({"guided_choice": ["yes", 1]}, "expected a list of non-empty strings"),
+    ({"guided_choice": ["x"] * 3000}, "found 3000 choices"),
+    ({"guided_grammar": "frob frob"}, "neither Lark nor GBNF"),
+    ({"guided_grammar": "root ::= " + "(" * 9000}, "neither Lark nor GBNF"),
+    ({"guided_grammar": "start: missing"}, "guided_grammar: .*missing"),
+    ({"guided_grammar": "start: @other"}, "unknown grammar"),
+    ({"guided_grammar": "start: <|nope|>"}, "unknown special token"),
+    ({"structured_outputs": 3}, "structured_outputs: expected an object"),
+    ({"structured_outputs": {}}, "found 0 of"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "found 2 of"),
+    ({"structured_outputs": {"jsn": {}}}, "Did you mean 'json'"),
+    ({"structured_outputs": {"json_object": "yes"}}, "expected true"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "together, allowed is one of them"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_what_is_wrong_is_said_in_one_line(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
+        compiled("plain", **fields)
+    assert raised.value.status == 400
+    assert raised.value.param is not None
+    assert raised.value.param.split(".")[0] in fields
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def test_deep_schemas_are_refused_at_any_depth() -> None:
+    for depth in (200, 3000):
+        with pytest.raises(RequestError, match="guided_json: "):
+            compiled("plain", guided_json=nested(depth))
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "properties", "items", "enum", "const", "$ref", "anyOf", "pattern", "maxLength", "x"]
+            )
+            | st.text(max_size=4),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    field=st.sampled_from(["guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format"]),
+    value=_JSON | st.text(st.sampled_from('start:"/[]()*+?{}|<>@%a\\ \n'), max_size=25),
+)
+def test_whatever_is_asked_for_works_or_is_refused(field: str, value: Any) -> None:
+    try:
+        grammar = read_format(**{field: value})
+        if grammar is not None:
+            constraint = COMPILERS["plain"].compile_now(grammar)()
+            assert constraint.allowed().any()  # type: ignore[union-attr]
+    except RequestError as error:
+        assert (error.status, "\n" in str(error)) == (400, False)  # noqa: PT017 - either outcome is fine
+
+
+def test_expensive_grammars_meet_the_limits() -> None:
+    costly = "start: " + " ".join(["part"] * 40) + "\npart: " + " | ".join(f'"w{i}"' for i in range(2000))
+    compiler = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_grammar_size=1000))
+    with pytest.raises(RequestError, match="guided_grammar"):
+        compiler.compile_now(Grammar(source={"lark_grammar": costly}, param="guided_grammar"))
+    # One step of this automaton may need thousands of states: it is stopped, and its request alone ends.
+    grammar = read_format(guided_regex="(.*a.{40}){3}")
+    assert grammar is not None
+    limited = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_lexer_states=300))
+    constraint = limited.compile_now(grammar)()
+    token = TOKENIZERS["plain"].encode("a")
+
+    def spell() -> None:
+        for _ in range(500):
+            constraint.masks(token)
+            constraint.accept(token)
+
+    with pytest.raises(ConstraintFailed, match=r"(?i)state|complex|limit"):
+        spell()
+
+
+def test_compiled_grammars_are_kept_and_constraints_are_independent() -> None:
+    compiler = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_cached=2))
+    made: list[str] = []
+    original = compiler._compile
+    compiler._compile = lambda text, param: (made.append(text), original(text, param))[1]  # type: ignore[method-assign]
+
+    def constraint(regex: str) -> TokenConstraint:
+        grammar = read_format(guided_regex=regex)
+        assert grammar is not None
+        return compiler.compile_now(grammar)()
+
+    first, again = constraint("a+b"), constraint("a+b")
+    assert len(made) == 1
+    first.accept(TOKENIZERS["plain"].encode("ab"))
+    assert first.is_complete
+    assert not again.is_complete
+    assert again.valid_prefix(TOKENIZERS["plain"].encode("aab")) > 0
+    constraint("c")
+    constraint("a+b")  # used: the other one is the oldest now
+    constraint("d")
+    constraint("a+b")
+    assert len(made) == 3
+    constraint("c")
+    assert len(made) == 4
+
+
+def test_compiling_does_not_hold_up_the_loop_and_has_an_end() -> None:
+    limits = GrammarLimits(compile_seconds=0.3, compile_threads=1)
+    compiler = make_compiler(TOKENIZERS["plain"], limits)
+    original, slow = compiler._compile, threading.Event()
+    compiler._compile = lambda text, param: (slow.wait(5), original(text, param))[1]  # type: ignore[method-assign]
+    grammars = [read_format(guided_regex=regex) for regex in ("a", "b", "c")]
+
+    async def scenario() -> tuple[int, list[Any]]:
+        ticks = 0
+        jobs = [asyncio.create_task(compiler.compile(grammar)) for grammar in grammars if grammar is not None]
+        while not all(job.done() for job in jobs):
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks, [job.exception() for job in jobs]
+
+    begun = time.perf_counter()
+    ticks, errors = asyncio.run(scenario())
+    slow.set()
+    assert time.perf_counter() - begun < 3
+    assert ticks > 5
+    assert [error.status for error in errors] == [400, 503, 503]  # the last two never got a thread
+    assert "takes longer than 0.3 s" in str(errors[0])
+
+    async def now() -> ConstraintFactory:
+        assert grammars[1] is not None
+        return await compiler.compile(grammars[1])
+
+    assert asyncio.run(now())().valid_prefix(TOKENIZERS["plain"].encode("b")) == 1
+    compiler.close()
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "ping"}},
+]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "kimi_k2"])
+@pytest.mark.parametrize("choice", ["required", "named", "single"])
+def test_calls_that_must_come_do_in_the_models_own_syntax(kind: str, name: str, choice: str) -> None:
+    asked = {"type": "function", "function": {"name": "ping"}} if choice == "named" else "required"
+    request = read_tools(TOOLS, asked, choice != "single")
+    assert request is not None
+    parser, compiler = get_parser(name), COMPILERS[kind]
+    grammar = call_grammar(parser, request, marker=compiler.marker)
+    assert grammar is not None
+    factory = compiler.compile_now(grammar)
+    seen: set[str] = set()
+    for seed in range(10):
+        content, calls = parser.parse(walk(kind, factory, seed))
+        assert content is None
+        assert calls
+        assert choice == "required" or len(calls) == 1
+        seen |= {call.name for call in calls}
+        for call in calls:
+            assert is_person(call.arguments) if call.name == "weather" else json.loads(call.arguments) == {}
+    assert seen == ({"ping"} if choice == "named" else {"weather", "ping"})
+
+
+def test_nothing_is_enforced_where_the_model_may_choose_and_bad_schemas_are_refused() -> None:
+    auto = read_tools(TOOLS)
+    assert auto is not None
+    marker = COMPILERS["plain"].marker
+    assert call_grammar(get_parser("hermes"), auto, marker=marker) is None
+    for parameters in ({"type": "frob"}, nested(3000)):
+        bad = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
+        assert bad is not None
+        with pytest.raises(RequestError, match="tools: ") as raised:
+            COMPILERS["plain"].compile_now(call_grammar(get_parser("hermes"), bad, marker=marker))  # type: ignore[arg-type]
+        assert raised.value.status == 400
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None:
+    tokenizer, parser = TOKENIZERS[kind], ReasoningParser()
+    for fields, answer in (
+        ({"guided_json": SCHEMA}, '{"name": "", "age": 1}'),
+        ({"guided_choice": ["yes", "no"]}, "no"),
+        ({"guided_regex": "[0-9]{2}"}, "12"),
+    ):
+        grammar = read_format(**fields)
+        assert grammar is not None
+        factory = COMPILERS[kind].compile_now(grammar, parser.markers(opened=opened))
+        begin = "" if opened else "<think>\n"
+
+        def taken(text: str, factory: ConstraintFactory = factory) -> bool:
+            constraint, tokens = factory(), tokenizer.encode(text)
+            if constraint.valid_prefix(tokens) < len(tokens):
+                return False
+            constraint.accept(tokens)
+            return constraint.is_complete
+
+        assert taken(begin + 'Well {"a": [ </thin, so\n</think>\n\n' + answer)
+        assert taken(begin + "</think>" + answer)
+        assert not taken(begin + "hm</think>\n\nmaybe")
+        assert taken(answer) == (not opened)

@@ -1,0 +1,333 @@
+"""Tool calls: what each model family writes becomes OpenAI's calls, however the text is cut into pieces."""
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fledge.errors import ConfigError
+from fledge.server.errors import RequestError
+from fledge.server.tools import (
+    PARSERS,
+    ContentDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    detect_parser,
+    get_parser,
+    read_tools,
+)
+from fledge.server.tools.base import assemble, new_call_id
+
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+KIMI_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+WEATHER = '{"city": "Paris, \\"FR\\" {x}", "days": [1, 2]}'
+
+
+def ids() -> Any:
+    counter = itertools.count()
+    return lambda: f"id{next(counter)}"
+
+
+def parse(name: str, text: str, **more: Any) -> tuple[str | None, list[tuple[str, str]]]:
+    content, calls = get_parser(name).parse(text, new_id=ids(), **more)
+    return content, [(call.name, call.arguments) for call in calls]
+
+
+def call(name: str, arguments: str, key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
+    # Hermes
+    ("hermes", "Just text.", "Just text.", []),
+    ("hermes", " padded text \n", " padded text \n", []),
+    (
+        "hermes",
+        f"<tool_call>\n{call('weather', WEATHER)}\n</tool_call>",
+        None,
+        [("weather", WEATHER)],
+    ),
+    (
+        "hermes",
+        f"So.\n\n<tool_call>{call('a', '{}')}</tool_call>\n<tool_call>\n{call('b', '{}')}\n</tool_call>\n Done.\n",
+        "So.\nDone.\n",
+        [("a", "{}"), ("b", "{}")],
+    ),
+    ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "late"}</tool_call>', None, [("late", '{"x": 1}')]),
+    ("hermes", '<tool_call>{"name": "none"}</tool_call>', None, [("none", "{}")]),
+    ("hermes", '<tool_call>{"name": "n", "arguments": null}</tool_call>', None, [("n", "{}")]),
+    ("hermes", '<tool_call>{"name": "s", "arguments": "{\\"x\\": 1}"}</tool_call>', None, [("s", '{"x": 1}')]),
+    ("hermes", f"<tool_call>{call('cut', '{}')}", None, [("cut", "{}")]),
+    ("hermes", '<tool_call>{"name": "cut", "arguments": {"x": "unfin', None, [("cut", '{"x": "unfin')]),
+    (
+        "hermes",  # an end marker inside a string is text
+        f"<tool_call>{call('echo', json.dumps({'text': '</tool_call>'}))}</tool_call>",
+        None,
+        [("echo", '{"text": "</tool_call>"}')],
+    ),
+    ("hermes", "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>", []),
+    ("hermes", '<tool_call>{"nome": "x"}</tool_call>!', '<tool_call>{"nome": "x"}</tool_call>!', []),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
+    ("hermes", "<tool_call>", "<tool_call>", []),
+    ("hermes", 'x <tool_call>{"na', 'x <tool_call>{"na', []),
+    ("hermes", "a < b <tool_ca", "a < b <tool_ca", []),
+    (
+        "hermes",  # announced, then no JSON: passed on as it is, and the next call is found
+        f'<tool_call>{{"name": "bad", "arguments": {{"x": o!!}}}}</tool_call><tool_call>{call("ok", "{}")}</tool_call>',
+        None,
+        [("bad", '{"x": o!!}}'), ("ok", "{}")],
+    ),
+    # Llama 3
+    ("llama3_json", "Just text; {not a call}", "Just text; {not a call}", []),
+    ("llama3_json", f"  {call('weather', WEATHER, 'parameters')}\n", None, [("weather", WEATHER)]),
+    ("llama3_json", f"<|python_tag|>{call('f', '{}', 'parameters')}", None, [("f", "{}")]),
+    (
+        "llama3_json",
+        f"{call('f', '{}', 'parameters')}; {call('g', '{}', 'parameters')};",
+        None,
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        "llama3_json",
+        f"Looking it up. <|python_tag|>{call('f', '{}', 'parameters')} there",
+        "Looking it up.\nthere",
+        [("f", "{}")],
+    ),
+    ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": 1}}', None, [("f", '{"a": 1}')]),
+    ("llama3_json", '\n{"answer": {"name": "x"}} ', '\n{"answer": {"name": "x"}} ', []),
+    ("llama3_json", "{", "{", []),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama3_json", f"See {call('f', '{}', 'parameters')}", f"See {call('f', '{}', 'parameters')}", []),
+    # Kimi K2
+    ("kimi_k2", "Just text.", "Just text.", []),
+    (
+        "kimi_k2",
+        "Sure. " + KIMI.format(KIMI_CALL.format("functions.weather:0", WEATHER)) + "\nDone",
+        "Sure.\nDone",
+        [("weather", WEATHER)],
+    ),
+    (
+        "kimi_k2",
+        KIMI.format(KIMI_CALL.format("functions.a:0", " {} ") + "\n" + KIMI_CALL.format("b.c:1", '{"x":1}\n')),
+        None,
+        [("a", "{}"), ("b.c", '{"x":1}')],
+    ),
+    ("kimi_k2", KIMI.format(KIMI_CALL.format("functions.a:0", "")), None, [("a", "{}")]),
+    (
+        "kimi_k2",
+        '<|tool_calls_section_begin|><|tool_call_begin|>a:0<|tool_call_argument_begin|>{"x": "unf',
+        None,
+        [("a", '{"x": "unf')],
+    ),
+    ("kimi_k2", KIMI.format(""), None, []),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|>what<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>what<|tool_calls_section_end|>",
+        [],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>no id<|tool_call_argument_begin|>{}",
+        "<|tool_calls_section_begin|><|tool_call_begin|>no id<|tool_call_argument_begin|>{}",
+        [],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>" + "a" * 300 + ":0<|tool_call_argument_begin|>{}",
+        "<|tool_calls_section_begin|><|tool_call_begin|>" + "a" * 300 + ":0<|tool_call_argument_begin|>{}",
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_whole_answers(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    assert parse(name, text) == (content, calls)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_character_by_character(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
+    stream = get_parser(name).stream(new_id=ids())
+    deltas = [delta for character in text for delta in stream.feed(character)] + stream.finish()
+    found = assemble(deltas)
+    assert (found[0], [(one.name, one.arguments) for one in found[1]]) == (content, calls)
+    announced = set()
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):  # the name comes first, once, and alone
+            assert (delta.index in announced) == (delta.name is None) == (delta.id is None)
+            assert bool(delta.arguments) == (delta.index in announced)
+            announced.add(delta.index)
+        else:
+            assert isinstance(delta, ContentDelta)
+            assert delta.text
+    assert stream.feed("") == stream.finish() == []
+
+
+_FRAGMENTS = {
+    "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "b"}}', '{"name":"g"}'],
+    "llama3_json": ["<|python_tag|>", ";", '{"name": "f", "parameters": {"a": [1, {}]}}', '{"type":'],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "functions.f:0",
+        "<|tool_call_argument_begin|>",
+        '{"a": "b"}',
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ],
+}
+_NOISE = [
+    "\n",
+    " ",
+    "{",
+    "}",
+    '"',
+    "\\",
+    ":",
+    ",",
+    "<",
+    "<|tool_call",
+    "</tool",
+    "name",
+    '"name"',
+    "null",
+    "1",
+    "é",
+    "x",
+]
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(_FRAGMENTS)), parallel=st.booleans())
+def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str, parallel: bool) -> None:
+    pieces = st.sampled_from(_FRAGMENTS[name] + _NOISE + _FRAGMENTS[name])
+    text = "".join(data.draw(st.lists(pieces, max_size=10)))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    stream = get_parser(name).stream(parallel=parallel, new_id=ids())
+    chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    deltas = [delta for chunk in chunks for delta in stream.feed(chunk)] + stream.finish()
+    assert assemble(deltas) == get_parser(name).parse(text, parallel=parallel, new_id=ids())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(["hermes", "llama3_json", "kimi_k2"]),
+    calls=st.lists(
+        st.tuples(
+            st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_-]{0,8}", fullmatch=True),
+            st.dictionaries(
+                st.text(max_size=4),
+                st.recursive(
+                    st.none()
+                    | st.booleans()
+                    | st.integers()
+                    | st.floats(allow_nan=False, allow_infinity=False)
+                    | st.text(max_size=8),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+                    max_leaves=5,
+                ),
+                max_size=3,
+            ),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_well_formed_calls_come_back_whatever_their_arguments(
+    name: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    spelled = [(function, json.dumps(arguments)) for function, arguments in calls]
+    if name == "hermes":
+        text = "\n".join(f"<tool_call>\n{call(f, a)}\n</tool_call>" for f, a in spelled)
+    elif name == "llama3_json":
+        text = "; ".join(call(f, a, "parameters") for f, a in spelled)
+    else:
+        text = KIMI.format("".join(KIMI_CALL.format(f"functions.{f}:{i}", a) for i, (f, a) in enumerate(spelled)))
+    assert parse(name, text) == (None, spelled)
+
+
+def test_without_parallel_calls_the_first_counts() -> None:
+    both = f"Hm. <tool_call>{call('a', '{}')}</tool_call> <tool_call>{call('b', '{}')}</tool_call> End"
+    assert parse("hermes", both, parallel=False) == ("Hm.\nEnd", [("a", "{}")])
+
+
+def test_ids_are_openais_or_the_models_own() -> None:
+    assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", new_call_id())
+    assert new_call_id() != new_call_id()
+    (made,) = get_parser("hermes").parse(f"<tool_call>{call('a', '{}')}</tool_call>")[1]
+    assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", made.id)
+    text = KIMI.format(KIMI_CALL.format("functions.get_x:3", "{}"))
+    assert get_parser("kimi_k2").parse(text)[1] == [ToolCall(id="functions.get_x:3", name="get_x", arguments="{}")]
+
+
+def test_parsers_are_found_by_name_and_by_template() -> None:
+    assert {type(get_parser(name)) for name in PARSERS} == set(PARSERS.values())
+    with pytest.raises(ConfigError, match=r"unknown tool parser 'hermès'\. Did you mean 'hermes'"):
+        get_parser("hermès")
+    templates = {
+        "{{ '<tool_call>' }}": "hermes",
+        '<|start_header_id|> {"name": function name, "parameters": dictionary}': "llama3_json",
+        "<|python_tag|>": "llama3_json",
+        "<|tool_calls_section_begin|>": "kimi_k2",
+        "<tool_call>\n<function=name>": None,
+        "{{ messages }}": None,
+    }
+    for template, name in templates.items():
+        found = detect_parser(template)
+        assert (None if found is None else found.name) == name
+    assert detect_parser(None) is None
+
+
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def test_requests_for_tools_are_read() -> None:
+    tools = [tool("a", parameters={"type": "object"}), tool("b-2")]
+    assert read_tools(None) is None
+    assert read_tools([], "none") is None
+    auto = read_tools(tools)
+    assert auto is not None
+    assert (auto.choice, auto.must_call, auto.parallel, auto.is_active) == (ToolChoice.AUTO, (), True, True)
+    required = read_tools(tools, "required", False)
+    assert required is not None
+    assert ([one.name for one in required.must_call], required.parallel) == (["a", "b-2"], False)
+    named = read_tools(tools, {"type": "function", "function": {"name": "b-2"}})
+    assert named is not None
+    assert ([one.name for one in named.must_call], named.parallel) == (["b-2"], False)
+    none = read_tools(tools, "none")
+    assert none is not None
+    assert not none.is_active
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x",), "tools: expected a list"),
+        (([1],), r"tools\[0\]: expected"),
+        (([{"type": "function"}],), r"tools\[0\]: expected"),
+        (([tool("")],), r"tools\[0\].function.name: expected"),
+        (([tool("a b")],), "function.name"),
+        (([tool("a", parameters=[])],), "function.parameters: expected a JSON schema"),
+        (([tool("a"), tool("a")],), "two tools have the same name"),
+        (([tool("a")] * 200,), "found 200, allowed are 128"),
+        (([tool("a")], "always"), "tool_choice: expected"),
+        (([tool("a")], {"type": "function", "function": {}}), "tool_choice: expected"),
+        (([tool("alpha")], {"type": "function", "function": {"name": "alpa"}}), "Did you mean 'alpha'"),
+        ((None, "required"), "there are no 'tools'"),
+        (([tool("a")], None, "yes"), "parallel_tool_calls: expected true or false"),
+    ],
+)
+def test_bad_requests_for_tools_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
+        read_tools(*arguments)
+    assert raised.value.status == 400
+    assert raised.value.param
+    assert "\n" not in str(raised.value)

@@ -118,7 +118,7 @@ def serve(
         from fledge.server.lifecycle import run  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
-        from fledge.server.service import Service  # noqa: PLC0415
+        from fledge.server.service import Service, check_options  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
@@ -144,6 +144,7 @@ def serve(
         default_sampling=_sampling_defaults(directory, generation_config),
         seed=seed,
     )
+    check_options(options)
     settings = {
         "model": str(directory),
         "speculative_config": None if speculation is None else asdict(speculation),

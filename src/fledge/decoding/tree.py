@@ -60,8 +60,10 @@ def expand(scores: Tensor, logprobs: Tensor, width: int) -> Expansion:
     """
     per_node = min(width, logprobs.shape[-1])
     best, tokens = logprobs.topk(per_node, dim=-1)  # [..., frontier, per_node]
-    # A log-softmax may round to a hair above zero; a child must never outscore its parent.
-    candidates = (scores[..., None] + best.clamp(max=0.0)).flatten(-2)
+    # A log-softmax may round to a hair above zero, and a broken drafter's is no number, which sorts before all others.
+    # A child must never outscore its parent: the tree would fall apart, and a token be accepted that nobody chose.
+    best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    candidates = (scores[..., None] + best).flatten(-2)
     origins = torch.arange(scores.shape[-1], device=scores.device).repeat_interleave(per_node)
     frontier = candidates.topk(min(width, candidates.shape[-1])).indices
     return Expansion(

@@ -14,7 +14,7 @@ from fledge.server.structured import ReasoningMarkers
 from fledge.server.tools.base import ContentDelta, Delta, ToolCall, ToolStream, assemble, held_back
 
 # vLLM's names for --reasoning-parser; all of them write the same markers.
-PARSERS = ("think", "deepseek_r1", "qwen3")
+PARSERS = ("think", "deepseek_r1", "qwen3", "kimi_k2")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -261,6 +261,13 @@ class Service:
         return CompiledGrammar(factory=factory, grammar=grammar, reasoning=markers)
 
 
+def check_options(options: ServeOptions) -> None:
+    """Raise ConfigError for what can be known to be wrong before a model is loaded."""
+    ApiKeys(options.api_keys)
+    _chosen(options.tool_call_parser, get_parser, lambda _template: None, None)
+    _chosen(options.reasoning_parser, get_reasoning_parser, lambda _template: None, None)
+
+
 def _chosen(name: str | None, by_name: Callable[[str], Any], detect: Callable[[str | None], Any], template: Any) -> Any:
     """Return the parser of that name; None or "auto": what the template suggests; "none": none."""
     if name == "none":

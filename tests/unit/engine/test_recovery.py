@@ -55,7 +55,7 @@ def infinite(states: DraftStates) -> DraftStates:
 
 @LATE
 @pytest.mark.parametrize("how", [raises, not_a_number, infinite])
-@pytest.mark.parametrize("at_call", [1, 2, 7, 20])
+@pytest.mark.parametrize("at_call", [1, 7, 11])
 @pytest.mark.parametrize("settings", [{}, {"tree": TreeShape(width=2, budget=5)}, {"sample_drafts": True}])
 def test_a_drafter_that_fails_costs_nobody_a_token(
     own_drafter: Drafter, read_late: bool, how: Callable[..., Any], at_call: int, settings: dict[str, Any]

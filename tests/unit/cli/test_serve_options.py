@@ -1,0 +1,169 @@
+"""`fledge serve` with the command line of `vllm serve`: understood, noted or refused in one line."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fledge.cli import serve as serve_module
+from fledge.cli.vllm_options import FOREIGN, translate
+from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.errors import ConfigError
+from tests.command_line import fledge
+
+# As the articles that announced EAGLE 3.1 print it; the first is one of them word by word.
+ANNOUNCED = """
+nvidia/Kimi-K2.6-NVFP4
+--trust-remote-code
+--tensor-parallel-size 4
+--tool-call-parser kimi_k2
+--enable-auto-tool-choice
+--reasoning-parser kimi_k2
+--attention-backend tokenspeed_mla
+--speculative-config '{"mannequin":"lightseekorg/kimi-k2.6-eagle3.1-mla","methodology":"eagle3","num_speculative_tokens":3}'
+--language-model-only
+"""  # noqa: E501 - as it was printed
+ORIGINAL = ANNOUNCED.replace("mannequin", "model").replace("methodology", "method")
+
+VALUES = {"--host", "--port", "--speculative-config", "--tool-call-parser", "--reasoning-parser", "--max-model-len"}
+FLAGS = {"--enable-auto-tool-choice", "--enable-prefix-caching", "--no-enable-prefix-caching", "--help"}
+
+
+@pytest.mark.parametrize("command", [ANNOUNCED, ORIGINAL])
+def test_the_announced_command_is_told_who_handles_four_gpus(command: str, tmp_path: Path) -> None:
+    done = fledge("serve", *shlex.split(command), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: --tensor-parallel-size 4: several GPUs or machines are needed for that, which is vLLM's job: run this "
+        "pair with 'vllm serve', which loads the same checkpoints"
+    )
+
+
+def test_on_one_gpu_it_is_understood() -> None:
+    words = shlex.split(ORIGINAL.replace("--tensor-parallel-size 4", "--tensor-parallel-size 1"))
+    ours, notes = translate(words, VALUES, FLAGS)
+    assert ours[:3] == ["nvidia/Kimi-K2.6-NVFP4", "--tool-call-parser", "kimi_k2"]
+    assert "--enable-auto-tool-choice" in ours
+    config = SpeculativeConfig.from_json(ours[ours.index("--speculative-config") + 1])
+    assert (config.model, config.method) == ("lightseekorg/kimi-k2.6-eagle3.1-mla", "eagle3")
+    assert [note.partition(":")[0] for note in notes] == [
+        "--trust-remote-code",
+        "--attention-backend",
+        "--language-model-only",
+    ]
+    garbled = shlex.split(ANNOUNCED.replace("--tensor-parallel-size 4", ""))
+    ours, _ = translate(garbled, VALUES, FLAGS)
+    with pytest.raises(ConfigError, match="unknown speculative_config key 'mannequin'"):
+        SpeculativeConfig.from_json(ours[ours.index("--speculative-config") + 1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-tp", "2"], "--tensor-parallel-size 2: several GPUs"),
+        (["--tensor_parallel_size=8"], "--tensor-parallel-size 8: several GPUs"),
+        (["--pipeline-parallel-size", "2"], "vLLM"),
+        (["--data-parallel-size", "2"], "vLLM"),
+        (["--enable-expert-parallel"], "--enable-expert-parallel: experts on several GPUs, which is vLLM's job"),
+        (["--quantization", "fp8"], "quantised weights"),
+        (["-q", "awq"], "quantised weights"),
+        (["--kv-cache-dtype", "fp8"], "quantised KV cache"),
+        (["--enable-lora"], "adapters"),
+        (["--hot", "0.0.0.0"], "unknown option '--hot'. Did you mean '--host'?"),
+        (["--max-modellen", "5"], "Did you mean '--max-model-len'?"),
+        (["--tensor-paralel-size", "1"], "Did you mean '--tensor-parallel-size'?"),
+        (["--zzzzzz"], "See fledge serve --help."),
+        (["-x"], "unknown option '-x'"),
+    ],
+)
+def test_refusals(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        translate(["model", *words], VALUES, FLAGS)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["--tensor-parallel-size", "1", "m"], ["m"]),
+        (["-tp=1", "m"], ["m"]),
+        (["--disable-log-requests", "m", "--port", "9"], ["m", "--port", "9"]),
+        (["--max_model_len=4k"], ["--max-model-len", "4k"]),
+        (["--no-enable-prefix-caching"], ["--no-enable-prefix-caching"]),
+        (["--port", "-1"], ["--port", "-1"]),
+        (["-O3", "m"], ["m"]),
+        (["-O", "3", "m"], ["m"]),
+        (["--", "--weird"], ["--", "--weird"]),
+        (["--speculative-config", "--x"], ["--speculative-config", "--x"]),
+    ],
+)
+def test_what_is_left_for_us(words: list[str], ours: list[str]) -> None:
+    assert translate(words, VALUES, FLAGS)[0] == ours
+
+
+def test_every_refusal_is_a_sentence_and_every_option_of_vllms_does_something() -> None:
+    for name, foreign in FOREIGN.items():
+        assert name.startswith("--")
+        assert foreign.reason or foreign.note, name
+        assert foreign.accepted or foreign.is_flag or foreign.note or foreign.reason, name
+
+
+def test_several_names_in_a_row_and_origins_in_json() -> None:
+    assert serve_module._repeat_lists(["--served-model-name", "a", "b", "--port", "1"]) == [
+        "--served-model-name",
+        "a",
+        "--served-model-name",
+        "b",
+        "--port",
+        "1",
+    ]
+    assert serve_module._repeat_lists(["m", "--api-key", "k", "--host", "h"]) == ["m", "--api-key", "k", "--host", "h"]
+    assert serve_module._origins(["https://a", '["https://b", "https://c"]']) == ["https://a", "https://b", "https://c"]
+    for wrong in ("[", "[1]", ""):
+        with pytest.raises(ConfigError):
+            serve_module._origins([wrong])
+
+
+@pytest.mark.parametrize(("text", "length"), [(None, None), ("auto", None), ("4096", 4096), ("4k", 4000), ("4K", 4096)])
+def test_lengths(text: str | None, length: int | None) -> None:
+    assert serve_module._length(text) == length
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-model-len", "long"], "--max-model-len: found 'long'"),
+        (["--log-format", "xml"], "--log-format: found 'xml'"),
+        (["--chat-template", "none.jinja"], "--chat-template: none.jinja cannot be read: No such file"),
+        (["--speculative-config", "{"], "speculative_config: not valid JSON"),
+        (["no-such-model"], "no such directory"),
+        (["--generation-config", "mine"], "--generation-config: found 'mine'"),
+        (["--request-timeout", "0"], "--request-timeout: found 0"),
+        (["--tool-call-parser", "herms"], "unknown tool parser 'herms'. Did you mean 'hermes'?"),
+        (["--reasoning-parser", "quen3"], "unknown reasoning parser 'quen3'. Did you mean 'qwen3'?"),
+        (["--api-key", ""], "a key must not be empty"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> None:
+    done = fledge("serve", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_a_model_the_bundled_pair_is_served() -> None:
+    assert serve_module._speculation(None, None) == SpeculativeConfig(
+        model="fledgling-eagle3.1", num_speculative_tokens=5
+    )
+    assert serve_module._speculation("some/model", None) is None
+
+
+def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9, "eos_token_id": [3]}')
+    assert serve_module._sampling_defaults(tmp_path, "auto") == {"temperature": 0.7, "top_p": 0.9}
+    assert serve_module._sampling_defaults(tmp_path, "vllm") == {}
+    found: Any = serve_module._sampling_defaults(tmp_path / "elsewhere", "auto")
+    assert found == {}

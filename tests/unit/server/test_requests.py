@@ -1,0 +1,205 @@
+"""Keys, messages, log-probabilities, log lines and the fields of requests, each for itself."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.outputs import RequestMetrics
+from fledge.engine.request import TokenLogprobs
+from fledge.errors import ConfigError
+from fledge.server.auth import ApiKeys
+from fledge.server.errors import RequestError
+from fledge.server.limits import Limits
+from fledge.server.logprobs import LOWEST, TokenTexts, chat_logprobs, completion_logprobs
+from fledge.server.messages import normalise
+from fledge.server.options import ServeOptions
+from fledge.server.protocol import ChatRequest, CompletionRequest, parse
+from fledge.server.request_log import JsonFormatter, RequestRecord, TextFormatter
+from tests.serving import make_llm
+
+# Keys
+
+
+def test_any_of_several_keys_opens_and_nothing_else() -> None:
+    keys = ApiKeys(["one", "tw\u00f6"])
+    assert keys.match("one")
+    assert keys.match("tw\u00f6")
+    for wrong in ("", "on", "one ", "ONE", "tw\udcf6"):
+        assert not keys.match(wrong)
+    assert not ApiKeys([])
+    with pytest.raises(ConfigError):
+        ApiKeys(["good", " "])
+
+
+def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    assert ApiKeys(["a", "b", "c"]).match("a")
+    assert len(compared) == 3
+    assert all(len(one) == len(other) == 32 for one, other in compared)
+
+
+# Messages
+
+
+def test_messages_become_what_templates_know() -> None:
+    made = normalise(
+        [
+            {"role": "developer", "content": "be brief", "name": "op"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "done"},
+        ],
+        10,
+    )
+    assert made[0] == {"role": "system", "content": "be brief", "name": "op"}
+    assert made[1]["content"] == "a\nb"
+    assert made[2]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert made[3] == {"role": "tool", "content": "done", "tool_call_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": 5, "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": ["x", {"type": "image_url"}]}, "messages[0].content[1]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
+        ({"role": "user", "content": "x", "tool_calls": [1]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, "arguments"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9999}}]}, "arguments"),
+    ],
+)
+def test_a_wrong_message_is_named(message: dict[str, Any], where: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        normalise([message], 10)
+    assert where in refused.value.message
+    assert refused.value.param == "messages"
+
+
+# Log-probabilities
+
+
+def test_tokens_that_are_parts_of_characters_have_their_bytes() -> None:
+    tokenizer = make_llm().tokenizer
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode("é")
+    assert [texts.of(token)[1] for token in ids] == [[0xC3], [0xA9]]
+    assert all("\ufffd" in texts.of(token)[0] for token in ids)
+    (plain,) = tokenizer.encode("A")
+    assert texts.of(plain) == ("A", [65])
+    assert TokenTexts(tokenizer, as_ids=True).of(5)[0] == "token_id:5"
+    assert TokenTexts(None).of(5)[0] == "token_id:5"
+
+
+def test_logprobs_in_both_shapes_are_finite() -> None:
+    tokenizer = make_llm().tokenizer
+    a, b = tokenizer.encode("ab")
+    entries = [TokenLogprobs(token=a, logprob=-0.5, top=((b, float("-inf")), (a, -0.5)))]
+    texts = TokenTexts(tokenizer)
+    (chat,) = chat_logprobs(entries, texts)["content"]
+    assert (chat["token"], chat["logprob"], chat["bytes"]) == ("a", -0.5, [97])
+    assert [top["logprob"] for top in chat["top_logprobs"]] == [LOWEST, -0.5]
+    completion = completion_logprobs([*entries, *entries], texts, offset=7)
+    assert completion["tokens"] == ["a", "a"]
+    assert completion["text_offset"] == [7, 8]
+    assert completion["top_logprobs"][0] == {"a": -0.5, "b": LOWEST}
+    json.dumps(completion, allow_nan=False)
+
+
+# Fields
+
+
+def test_defaults_of_the_model_stand_in_for_what_is_left_out() -> None:
+    request = parse(CompletionRequest, {"prompt": "a", "top_p": 0.5, "stop": "x", "temperature": 0})
+    params = request.sampling_params({"temperature": 0.7, "top_p": 0.9, "top_k": 40}, max_tokens=5, logprobs=None)
+    assert (params.temperature, params.top_p, params.top_k, params.stop, params.max_tokens) == (0, 0.5, 40, ("x",), 5)
+    assert params.include_stop_str_in_output is False
+    null = parse(CompletionRequest, {"prompt": "a", "stop": None, "n": None, "seed": None, "logit_bias": None})
+    assert null.answers == 1
+    assert null.sampling_params({}, max_tokens=None, logprobs=None).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "depth"),
+    [({}, None), ({"speculation": {}}, None), ({"speculation": {"enabled": False, "depth": 3}}, 0),
+     ({"speculation": {"depth": 2}}, 2), ({"speculation": {"depth": 0}}, 0)],
+)  # fmt: skip
+def test_speculation_in_the_extra_body(fields: dict[str, Any], depth: int | None) -> None:
+    request = parse(ChatRequest, {"messages": [], **fields})
+    assert request.speculation_depth == depth
+    assert not request.wants_report
+
+
+def test_the_answer_to_a_wrong_field_does_not_quote_it() -> None:
+    secret = "my password"
+    for fields in ({"temperature": secret}, {"stop": [secret, 5]}, {"logit_bias": {secret: 1}}):
+        with pytest.raises(RequestError) as refused:
+            _read(fields)
+        if "logit_bias" not in fields:
+            assert secret not in refused.value.message
+        assert refused.value.param is not None
+
+
+def _read(fields: dict[str, Any]) -> None:
+    parsed = parse(CompletionRequest, {"prompt": "a", **fields})
+    parsed.check_sizes(Limits())
+    parsed.sampling_params({}, max_tokens=1, logprobs=None)
+
+
+def test_options_are_checked() -> None:
+    for values in ({"request_timeout": 0}, {"drain_timeout": -1}, {"max_queue": -1}, {"served_model_names": ()}):
+        with pytest.raises(ConfigError):
+            ServeOptions(**{"served_model_names": ("m",), **values})  # type: ignore[arg-type]
+
+
+# The log
+
+
+def test_a_record_becomes_a_line_of_json_or_of_text() -> None:
+    acceptance = AcceptanceStatistics()
+    acceptance.add(drafted=3, accepted=2, rounds=4)
+    metrics = RequestMetrics(
+        acceptance=acceptance, cached_tokens=16, preemptions=0, time_to_first_token=0.5, seconds=1.5
+    )
+    record = RequestRecord(id="chatcmpl-1", path="/v1/chat/completions", model="m", answers=1, prompt_tokens=20)
+    record.take(metrics, output_tokens=11, finish_reasons=["stop", "stop"])
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign]
+    logger = logging.getLogger("fledge.request")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        record.write()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+    values = json.loads(JsonFormatter().format(lines[0]))
+    assert values["id"] == "chatcmpl-1"
+    assert (values["ttft_ms"], values["tpot_ms"], values["acceptance_length"]) == (500.0, 100.0, 3.0)
+    assert (values["rounds"], values["finish_reason"], values["cached_tokens"]) == (4, "stop", 16)
+    assert "ignored" not in values
+    assert not any(name.startswith("_") for name in values)
+    text = TextFormatter().format(lines[0])
+    assert "id=chatcmpl-1" in text
+    assert "acceptance_length=3.0" in text
+    assert "\n" not in text
+
+
+def test_a_field_with_a_line_break_stays_on_its_line() -> None:
+    record = logging.LogRecord("fledge.request", logging.INFO, "", 0, "request", (), None)
+    record.fields = {"ignored": ["a\nb c"]}
+    assert "\n" not in TextFormatter().format(record)
+    assert "\n" not in JsonFormatter().format(record)

@@ -2,7 +2,6 @@
 
 import math
 import random
-import shutil
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from recipes.demo import conversations, jsonlines
-from recipes.demo.data import Encoder
+from recipes.demo.data import Encoder, copy_tokenizer
 from recipes.demo.model import Llama, describe, from_huggingface, huggingface_config, save_huggingface, write_json
 from recipes.demo.training import (
     Budget,
@@ -27,8 +26,6 @@ from recipes.demo.training import (
     rate_factor,
     save_checkpoint,
 )
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 class DocumentMask:
@@ -71,9 +68,7 @@ def write_model(model: Llama, encoder: Encoder, tokenizer: Path, folder: Path) -
     config = huggingface_config(model.shape, encoder.begin, [encoder.turn_end, encoder.end], encoder.end)
     save_huggingface(model, folder, config)
     write_json(folder / "generation_config.json", generation_config(encoder))
-    for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, folder / name)
+    copy_tokenizer(tokenizer, folder)
 
 
 def main(
@@ -112,6 +107,8 @@ def main(
     if not resume and (out / "checkpoint.pt").exists():
         jsonlines.fail(f"{out}/checkpoint.pt exists: give --resume or another --out")
     encoder = Encoder(tokenizer)
+    if Encoder(base).key != encoder.key:
+        jsonlines.fail(f"{base} was pretrained with another tokenizer than {tokenizer}: use its own")
     started = time.monotonic()
     training, held_out = conversations.load(files)
     packed = []

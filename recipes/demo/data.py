@@ -6,6 +6,7 @@ No torch here: the worker processes import only this.
 import hashlib
 import multiprocessing
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -81,6 +82,16 @@ class Encoder:
         if "messages" in record:
             return [*self.conversation(record["messages"])[0], self.end]
         return self.document(record["text"])
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Put a tokenizer beside weights: ids mean nothing without it, and it is easily trained anew by mistake."""
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
 
 
 _encoder: Encoder | None = None

@@ -4,6 +4,7 @@ The schedule follows the larger of steps done and minutes spent: a run given min
 """
 
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from recipes.demo import jsonlines
-from recipes.demo.data import WEIGHTS, Corpus, Encoder, Mixture, load_corpus
+from recipes.demo.data import WEIGHTS, Corpus, Encoder, Mixture, copy_tokenizer, load_corpus
 from recipes.demo.model import SHAPES, Llama, block, describe, huggingface_config, save_huggingface
 from recipes.demo.training import (
     Budget,
@@ -243,6 +244,7 @@ def main(
         return
     config = huggingface_config(sizes, encoder.begin, [encoder.turn_end, encoder.end], encoder.end)
     save_huggingface(model, out / "model", config)
+    copy_tokenizer(tokenizer, out / "model")
     validate(length)
     for prompt in SAMPLE_PROMPTS:
         for temperature in (0.0, 0.7):
@@ -251,6 +253,7 @@ def main(
             console.print(f"--- temperature {temperature}\n{text}", markup=False, highlight=False)
     if export is not None:
         save_huggingface(model, export, config)
+        shutil.copyfile(tokenizer / "tokenizer.json", export / "tokenizer.json")
         (export / "log.jsonl").write_bytes(log.path.read_bytes())
 
 

@@ -76,6 +76,7 @@ def test_pretrain_tune_and_sample(corpus: Path, tmp_path: Path, capsys: pytest.C
         "log.jsonl",
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
+        "tokenizer.json",
     }
     assert {"chat", "code", "docs", "all"} <= set(log_of(tmp_path / "base", "validation")[-1])
 
@@ -97,6 +98,17 @@ def test_pretrain_tune_and_sample(corpus: Path, tmp_path: Path, capsys: pytest.C
     answered = json.loads((tmp_path / "samples.json").read_text())
     assert len(answered) == 2 * len(samples.PROMPTS)
     assert capsys.readouterr().out
+
+
+def test_a_base_is_tuned_with_its_own_tokenizer_only(corpus: Path, tmp_path: Path) -> None:
+    pretrain_tiny(corpus, tmp_path / "base")
+    kept = tmp_path / "base/model/tokenizer.json"
+    assert kept.read_bytes() == (corpus / "tokenizer/tokenizer.json").read_bytes()
+    kept.write_bytes(kept.read_bytes() + b"\n")
+    with pytest.raises(SystemExit, match="another tokenizer"):
+        chat_tune.main(
+            base=kept.parent, data=corpus / "chat", tokenizer=corpus / "tokenizer", out=tmp_path / "tuned", steps=1
+        )
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(corpus: Path, tmp_path: Path) -> None:

@@ -36,6 +36,13 @@ def rms_norm() -> None:
 
 
 @check
+def draft_input() -> None:
+    for dtype in cases.DTYPES:
+        for rows, size in ((1, 4096), (7, 320), (300, 2048)):
+            cases.draft_input(rows, size, dtype, GPU)
+
+
+@check
 def swiglu() -> None:
     for dtype in cases.DTYPES:
         for rows, size in ((1, 14336), (64, 8192), (5, 1001)):

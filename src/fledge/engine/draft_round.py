@@ -10,7 +10,6 @@ from fledge.decoding.tree import Expansion, expand, rank
 from fledge.engine.paged_cache import RoundPass
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
-from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.round_rows import DraftPlaces, slots_of
 from fledge.models.drafter.base import DraftStates
 
@@ -40,7 +39,7 @@ def _draft_chains(
         if models.sample_drafts:
             tokens.append(_sample(models, state, rows, states.head, step))
         else:
-            tokens.append(drafter.to_target_ids(argmax_rows(drafter.logits(states.head))))
+            tokens.append(drafter.likeliest(states.head))
     state.drafts[rows, :depth] = torch.stack(tokens, dim=1)
     return states.head
 

@@ -12,28 +12,49 @@ from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 CHUNK = 4096  # logits of one program: 32 programs share a row of a vocabulary of 128k
 
 
-def argmax_rows(logits: Tensor) -> Tensor:
-    """Return the index of the largest logit of each row, the lowest among equals: [rows, vocab] -> [rows] int64."""
+def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Return the index of the largest logit of each row, the lowest among equals: [rows, vocab] -> [rows] int64.
+
+    With `offsets` [vocab] int64, the index plus its offset: a draft vocabulary's ids become the target's on the way.
+    """
     if runs_triton(logits):
-        return argmax_rows_triton(logits)
-    return argmax_rows_reference(logits)
+        return argmax_rows_triton(logits, offsets)
+    return argmax_rows_reference(logits, offsets)
 
 
-def argmax_rows_reference(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
+def argmax_rows_reference(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
+    indices = logits.argmax(-1)
+    return indices if offsets is None else indices + offsets[indices]
 
 
-def argmax_rows_triton(logits: Tensor) -> Tensor:
-    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    if logits.shape[0] == 0:
+def argmax_rows_triton(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows == 0:
+        return out
+    if vocab <= CHUNK:  # one program has it all: nothing is left to reduce
+        assert logits.stride(1) == 1
+        _row_kernel[(rows,)](
+            logits,
+            out if offsets is None else offsets,
+            out,
+            vocab,
+            logits.stride(0),
+            BLOCK=next_power_of_two(vocab),
+            OFFSETS=offsets is not None,
+            num_warps=4,
+            **overlapping(logits.device),
+        )
         return out
     values, indices = chunk_maxima(logits)
     chunks = values.shape[1]
-    _reduce_kernel[(logits.shape[0],)](
+    _reduce_kernel[(rows,)](
         values,
         indices,
+        out if offsets is None else offsets,
         out,
-        logits.shape[1],
+        vocab,
+        OFFSETS=offsets is not None,
         CHUNKS=chunks,
         BLOCK=next_power_of_two(chunks),
         num_warps=1,
@@ -71,13 +92,50 @@ def _chunk_kernel(logits_ptr, values_ptr, indices_ptr, vocab, row_stride, CHUNK:
 
 
 @triton.jit
+def _row_kernel(
+    logits_ptr,
+    offsets_ptr,
+    out_ptr,
+    vocab,
+    row_stride,
+    BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin_overlapped(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    value = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+    let_successor_in(OVERLAP)
+    first = tl.min(tl.where(value == tl.max(value, axis=0), index, vocab), axis=0)
+    _store_index(tl.minimum(first, vocab - 1), offsets_ptr, out_ptr + row, OFFSETS)
+
+
+@triton.jit
 def _reduce_kernel(
-    values_ptr, indices_ptr, out_ptr, vocab, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    values_ptr,
+    indices_ptr,
+    offsets_ptr,
+    out_ptr,
+    vocab,
+    OFFSETS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    tl.store(out_ptr + row, first_of_chunks(values_ptr, indices_ptr, row, vocab, CHUNKS, BLOCK).to(tl.int64))
+    first = first_of_chunks(values_ptr, indices_ptr, row, vocab, CHUNKS, BLOCK)
+    _store_index(first, offsets_ptr, out_ptr + row, OFFSETS)
+
+
+@triton.jit
+def _store_index(index, offsets_ptr, out_at, OFFSETS: tl.constexpr):
+    found = index.to(tl.int64)
+    if OFFSETS:
+        found += tl.load(offsets_ptr + found)
+    tl.store(out_at, found)
 
 
 @triton.jit

@@ -11,15 +11,17 @@ import torch
 
 from fledge.checkpoints.source import resolve
 from fledge.decoding.params import SamplingParams
+from fledge.devices import choose_device
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
-from fledge.errors import CheckpointError
+from fledge.errors import CheckpointError, ConfigError
 from fledge.training.data.conversations import Message
 from fledge.training.data.rendering import Renderer, TemplateRefusedError
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import open_renderer
 
 GPU_MEMORY = 0.88  # of the device, for all processes that answer together
+_BESIDE_KEYS = 3 << 30  # what such a process needs besides its keys and values: weights of a small target, graphs, CUDA
 
 
 class Answerer(Protocol):
@@ -44,11 +46,23 @@ def open_llm(recipe: Recipe) -> Answerer:
             dtype=recipe.target.dtype,
             device=recipe.device,
             max_num_seqs=recipe.regenerate.max_num_seqs,
-            gpu_memory_utilization=GPU_MEMORY / recipe.regenerate.processes,
+            gpu_memory_utilization=GPU_MEMORY,
+            kv_cache_bytes=_share_of_memory(recipe),
             seed=recipe.regenerate.seed,
         )
     except CheckpointError as error:
         raise CheckpointError(f"{error} (set regenerate.enabled=false to train on the data's own answers)") from None
+
+
+def _share_of_memory(recipe: Recipe) -> int | None:
+    """Bytes of keys and values for one of several processes: free memory tells none what the others will take."""
+    if recipe.regenerate.processes == 1 or choose_device(recipe.device).type != "cuda":
+        return None
+    _, total = torch.cuda.mem_get_info()
+    share = int(GPU_MEMORY * total) // recipe.regenerate.processes - _BESIDE_KEYS
+    if share <= 0:
+        raise ConfigError(f"regenerate.processes: found {recipe.regenerate.processes}, too many for the GPU's memory")
+    return share
 
 
 def answer_seed(seed: int, prompt: int, sample: int, turn: int) -> int:

@@ -21,6 +21,7 @@ from fledge.kernels.accept import (
     accept_greedy_triton,
 )
 from fledge.kernels.argmax import argmax_rows_reference, argmax_rows_triton
+from fledge.kernels.draft_input import draft_input_reference, draft_input_triton
 from fledge.kernels.paged_attention import SplitLaunch, paged_attention_reference, paged_attention_triton
 from fledge.kernels.prefill_attention import paged_prefill_attention_reference, paged_prefill_attention_triton
 from fledge.kernels.rms_norm import (
@@ -68,6 +69,17 @@ def rms_norm(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     if not (INTERPRETED and dtype == torch.bfloat16):
         assert torch.equal(total, expected_total), "one addition, rounded once"
     close(normed, expected_normed, 2)
+
+
+def draft_input(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
+    tokens = torch.randint(0, 50, (rows,), device=device)
+    embedding = randn(50, size, dtype=dtype, device=device)
+    feature = randn(rows, 2 * size, dtype=dtype, device=device)[:, :size]  # rows apart from each other
+    norms = [randn(size, dtype=dtype, device=device) for _ in range(2)]
+    expected = draft_input_reference(tokens, embedding, feature, *norms, EPS)
+    close(draft_input_triton(tokens, embedding, feature, *norms, EPS), expected, 2)
+    by_shape = draft_input_triton(tokens.view(rows, 1), embedding, feature.unsqueeze(1), *norms, EPS)
+    assert by_shape.shape == (rows, 1, 2 * size)
 
 
 def rms_norm_heads(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
@@ -247,6 +259,9 @@ def argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
     first = (logits.cpu() == logits.cpu().amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)  # this one-liner does
     assert torch.equal(logits.cpu().gather(1, expected[:, None]), logits.cpu().gather(1, first[:, None]))
     assert torch.equal(argmax_rows_triton(logits).cpu(), first)
+    offsets = torch.arange(vocab, device=device) * 3
+    assert torch.equal(argmax_rows_triton(logits, offsets).cpu(), 4 * first)
+    assert torch.equal(argmax_rows_reference(logits, offsets).cpu(), 4 * argmax_rows_reference(logits).cpu())
 
 
 def accept(batch: int, depth: int, vocab: int, dtype: torch.dtype, device: str) -> None:

@@ -27,6 +27,12 @@ def test_rms_norm(rows, size, dtype):
     cases.rms_norm(rows, size, dtype, CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 320), (5, 96)])
+def test_draft_input(rows, size, dtype):
+    cases.draft_input(rows, size, dtype, CPU)
+
+
 @dtypes
 def test_rms_norm_of_heads(dtype):
     cases.rms_norm_heads(5, 3, 80, dtype, CPU)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.argmax import argmax_rows
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.linear import Linear
 from fledge.layers.rope import RotaryEmbedding
@@ -70,6 +71,10 @@ class Drafter(nn.Module):
         assert self.lm_head is not None, "share_with(target) first"
         out: Tensor = self.lm_head(head)
         return out
+
+    def likeliest(self, head: Tensor) -> Tensor:
+        """[n, hidden] -> [n]: the token, by its id in the target's vocabulary, that each row likes best."""
+        return argmax_rows(self.logits(head), None if self.vocabulary is None else self.vocabulary.d2t)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.vocabulary is None else self.vocabulary.to_target(draft_ids)

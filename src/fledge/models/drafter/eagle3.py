@@ -1,8 +1,8 @@
 """EAGLE-3 and EAGLE-3.1. The difference between them is `fc_norm` and `norm_output` in the config."""
 
-import torch
 from torch import Tensor, nn
 
+from fledge.kernels.draft_input import draft_input
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.mlp import SwiGLU
@@ -28,12 +28,14 @@ class Eagle3FirstLayer(nn.Module):
         self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
 
     def forward(
-        self, embedding: Tensor, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
+        self, tokens: Tensor, embedding: Tensor, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
     ) -> tuple[Tensor, Tensor]:
-        """Each [*lead, hidden_size]. Returns (update, stream) as `DecoderLayer` does."""
-        normed = self.hidden_norm(feature)
-        stream = normed if self.norm_before_residual else feature
-        both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)  # the embedding comes first
+        """Tokens [*lead], the embedding's weights, feature [*lead, hidden_size]. Returns (update, stream) as
+        `DecoderLayer` does.
+        """
+        norms = self.input_layernorm.weight, self.hidden_norm.weight
+        both = draft_input(tokens, embedding, feature, *norms, self.hidden_norm.eps)  # the embedding comes first
+        stream = both[..., feature.shape[-1] :] if self.norm_before_residual else feature
         normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
         return self.mlp(normed), stream
 
@@ -62,7 +64,8 @@ class Eagle3Drafter(Drafter):
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         rotation = self.rope(positions, features.dtype)
-        update, stream = self.layers[0](self.embed(tokens), features, rotation, storage)
+        assert self.embed_tokens is not None, "share_with(target) first"
+        update, stream = self.layers[0](tokens, self.embed_tokens.weight, features, rotation, storage)
         for layer in self.layers[1:]:
             update, stream = layer(update, stream, rotation, storage)
         normed, stream = self.norm.add(update, stream)

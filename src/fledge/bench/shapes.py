@@ -30,7 +30,9 @@ def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, m
 
 SHAPES = {
     "8b": _shape(4096, 32, 32, 8, 128, 14336, 32000),
+    "3b": _shape(3072, 28, 24, 8, 128, 8192, 32000),
     "1b": _shape(2048, 16, 32, 8, 64, 8192, 32000),
+    "1b-deep": _shape(2048, 28, 32, 8, 64, 3968, 32000),  # as many weights as 1b, in more layers
     "120m": _shape(768, 12, 12, 4, 64, 2048, 32000),
     "29m": _shape(512, 8, 8, 4, 64, 1536, 8192),
 }

@@ -55,19 +55,21 @@ def save_target(model: TargetModel, directory: Path) -> None:
     if model.config.tied_head:
         del tensors["lm_head.weight"]
     with new_directory(directory) as temporary:
-        write_tensors(temporary, {_hf_name(n): t for n, t in tensors.items()})
-        write_json(temporary / "config.json", _hf_config(model.config, str(next(model.parameters()).dtype)))
+        write_tensors(temporary, {hf_name(n): t for n, t in tensors.items()})
+        write_json(temporary / "config.json", hf_config(model.config, str(next(model.parameters()).dtype)))
 
 
 def _our_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _hf_name(name: str) -> str:
+def hf_name(name: str) -> str:
+    """The name a tensor has in Hugging Face's files."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def _hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
+def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
+    """The fields of config.json."""
     values: dict[str, object] = {
         "architectures": [FAMILIES[config.family].architecture],
         "model_type": config.family,

@@ -32,7 +32,10 @@ def drift(
     ] = None,
     workload: Annotated[
         str,
-        typer.Option(help="mixed, chat, code, maths, docs, dialogue, instructions, multi-turn, or a JSON lines file."),
+        typer.Option(
+            help="mixed, chat, code, maths, docs, dialogue, instructions, multi-turn, a name that `fledge eval` knows, "
+            "such as mt_bench, or a JSON lines file."
+        ),
     ] = "mixed",
     sample: Annotated[int | None, typer.Option(help="Only so many prompts of the workload, drawn at random.")] = None,
     depth: Annotated[int, typer.Option(min=1, help="Draft depth to observe.")] = 12,

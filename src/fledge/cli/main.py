@@ -9,6 +9,7 @@ from fledge.cli.bench import bench
 from fledge.cli.convert import convert
 from fledge.cli.demo import demo
 from fledge.cli.drift import drift
+from fledge.cli.eval import evaluate
 from fledge.cli.generate import generate
 from fledge.cli.inspect import inspect
 from fledge.cli.serve import ServeCommand, serve
@@ -30,6 +31,7 @@ app.command()(inspect)
 app.command()(convert)
 app.command()(train)
 app.command()(drift)
+app.command(name="eval")(evaluate)
 app.add_typer(bench, name="bench")
 
 

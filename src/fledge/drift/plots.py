@@ -23,11 +23,9 @@ from fledge.drift.bootstrap import Bootstrap
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
 from fledge.drift.summary import SuiteResult
-from fledge.drift.svg import MUTED, PAPER, SERIES, STYLE
+from fledge.drift.svg import MUTED, PAPER, STYLE, series_style, short_title
 
-_MARKERS, _DASHES = "osD^vP", ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 FEW_DRAFTS = 10  # their calibration is all chance
-_LONGEST = 34  # of a name in a legend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,24 +74,10 @@ class _Series:
 
 def _series(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[_Series]:
     return [
-        _Series(title=_short(suite.titles[name]), result=results[name], style=_style(number))
+        _Series(title=short_title(suite.titles[name]), result=results[name], style=series_style(number))
         for number, name in enumerate(suite.names)
         if name in results
     ]
-
-
-def _style(number: int) -> dict[str, Any]:
-    return {
-        "color": SERIES[number % len(SERIES)],
-        "marker": _MARKERS[number % len(_MARKERS)],
-        "linestyle": _DASHES[number % len(_DASHES)],
-        "linewidth": 1.8,
-        "markersize": 4,
-    }
-
-
-def _short(title: str) -> str:
-    return title if len(title) <= _LONGEST else f"{title[: _LONGEST // 2 - 1]}…{title[-_LONGEST // 2 :]}"
 
 
 def _depth_chart(
@@ -246,8 +230,8 @@ def _forest(suite: SuiteResult) -> Figure:
     figure, axes = new_figure((6.0, 1.1 + 0.3 * len(names) * max(1, 0.5 * len(suite.names))))
     for number, drafter in enumerate(suite.names):
         offset = (number - (len(suite.names) - 1) / 2) * 0.7 / len(suite.names)
-        style = {key: _style(number)[key] for key in ("color", "marker", "markersize")}
-        label: str | None = _short(suite.titles[drafter])
+        style = {key: series_style(number)[key] for key in ("color", "marker", "markersize")}
+        label: str | None = short_title(suite.titles[drafter])
         for place, name in enumerate(names):
             compared = suite.cell(drafter, name).compared
             if compared is None:
@@ -261,7 +245,7 @@ def _forest(suite: SuiteResult) -> Figure:
             axes.plot([ratio.value], [place + offset], linestyle="", label=label, **style)
             label = None
     axes.axvline(1.0, color=MUTED, linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(names)), [_short(name) for name in names])
+    axes.set_yticks(range(len(names)), [short_title(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.grid(True, axis="x", linewidth=0.6)

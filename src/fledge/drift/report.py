@@ -2,21 +2,18 @@
 
 import json
 import math
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fledge.drift.bootstrap import RESAMPLES, Interval
 from fledge.drift.comparison import comparison
 from fledge.drift.figures import FIGURES, all_figures, cells_of, worst_cell
+from fledge.drift.page import finished, page_style, page_template, visible
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.plots import FEW_DRAFTS, Chart, charts
 from fledge.drift.result import DriftResult, Example, Plain
@@ -34,7 +31,7 @@ from fledge.drift.verdict import (
     Tone,
     Verdict,
     percent,
-    sign_of,
+    ratio_tone,
     verdicts,
     worst_of,
 )
@@ -108,31 +105,25 @@ def render(report: Report, results: Results, drawn: Sequence[Chart]) -> str:
     """Return the page. Whatever comes from models, prompts or the command line is escaped."""
     suite = report.suite
     colours = {name: f"var(--series-{i % len(SERIES)})" for i, name in enumerate(suite.names)}
-    page = _template().render(
+    page = page_template("fledge.drift", "report.html.jinja").render(
+        style=page_style(),
         suite=suite,
         verdicts=report.verdicts,
         compared=report.comparison,
         colours=colours,
         tiles={name: _tiles(report, name) for name in suite.names},
-        series=SERIES,
         level=percent(suite.level),
         charts=[_chart(chart, suite, colours) for chart in drawn if chart.section],
         rows=_rows(suite, colours),
         left_out=_left_out(suite),
         figures=_figure_rows(report),
         examples=_examples(suite, results, colours),
-        setup={name: _visible(value) for name, value in report.setup.items()},
+        setup={name: visible(value) for name, value in report.setup.items()},
         drift_share=percent(DRIFT_SHARE),
         resamples=RESAMPLES,
         few_drafts=FEW_DRAFTS,
     )
-    return page.encode("utf-8", "replace").decode("utf-8")  # what a broken prompt may hold and a file may not
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string((files("fledge.drift") / "report.html.jinja").read_text(encoding="utf-8"))
+    return finished(page)
 
 
 def _lower(text: str) -> str:
@@ -157,7 +148,7 @@ def _tiles(report: Report, drafter: str) -> list[dict[str, str]]:
         if worst is not None:
             change = percent(worst[1].ratio.value - 1).replace("-", "\N{MINUS SIGN}")
             change = f"+{change}" if worst[1].ratio.value > 1 else change
-            tone = _tone(worst[1].ratio)
+            tone = ratio_tone(worst[1].ratio)
             tiles.append((PERTURBATIONS, change, f"of acceptance length {text}", tone))
     return [dict(zip(("section", "value", "text", "tone"), tile, strict=True)) for tile in tiles]
 
@@ -217,20 +208,15 @@ def _range(interval: Interval) -> str:
     return "" if interval.low is None or interval.high is None else f"{interval.low:.2f} to {interval.high:.2f}"
 
 
-def _tone(ratio: Interval) -> Tone:
-    sign = sign_of(ratio, around=1.0)
-    return "bad" if sign < 0 else "good" if sign > 0 else "neutral"
-
-
-def ratio_bar(ratio: Interval, end: float) -> Markup:
-    """Draw a ratio and its interval on a line from 0 to `end`, as SVG."""
+def ratio_bar(ratio: Interval, end: float, what: str = "the unperturbed acceptance length") -> Markup:
+    """Draw a ratio and its interval on a line from 0 to `end`, as SVG. It is read out as "1.20 times `what`"."""
 
     def place(value: float) -> str:
         return f"{4 + 124 * min(max(value, 0.0), end) / end:.1f}"
 
-    tone = _tone(ratio)
+    tone = ratio_tone(ratio)
     low, high = (ratio.value if edge is None else edge for edge in (ratio.low, ratio.high))
-    label = f"{ratio.value:.2f} times the unperturbed acceptance length"
+    label = escape(f"{ratio.value:.2f} times {what}")
     return Markup(
         f'<svg class="bar" viewBox="0 0 132 18" role="img" aria-label="{label}">'
         f'<line class="axis" x1="4" x2="128" y1="9" y2="9"/>'
@@ -285,20 +271,7 @@ def _shown_example(example: Example) -> Example:
         half = LONGEST_PROMPT // 2
         prompt = f"{prompt[:half]} [… {len(prompt) - 2 * half:,} characters …] {prompt[-half:]}"
     tokens = tuple(
-        replace(
-            token, text=_visible(token.text), draft=None if token.draft is None else _visible(token.draft, flat=True)
-        )
+        replace(token, text=visible(token.text), draft=None if token.draft is None else visible(token.draft, flat=True))
         for token in example.tokens
     )
-    return replace(example, prompt=_visible(prompt), tokens=tokens)
-
-
-def _visible(text: str, *, flat: bool = False) -> str:
-    """Show what would not show, or would rearrange the page: control characters, and line ends as signs."""
-    ends = "↵" if flat else "↵\n"
-    return "".join(
-        ends if c == "\n" else c if c == "\t" or unicodedata.category(c) not in _HIDDEN else "�" for c in text
-    )
-
-
-_HIDDEN = ("Cc", "Cf", "Cs", "Co")
+    return replace(example, prompt=visible(prompt), tokens=tokens)

@@ -4,6 +4,7 @@ import io
 import re
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -11,6 +12,8 @@ from matplotlib.figure import Figure
 # Colours that the page knows by a name and changes with the scheme; the value is that of the light scheme.
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b6471", "#d9dde3", "#fffffe"
 SERIES = ("#d55e00", "#0072b2", "#009e73", "#b8508f", "#a67100", "#3a8fc0")  # after Okabe and Ito, but darker ends
+_MARKERS, _DASHES = "osD^vP", ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
+_LONGEST = 34  # of a name in a legend
 _NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {c: f"series-{i}" for i, c in enumerate(SERIES)}
 
 STYLE = {
@@ -26,6 +29,23 @@ STYLE = {
     "hatch.color": INK,
     "figure.constrained_layout.use": True,
 }
+
+
+def series_style(number: int) -> dict[str, Any]:
+    """Of a line that is drawn in several pictures: always the same colour, dash and marker."""
+    shape = number + number // len(SERIES)  # where colours are used up, the same one comes with another marker
+    return {
+        "color": SERIES[number % len(SERIES)],
+        "marker": _MARKERS[shape % len(_MARKERS)],
+        "linestyle": _DASHES[shape % len(_DASHES)],
+        "linewidth": 1.8,
+        "markersize": 4,
+    }
+
+
+def short_title(title: str) -> str:
+    """A name that fits into a legend, with both of its ends."""
+    return title if len(title) <= _LONGEST else f"{title[: _LONGEST // 2 - 1]}…{title[-_LONGEST // 2 :]}"
 
 
 def to_svg(figure: Figure, name: str, label: str) -> str:

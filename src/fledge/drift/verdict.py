@@ -264,6 +264,12 @@ def sign_of(interval: Interval, around: float = 0.0) -> int:
     return 1 if interval.low > around else -1 if interval.high < around else 0
 
 
+def ratio_tone(ratio: Interval) -> Tone:
+    """Good or bad where all of the interval is above or below 1."""
+    sign = sign_of(ratio, around=1.0)
+    return "bad" if sign < 0 else "good" if sign > 0 else "neutral"
+
+
 def interval_text(interval: Interval, level: float, before: str = "") -> str:
     """Return " (95 % interval 1.2 to 1.4)", or nothing where there is none."""
     if interval.low is None or interval.high is None:

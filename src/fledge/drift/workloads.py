@@ -1,5 +1,7 @@
 """What drafters are probed on: prompts that come with the package, or a JSON lines file of conversations.
 
+Besides the built-in ones there are those of `fledge.workloads`: mt_bench, humaneval, long_context/4k and so on.
+
 A file's records may be
 
     {"id", "category", "messages": [...]}    user turns only (answered one after another), or a whole conversation
@@ -22,6 +24,9 @@ from fledge.drift.texts import builtin_prompts
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.training.data.conversations import ASKING_ROLES, BadRecordError, parse
 from fledge.training.data.files import DataError, read_json_lines
+from fledge.workloads import Prompt, workload_names
+from fledge.workloads import load_workload as load_packaged
+from fledge.workloads.catalogue import canonical
 
 DEFAULT = "mixed"
 BUILT_IN = (DEFAULT, "chat", "code", "maths", "docs", "dialogue", "instructions", "multi-turn")  # all, or one category
@@ -53,10 +58,14 @@ def load_workload(source: str | Path, *, sample: int | None = None, seed: int = 
     elif Path(source).is_file():
         name = Path(source).name.split(".jsonl")[0]
         conversations = _read(Path(source), name)
+    elif canonical(name).partition("/")[0] in workload_names():
+        packaged = load_packaged(name)
+        name, conversations = packaged.name, [_packaged(prompt) for prompt in packaged.prompts]
     elif Path(source).suffix or "/" in name:
         raise ConfigError(f"workload {name}: no such file")
     else:
-        raise ConfigError(f"unknown workload '{name}', and no file has that name.{nearest_name_hint(name, BUILT_IN)}")
+        known = {*BUILT_IN, *workload_names()}
+        raise ConfigError(f"unknown workload '{name}', and no file has that name.{nearest_name_hint(name, known)}")
     if sample is not None:
         if sample < 1:
             raise ConfigError(f"sample: found {sample}, allowed is an integer of at least 1")
@@ -98,6 +107,10 @@ def _built_in(name: str) -> list[Conversation]:
         for category, prompts in categories.items()
         for number, turns in enumerate(prompts, start=1)
     ]
+
+
+def _packaged(prompt: Prompt) -> Conversation:
+    return Conversation(id=prompt.id, category=prompt.category, messages=prompt.messages)
 
 
 def _turns(turns: Sequence[str]) -> tuple[Message, ...]:

@@ -17,6 +17,7 @@ import torch
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM
+from fledge.engine.outputs import RequestOutput
 from fledge.training.data.conversations import ASKING_ROLES, Message, Skipped, read_conversations
 from fledge.training.data.files import read_json_lines
 from fledge.training.recipe import Recipe
@@ -155,9 +156,17 @@ def release() -> None:
 
 
 def answer_questions(
-    llm: LLM, questions: Sequence[Question], recipe: Recipe, advance: Advance = lambda *_, **__: None
+    llm: LLM,
+    questions: Sequence[Question],
+    recipe: Recipe,
+    advance: Advance = lambda *_, **__: None,
+    *,
+    first_seed: int = 0,
 ) -> tuple[list[Turn], int]:
-    """Let the target answer every turn, all conversations side by side. Return the turns, and how many did not fit."""
+    """Let the target answer every turn, all conversations side by side. Return the turns, and how many did not fit.
+
+    Turns have the seeds `first_seed` and on.
+    """
     waiting = {number: _Dialogue(question, llm) for number, question in enumerate(questions)}
     turns: list[Turn] = []
     too_long = 0
@@ -165,11 +174,12 @@ def answer_questions(
         prompts = {number: dialogue.next_prompt() for number, dialogue in waiting.items()}
         fitting = {n: ids for n, ids in prompts.items() if ids is not None and len(ids) + 1 < llm.max_model_len}
         too_long += sum(ids is not None and n not in fitting for n, ids in prompts.items())
-        advance(len(waiting) - len(fitting))
         waiting = {number: waiting[number] for number in fitting}
-        seeds = range(len(turns), len(turns) + len(fitting))
+        seeds = range(first_seed + len(turns), first_seed + len(turns) + len(fitting))
         outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in fitting.values()], [sampling(recipe, seed) for seed in seeds]
+            [{"prompt_token_ids": ids} for ids in fitting.values()],
+            [sampling(recipe, seed) for seed in seeds],
+            progress=_one_by_one(advance),
         )
         for (number, ids), seed, output in zip(fitting.items(), seeds, outputs, strict=True):
             (completion,) = output.outputs
@@ -217,10 +227,16 @@ class _Dialogue:
         self.history.append({"role": "assistant", "content": answer})
 
 
-def measure(
-    llm: LLM, turns: Sequence[Turn], recipe: Recipe, depth: int, advance: Advance = lambda *_, **__: None
-) -> Measurement:
-    """Answer every turn with `llm`'s drafter."""
+def answer_turns(
+    llm: LLM, turns: Sequence[Turn], recipe: Recipe, advance: Advance = lambda *_, **__: None
+) -> list[RequestOutput]:
+    """Answer every turn with `llm`'s drafter, each as if it were alone."""
+    prompts = [{"prompt_token_ids": list(turn.prompt)} for turn in turns]
+    return llm.generate(prompts, [sampling(recipe, turn.seed) for turn in turns], progress=_one_by_one(advance))
+
+
+def _one_by_one(advance: Advance) -> Callable[[int, int], None]:
+    """A progress that is told how many are finished, as one that is told how many more."""
     done = 0
 
     def report(finished: int, _all: int) -> None:
@@ -228,8 +244,14 @@ def measure(
         advance(finished - done)
         done = finished
 
-    prompts = [{"prompt_token_ids": list(turn.prompt)} for turn in turns]
-    outputs = llm.generate(prompts, [sampling(recipe, turn.seed) for turn in turns], progress=report)
+    return report
+
+
+def measure(
+    llm: LLM, turns: Sequence[Turn], recipe: Recipe, depth: int, advance: Advance = lambda *_, **__: None
+) -> Measurement:
+    """Answer every turn with `llm`'s drafter, and count."""
+    outputs = answer_turns(llm, turns, recipe, advance)
     answers = [output.outputs[0].token_ids for output in outputs]
     groups: dict[tuple[str, str], list[AcceptanceStatistics]] = {}
     for turn, output in zip(turns, outputs, strict=True):
@@ -252,10 +274,13 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next(places, min(len(one), len(other)))
 
 
-def clear_differences(llm: LLM, turns: Sequence[Turn], different: Mapping[int, int], recipe: Recipe) -> list[int]:
+def clear_differences(
+    llm: LLM, turns: Sequence[Turn], different: Mapping[int, int], recipe: Recipe, *, tie: float | None = None
+) -> list[int]:
     """Return the turns of `different` at whose first differing token the target's choice was clear.
 
-    `llm` is the target alone. Where that token was a tie, arithmetic decides, and neither answer is wrong.
+    `llm` is the target alone. Where that token was a tie (log-probabilities within `tie`, or `TIE`), arithmetic
+    decides, and neither answer is wrong.
     """
     prompts = [
         {"prompt_token_ids": [*turns[number].prompt, *turns[number].answer[:place]]}
@@ -266,7 +291,7 @@ def clear_differences(llm: LLM, turns: Sequence[Turn], different: Mapping[int, i
     for number, output in zip(different, llm.generate(prompts, parameters), strict=True):
         (scores,) = output.outputs[0].logprobs or ()
         (_, best), (_, second) = scores.top[:2]
-        if best - second > TIE:
+        if best - second > (TIE if tie is None else tie):
             clear.append(number)
     return clear
 

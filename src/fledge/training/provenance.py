@@ -110,7 +110,8 @@ def shown_command(arguments: Sequence[str]) -> str:
     def shown(argument: str) -> str:
         return re.sub(r"(?<![^=\[,\s\"'])/[^,\]\"']+", lambda found: shown_path(found[0], base), argument)
 
-    return shlex.join([Path(arguments[0]).name, *map(shown, arguments[1:])])
+    name = Path(arguments[0]).name
+    return shlex.join(["fledge" if name == "__main__.py" else name, *map(shown, arguments[1:])])  # python -m fledge
 
 
 def shown_recipe(recipe: Recipe) -> dict[str, Any]:

@@ -93,6 +93,19 @@ def test_unknown_names_and_files(tmp_path):
         load_workload(tmp_path / "empty.jsonl")
 
 
+def test_packaged_workloads_by_name():
+    found = load_workload("mt-bench", sample=5)
+    assert found.name == "mt_bench"
+    assert len(found.conversations) == 5
+    assert all(has_open_turns(one) for one in found.conversations)
+    assert len(load_workload("long_context/2k").conversations) == 15
+    assert {one.category for one in load_workload("instructions").conversations} == {"instructions"}
+    assert len(load_workload("instructions").conversations) < 10  # its own; the packaged one is natural_instructions
+    assert len(load_workload("natural_instructions").conversations) > 100
+    with pytest.raises(ConfigError, match="Did you mean 'gsm8k'"):
+        load_workload("gsm8kk")
+
+
 def test_open_turns_are_answered_one_after_another():
     turns = [{"role": "user", "content": text} for text in ("One?", "Two?", "Three?")]
     several = [

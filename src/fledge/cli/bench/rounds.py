@@ -1,4 +1,4 @@
-"""`fledge bench`: how fast, measured."""
+"""`fledge bench rounds`: what a round of a named shape costs."""
 
 import json
 from dataclasses import asdict
@@ -8,15 +8,7 @@ import typer
 
 from fledge.errors import ConfigError
 
-bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
-
-@bench.callback()
-def _group() -> None:
-    pass
-
-
-@bench.command()
 def rounds(
     *,
     shape: Annotated[str, typer.Option(help="Shapes of random models, comma-separated: 8b, 1b, 120m, 29m.")] = "29m",
@@ -41,7 +33,7 @@ def rounds(
     place = choose_device(device)
     on_gpu = place.type == "cuda"
     precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
-    depths, sizes = _integers("depth", depth, 0, MAX_DEPTH), _integers("concurrency", concurrency, 1, 512)
+    depths, sizes = integers("depth", depth, 0, MAX_DEPTH), integers("concurrency", concurrency, 1, 512)
     console = Console(stderr=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     if on_gpu:
@@ -75,7 +67,8 @@ def rounds(
     print(json.dumps({**report, "rounds": cells}))
 
 
-def _integers(name: str, text: str, low: int, high: int) -> list[int]:
+def integers(name: str, text: str, low: int, high: int) -> list[int]:
+    """Read the value of option `name`: whole numbers from `low` to `high`, separated by commas."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

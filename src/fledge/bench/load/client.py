@@ -1,0 +1,189 @@
+"""One streamed request to an OpenAI-compatible server, timed. Whatever a server does wrong becomes one line."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fledge.bench.load.acceptance import Tally, tally_of_report
+from fledge.bench.load.events import EventParser
+from fledge.bench.load.http import HttpClient, HttpError, Response
+
+DONE = "[DONE]"
+MAX_MESSAGE = 200  # characters of what a server says about an error
+USAGE_SLACK = 2  # pieces of text that may come without a token of their own: text held back, reasoning split off
+BROKEN_ENDINGS = ("abort", "error", "timeout")  # finish reasons of answers that were given up
+
+Failure = Literal["connection", "stall", "other"]
+
+
+class StreamError(Exception):
+    """The server did not answer as it should; the message says how, on one line."""
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """How one request went. Times are those of `time.perf_counter`. `read` changes it in place."""
+
+    sent: float
+    first_token: float | None = None  # the first piece of text
+    done: float | None = None  # the piece that says why the answer ended
+    text: list[str] = field(default_factory=list)
+    pieces: int = 0  # events with text in them
+    usage: Mapping[str, Any] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    failure: Failure | None = None
+
+    @property
+    def counted(self) -> bool:
+        """The server told no usage, so pieces were counted: too few, where a piece has several tokens."""
+        return self._told("completion_tokens") is None
+
+    @property
+    def output_tokens(self) -> int:
+        told = self._told("completion_tokens")
+        return self.pieces if told is None else told
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._told("prompt_tokens")
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("".join(self.text).encode()).hexdigest()[:16]
+
+    @property
+    def acceptance(self) -> Tally:
+        report = (self.usage or {}).get("speculation")
+        return tally_of_report(report) if isinstance(report, Mapping) else ()
+
+    def _told(self, name: str) -> int | None:
+        value = (self.usage or {}).get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def read(self, event: str, now: float) -> None:
+        """Take one event that came at `now`."""
+        try:
+            value = json.loads(event)
+        except ValueError:
+            raise StreamError(f"malformed JSON in the stream: {_short(event)}") from None
+        if not isinstance(value, dict):
+            raise StreamError(f"no JSON object in the stream: {_short(event)}")
+        if value.get("error"):
+            raise StreamError(f"error in the stream: {_message(value)}")
+        if isinstance(value.get("usage"), dict):
+            self.usage = value["usage"]
+        choices = value.get("choices")
+        if not choices:
+            return
+        if not isinstance(choices, list) or not isinstance(choices[0], dict):
+            raise StreamError(f"no list of choices in the stream: {_short(event)}")
+        text = _text(choices[0])
+        if text:
+            self.first_token = self.first_token or now
+            self.pieces += 1
+            self.text.append(text)
+            self.done = now
+        if choices[0].get("finish_reason") is not None:
+            self.finish_reason = str(choices[0]["finish_reason"])
+            self.done = now
+
+    def check(self, content_type: str) -> None:
+        """Refuse what must not enter a mean."""
+        if self.finish_reason is None:
+            if self.done is None and "text/event-stream" not in content_type:
+                raise StreamError(f"answered without a stream of events (Content-Type: {content_type or 'none'})")
+            raise StreamError(f"the stream ended without a finish reason, after {self.pieces} pieces of text")
+        if self.finish_reason in BROKEN_ENDINGS:
+            raise StreamError(f"the server gave up: finish reason '{self.finish_reason}'")
+        if self.output_tokens < 1:
+            raise StreamError("answered without a single token")
+        if self.pieces > self.output_tokens + USAGE_SLACK:
+            raise StreamError(f"usage tells {self.output_tokens} tokens, but {self.pieces} pieces of text came")
+        if self.first_token is None:
+            self.first_token = self.done  # one token that has no text: the end of the answer
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """All text in a piece: answer, reasoning, arguments of tool calls."""
+    delta = choice.get("delta")
+    if not isinstance(delta, Mapping):
+        text = choice.get("text")
+        return text if isinstance(text, str) else ""
+    found = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            found += [function.get("name"), function.get("arguments")]
+    return "".join(part for part in found if isinstance(part, str))
+
+
+async def ask(
+    client: HttpClient, path: str, body: Mapping[str, Any], *, stall_seconds: float, max_pieces: int
+) -> Answer:
+    """Send one request and read its stream to the end. Gives up after `stall_seconds` without an event."""
+    content = json.dumps(body).encode()
+    loop = asyncio.get_running_loop()
+    answer = Answer(sent=time.perf_counter())
+    try:
+        async with (
+            asyncio.timeout(stall_seconds) as limit,
+            client.request("POST", path, content) as response,
+        ):
+            if response.status != 200:
+                raise StreamError(_refusal(response, await response.whole()))
+            parser = EventParser()
+            async for data in response.parts():
+                now = time.perf_counter()
+                events = parser.feed(data)
+                if events:
+                    limit.reschedule(loop.time() + stall_seconds)
+                for event in events:
+                    if event != DONE:
+                        answer.read(event, now)
+                if answer.pieces > max_pieces:
+                    raise StreamError(f"the answer does not end: {answer.pieces} pieces of text came")
+            for event in parser.close():
+                if event != DONE:
+                    answer.read(event, time.perf_counter())
+            answer.check(response.headers.get("content-type", ""))
+    except StreamError as error:
+        answer.error, answer.failure = str(error), "other"
+    except ValueError as error:
+        answer.error, answer.failure = f"unreadable stream: {error}", "other"
+    except TimeoutError:
+        answer.error = f"stalled: nothing for {stall_seconds:g} s, after {answer.pieces} pieces of text"
+        answer.failure = "stall"
+    except HttpError as error:
+        lost = "no connection" if error.connecting else f"connection lost after {answer.pieces} pieces of text"
+        answer.error, answer.failure = _short(f"{lost}: {error}"), "connection"
+    return answer
+
+
+def _refusal(response: Response, body: bytes) -> str:
+    """Say what an HTTP error is about, on one line."""
+    try:
+        said = _message(json.loads(body))
+    except ValueError:
+        said = _short(body.decode("utf-8", errors="replace"))
+    wait = response.headers.get("retry-after")
+    return f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "") + (f": {said}" if said else "")
+
+
+def _message(value: Any) -> str:
+    """The words in an error object, whichever of the usual shapes it has."""
+    while isinstance(value, dict):
+        inner = next((value[key] for key in ("error", "message", "detail") if value.get(key)), None)
+        if inner is None:
+            break
+        value = inner
+    return _short(value if isinstance(value, str) else json.dumps(value))
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."

@@ -1,0 +1,167 @@
+"""The servers under load: what they are, found out before anything is measured."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fledge.bench.load.acceptance import SpeculationCounters, read_metrics
+from fledge.bench.load.http import HttpClient, HttpError, split_url
+from fledge.bench.results import Contender
+from fledge.errors import ConfigError, nearest_name_hint
+
+Endpoint = Literal["chat", "completions"]
+PATHS: dict[Endpoint, str] = {"chat": "v1/chat/completions", "completions": "v1/completions"}
+SETTLE_SECONDS = 2.0  # until a server has counted the last round
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """A server as the user names it."""
+
+    name: str
+    url: str  # without /v1, without a slash at the end
+    model: str | None = None  # None: the one that the server names
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_url(text: str) -> tuple[str | None, str]:
+    """Read `URL` or `NAME=URL`; return the name, if any, and the address in front of `/v1`."""
+    before, equals, after = text.partition("=")
+    name, address = (before, after) if equals and "://" not in before else (None, text)
+    try:
+        split_url(address)
+    except ValueError:
+        raise ConfigError(f"--url {text}: expected an address such as http://127.0.0.1:8000, or NAME=ADDRESS") from None
+    if name is not None and not name.strip():
+        raise ConfigError(f"--url {text}: the name before '=' is empty")
+    return name, address.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that answered, with a client of its own. `close` it."""
+
+    spec: ServerSpec
+    client: HttpClient
+    model: str
+    family: str  # "fledge", "vllm", "sglang", or whoever it says owns its models
+    version: str | None
+    has_counters: bool  # /metrics counts speculation
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def reports(self) -> bool:
+        """Each answer can carry its own acceptance."""
+        return self.family == "fledge"
+
+    def contender(self) -> Contender:
+        url = split_url(self.spec.url)
+        return Contender(
+            name=self.name,
+            kind="server",
+            target=self.model,
+            url=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl(),  # without a password
+            versions={self.family: self.version or "unknown"},
+        )
+
+    def body(self, messages: Sequence[Mapping[str, Any]], endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
+        """The JSON of a request; what the user adds comes last."""
+        body: dict[str, Any] = {"model": self.model, **options}
+        if endpoint == "chat":
+            body["messages"] = list(messages)
+        else:
+            body["prompt"] = "\n\n".join(str(message["content"]) for message in messages)
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **self.spec.extra_body}
+        if self.reports:
+            body["speculation"] = {**(self.spec.extra_body.get("speculation") or {}), "report": True}
+        return body
+
+    async def counters(self) -> SpeculationCounters | None:
+        """What /metrics counts, once the numbers have come to rest; None if it tells nothing now."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SETTLE_SECONDS
+        known = await _counters(self.client)
+        while known is not None and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+            again = await _counters(self.client)
+            if again == known:
+                break
+            known = again
+        return known
+
+    async def is_there(self) -> bool:
+        try:
+            return (await self.client.get("v1/models"))[0] < 500
+        except HttpError:
+            return False
+
+    def close(self) -> None:
+        self.client.close()
+
+
+async def connect(spec: ServerSpec) -> Server:
+    """Find out what is at an address. Raises ConfigError if it cannot be loaded with requests."""
+    headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
+    client = HttpClient(url=spec.url, headers={**headers, **spec.headers})
+    try:
+        cards = await _models(client, spec)
+        names = [card["id"] for card in cards]
+        if spec.model is None and not names:
+            raise ConfigError(f"--url {spec.url}: the server names no model; name it with --model")
+        model = spec.model or names[0]
+        if names and model not in names:
+            raise ConfigError(f"--model {model}: not served at {spec.url}.{nearest_name_hint(model, names)}")
+        family = next((str(card.get("owned_by") or "") for card in cards if card["id"] == model), "") or "server"
+        return Server(
+            spec=spec,
+            client=client,
+            model=model,
+            family=family,
+            version=await _version(client),
+            has_counters=await _counters(client) is not None,
+        )
+    except BaseException:
+        client.close()
+        raise
+
+
+async def _models(client: HttpClient, spec: ServerSpec) -> list[dict[str, Any]]:
+    try:
+        status, body = await client.get("v1/models")
+    except HttpError as error:
+        raise ConfigError(f"--url {spec.url}: no server can be reached there: {error}") from None
+    if status in (401, 403):
+        raise ConfigError(f"--url {spec.url}: the server wants another key (HTTP {status}); see --api-key")
+    if status == 404 and spec.model is not None:
+        return []  # a server with the one endpoint that matters; errors of requests will tell if it has not
+    try:
+        cards = json.loads(body)["data"]
+        if status == 200 and all(isinstance(card["id"], str) for card in cards):
+            return list(cards)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(f"--url {spec.url}: no OpenAI-compatible server: /v1/models answers HTTP {status} without models")
+
+
+async def _version(client: HttpClient) -> str | None:
+    try:
+        status, body = await client.get("version")
+        version = json.loads(body)["version"] if status == 200 else None
+    except (HttpError, ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, str) else None
+
+
+async def _counters(client: HttpClient) -> SpeculationCounters | None:
+    try:
+        status, body = await client.get("metrics")
+    except HttpError:
+        return None
+    return read_metrics(body.decode("utf-8", errors="replace")) if status == 200 else None

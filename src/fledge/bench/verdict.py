@@ -1,0 +1,256 @@
+"""What results mean, in sentences: each states a figure and its interval, and names the section that shows it.
+
+Nothing is called faster or slower unless the interval of the ratio says so.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from fledge.bench.figures import decoding, ratio
+from fledge.bench.part import Part
+from fledge.bench.results import Load
+from fledge.bench.tables import number, with_interval
+from fledge.drift.bootstrap import Interval
+from fledge.drift.verdict import Sentence, Tone, ratio_tone, sign_of
+
+SPEED, ACCEPTANCE, LATENCY, CAPACITY = "speed", "acceptance", "latency", "capacity"
+WHY, ANSWERS = "why", "answers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """On one contender."""
+
+    contender: str
+    headline: str
+    tone: Tone
+    tiles: tuple[tuple[str, str, Tone], ...]  # value, text, tone
+    sentences: tuple[Sentence, ...]
+
+
+def verdicts(part: Part) -> list[Verdict]:
+    """One for each contender that a ratio or an acceptance length can be given for, the fastest first."""
+    names = part.challengers
+    found = [_verdict(part, name) for name in sorted(names, key=lambda name: -_mean_ratio(part, name))]
+    return [one for one in found if one.sentences]
+
+
+def _mean_ratio(part: Part, name: str) -> float:
+    """Of all loads and workloads alike; only to put contenders in an order."""
+    values = [value.value for workload in part.workloads for _, value in part.ratios_of(name, workload)]
+    return sum(values) / len(values) if values else 0.0
+
+
+def overall(part: Part) -> list[Sentence]:
+    """What holds between contenders: which is the fastest where, and which drafter is accepted more."""
+    sentences = [s for workload in part.workloads for s in _fastest(part, workload)] if part.has_speed else []
+    return sentences + accepted_more(part) + _same_answers(part)
+
+
+def load_text(load: Load) -> str:
+    return f"concurrency {load.concurrency}" if load.rate is None else f"{load.rate:g} requests per second"
+
+
+def _loads_text(loads: Sequence[Load]) -> str:
+    """Write "concurrency 1, 4, 16"."""
+    if all(load.rate is None for load in loads):
+        return f"concurrency {', '.join(str(load.concurrency) for load in loads)}"
+    return ", ".join(map(load_text, loads))
+
+
+def times_text(interval: Interval) -> str:
+    """Write "1.90 times [1.80, 2.00]"."""
+    if interval.low is None or interval.high is None:
+        return f"{interval.value:.2f} times (measured once: no interval)"
+    return f"{interval.value:.2f} times [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def anchor(section: str, part: Part) -> str:
+    return f"{section}-{part.number}"
+
+
+def _verdict(part: Part, name: str) -> Verdict:
+    sentences, tiles = [], []
+    if part.baseline:
+        for workload in part.workloads:
+            sentences += _speed(part, name, workload)
+        tiles += _speed_tiles(part, name)
+    sentences += _acceptance(part, name)
+    headline, tone = _headline(part, name)
+    for workload in part.workloads:
+        for row in part.rows:
+            if row.contender == name and row.workload == workload and row.figures.acceptance_length is not None:
+                tiles.append(
+                    (f"{row.figures.acceptance_length.value:.2f}", f"acceptance length, {workload}", "neutral")
+                )
+                break
+    return Verdict(contender=name, headline=headline, tone=tone, tiles=tuple(tiles), sentences=tuple(sentences))
+
+
+def _headline(part: Part, name: str) -> tuple[str, Tone]:
+    if not part.baseline:
+        return "Nothing to compare it with", "neutral"
+    found = {workload: part.ratios_of(name, workload) for workload in part.workloads}
+    signs = [sign_of(value, around=1.0) for several in found.values() for _, value in several]
+    if not signs:
+        return "No ratio: a side is not whole", "bad"
+    missing = any(row.contender == name and row.per_user is None for row in part.ratios)
+    if min(signs) > 0:
+        return ("Faster wherever it can be compared" if missing else "Faster under every load"), "good"
+    if max(signs) <= 0:
+        slower = min(signs) < 0
+        return ("Not faster under any load", "bad") if slower else ("No difference that is more than noise", "neutral")
+    ends = {_paying_to(several) for several in found.values()}
+    end = ends.pop() if len(ends) == 1 and not missing else None
+    return (f"Faster up to {load_text(end)}", "good") if end else ("Faster under some loads", "neutral")
+
+
+def _paying_to(several: Sequence[tuple[Load, Interval]]) -> Load | None:
+    """The last load of an unbroken run of gains that begins at the lowest and after which there is no gain."""
+    paying = list(takewhile(lambda one: sign_of(one[1], around=1.0) > 0, several))
+    rest = several[len(paying) :]
+    return paying[-1][0] if paying and all(sign_of(value, around=1.0) <= 0 for _, value in rest) else None
+
+
+def _speed(part: Part, name: str, workload: str) -> list[Sentence]:
+    several = part.ratios_of(name, workload)
+    section = anchor(SPEED, part)
+    where = f" on {workload}" if len(part.workloads) > 1 else ""
+    if not several:
+        reasons = dict.fromkeys(r.reason for r in part.ratios if (r.contender, r.workload) == (name, workload))
+        text = f"No ratio{where}: {'; '.join(reason for reason in reasons if reason) or 'nothing was decoded'}."
+        return [Sentence(text=text, section=section, tone="bad")] if reasons else []
+    (load, first), rest = several[0], several[1:]
+    sign = sign_of(first, around=1.0)
+    text = f"{name} is {times_text(first)} as fast per user as {part.baseline} at {load_text(load)}{where}"
+    if first.low is not None and sign == 0:
+        text += ", which is no difference beyond noise"
+    missing = [r.load for r in part.ratios if (r.contender, r.workload) == (name, workload) and r.per_user is None]
+    if rest:
+        text += _continued(several, is_whole=not missing)
+    if missing:
+        text += f"; there is no ratio at {_loads_text(missing)}"
+    sentences = [Sentence(text=f"{text}.", section=section, tone=ratio_tone(first))]
+    whole = part.ratio(name, workload, several[-1][0])
+    if whole is not None and whole.total is not None and rest:
+        text = (
+            f"At {load_text(whole.load)}{where} all users together get {times_text(whole.total)} the tokens per second."
+        )
+        sentences.append(Sentence(text=text, section=anchor(CAPACITY, part), tone=ratio_tone(whole.total)))
+    return sentences
+
+
+def _continued(several: Sequence[tuple[Load, Interval]], *, is_whole: bool) -> str:
+    """How it goes on from the lowest load. Where loads are missing, nothing is said about where a gain ends."""
+    last_load, last = several[-1]
+    signs = [sign_of(value, around=1.0) for _, value in several]
+    if min(signs) > 0:
+        load, least = min(several, key=lambda one: one[1].value)
+        text = f", and pays under {'every load' if is_whole else 'all others'} up to {load_text(last_load)}"
+        return f"{text} (least at {load_text(load)}: {times_text(least)})"
+    end = _paying_to(several) if is_whole else None
+    if end is not None:
+        load, value = several[[one for one, _ in several].index(end) + 1]
+        how = "it is slower" if sign_of(value, around=1.0) < 0 else "no gain can be told from noise"
+        return f", and stops paying above {load_text(end)}: at {load_text(load)} {how}, {times_text(value)}"
+    paying = [load for (load, _), sign in zip(several, signs, strict=True) if sign > 0]
+    if paying:
+        return (
+            f"; it pays at {_loads_text(paying)} only, and at {load_text(last_load)} it is {times_text(last)} as fast"
+        )
+    return f"; no gain shows under any load up to {load_text(last_load)} ({times_text(last)} there)"
+
+
+def _speed_tiles(part: Part, name: str) -> list[tuple[str, str, Tone]]:
+    tiles: list[tuple[str, str, Tone]] = []
+    for workload in part.workloads:
+        several = part.ratios_of(name, workload)
+        for load, value in (several[:1] + several[-1:]) if len(several) > 1 else several:
+            text = f"per user, {load}" + (f", {workload}" if len(part.workloads) > 1 else "")
+            tiles.append((f"{value.value:.2f}x", text, ratio_tone(value)))
+    return tiles
+
+
+def _acceptance(part: Part, name: str) -> list[Sentence]:
+    lengths = _lengths(part, name)
+    if not lengths:
+        return []
+    depth = part.depth(name)
+    ahead = f", drafting {depth} ahead" if depth else ""
+    best, worst = max(lengths, key=lambda one: one[1].value), min(lengths, key=lambda one: one[1].value)
+    text = f"Acceptance length {with_interval(best[1], '{:.2f}')} on {best[0]}{ahead}"
+    if worst != best:
+        text += f"; it is least on {worst[0]}: {with_interval(worst[1], '{:.2f}')}"
+    return [Sentence(text=f"{text}.", section=anchor(ACCEPTANCE, part))]
+
+
+def _lengths(part: Part, name: str) -> list[tuple[str, Interval]]:
+    """By workload, at the lowest load."""
+    found: dict[str, Interval] = {}
+    for row in part.rows:
+        if row.contender == name and row.figures.acceptance_length is not None and not row.figures.partial:
+            found.setdefault(row.workload, row.figures.acceptance_length)
+    return list(found.items())
+
+
+def _fastest(part: Part, workload: str) -> Iterable[Sentence]:
+    """Which contender decodes the fastest under each load, and which cannot be told from it."""
+    by_winner: dict[str, list[tuple[Load, float]]] = {}
+    for load in part.loads:
+        panels = {
+            name: decoding(part.cells[name, workload, load])
+            for name in part.names
+            if (row := part.row(name, workload, load)) is not None and not row.figures.partial
+        }
+        values = {
+            row.contender: row.figures.per_user_tokens_per_second.value
+            for row in part.rows
+            if row.key == (row.contender, workload, load)
+            and row.contender in panels
+            and row.figures.per_user_tokens_per_second is not None
+        }
+        if len(values) < 2:
+            continue
+        best = max(values, key=lambda name: values[name])
+        against = {name: ratio(panels[best], panels[name]) for name in values if name != best}
+        near = [name for name, value in against.items() if value is None or sign_of(value, around=1.0) <= 0]
+        text = f"{best}" + (f" (not to be told from {', '.join(near)})" if near else "")
+        by_winner.setdefault(text, []).append((load, values[best]))
+    if by_winner:
+        parts = []
+        for name, where in by_winner.items():
+            speeds = ", ".join(number(speed) for _, speed in where)
+            parts.append(f"{name} at {_loads_text([load for load, _ in where])} ({speeds} tokens/s)")
+        yield Sentence(text=f"Fastest per user on {workload}: {'; '.join(parts)}.", section=anchor(SPEED, part))
+
+
+def accepted_more(part: Part) -> list[Sentence]:
+    """Drafters of the same target that draft in the same way, against the first of them, over all workloads."""
+    groups: dict[str, list[str]] = {}
+    for one in part.results.contenders:
+        if one.drafter is not None and one.speculation is not None:
+            way = {key: value for key, value in one.speculation.items() if key not in ("model", "method")}
+            same = (one.kind, one.target, one.inflated, one.temperature, sorted(way.items()))
+            groups.setdefault(repr(same), []).append(one.name)
+    sentences = []
+    for first, *others in groups.values():
+        for name in others:
+            value = part.acceptance_ratio(name, first)
+            if value is not None:
+                end = "" if sign_of(value, around=1.0) else ", which is no difference beyond noise"
+                text = f"The acceptance length of {name} is {times_text(value)} that of {first}{end}."
+                sentences.append(Sentence(text=text, section=anchor(ACCEPTANCE, part)))
+    return sentences
+
+
+def _same_answers(part: Part) -> list[Sentence]:
+    compared, different = (sum(getattr(one, what) for one in part.agreements) for what in ("compared", "different"))
+    if not compared:
+        return []
+    section = anchor(ANSWERS, part)
+    if not different:
+        text = f"All contenders gave the same answers as {part.baseline} at temperature 0 ({compared:,} compared)."
+        return [Sentence(text=text, section=section, tone="good")]
+    text = f"{different:,} of {compared:,} answers differ from those of {part.baseline} at temperature 0."
+    return [Sentence(text=text, section=section, tone="bad")]

@@ -1,0 +1,256 @@
+"""`fledge bench serve`: OpenAI-compatible servers under load, side by side."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fledge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fledge.bench.load.servers import ServerSpec
+    from fledge.bench.results import Load, Results
+
+INTERRUPTED = 130
+SECRETS = ("--api-key", "--header")
+
+
+def serve(
+    *,
+    url: Annotated[
+        list[str], typer.Option(metavar="[NAME=]URL", help="A server, such as ours=http://127.0.0.1:8000. Repeat it.")
+    ],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]MODEL", help="Model to ask for. Default: the first that each server names."),
+    ] = None,
+    baseline: Annotated[str | None, typer.Option(help="Server that ratios are taken to. Default: the first.")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="What to ask: a workload's name or a JSON lines file. Repeat it.")
+    ] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="Only so many prompts of each workload.")] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Requests in flight at all times, comma-separated. 1,4,16,64 without --rate.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Requests per second that arrive at random, comma-separated.")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts per cell. Default: 4 for each in flight, 20 s of a rate; at least 16."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each cell is measured.")] = 3,
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=0, help="Prompts that are not measured, before each load. Default: as many as are in flight."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of samples and arrival times; if given, also sent with every request.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for answers of full length.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without an event until a request is given up.")
+    ] = 120,
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    api_key: Annotated[
+        list[str] | None, typer.Option(metavar="[NAME=]KEY", help="Key to send. Or OPENAI_API_KEY.")
+    ] = None,
+    header: Annotated[list[str] | None, typer.Option(metavar="NAME:VALUE", help="HTTP header to send.")] = None,
+    extra_body: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]JSON", help="More fields for every request, or for those to one server."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Results, written after every cell. Default: bench-serve-DATE.json.")
+    ] = None,
+    fail_on_errors: Annotated[bool, typer.Option(help="Exit with 1 if any request failed.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Load OpenAI-compatible servers (ours, vLLM, SGLang) with the same prompts, in turns, and compare them.
+
+    Every request is streamed and timed. A server that fails is labelled, has no ratio, and makes the exit status 1.
+    Prefix caches work as the servers have them: switch them off there to measure the reading of prompts.
+    """
+    if endpoint not in ("chat", "completions"):
+        raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
+
+    from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
+
+    from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
+    from fledge.bench.provenance import bench_provenance  # noqa: PLC0415
+    from fledge.bench.tables import print_results  # noqa: PLC0415
+    from fledge.training.progress import Progress  # noqa: PLC0415
+    from fledge.training.provenance import shown_command  # noqa: PLC0415
+    from fledge.workloads import load_workload  # noqa: PLC0415
+
+    settings = ServeSettings(
+        servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
+        workloads=tuple(load_workload(name, sample=sample, seed=seed or 0) for name in workload or ("mt_bench",)),
+        loads=_loads(concurrency, rate),
+        baseline=baseline,
+        requests=requests,
+        repeats=repeats,
+        warmup=warmup,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        stall_seconds=timeout,
+        endpoint="chat" if endpoint == "chat" else "completions",
+        facts={"sample": sample},
+    )
+    file = out or Path(time.strftime("bench-serve-%Y%m%d-%H%M%S.json"))
+    _check_out(file)
+    command = shown_command(_without_secrets(sys.argv))
+    run = ServeRun(
+        settings=settings,
+        provenance={**bench_provenance(), "command": command, "about": "the load generator and its machine"},
+        out=file,
+        progress=Progress(quiet=quiet),
+    )
+    results = run.run()
+    if as_json:
+        print(json.dumps({"results": str(file), **_summary(results)}, allow_nan=False))
+    elif results.cells:
+        print_results(results, Console(highlight=False))
+    if results.contenders and not quiet:
+        print(f"results: {file}", file=sys.stderr)
+    if run.interrupted:
+        saved = "what was measured is saved" if results.contenders else "nothing was measured"
+        print(f"interrupted; {saved}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)
+    if results.status != "complete" and fail_on_errors:
+        print(f"error: this run is {results.status}: some requests failed, see the notes above", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _summary(results: "Results") -> dict[str, Any]:
+    """Everything the tables show, as JSON values."""
+    from fledge.bench.figures import agreements, ratios, summarise  # noqa: PLC0415
+
+    baseline = results.baseline if results.cells else None
+    return {
+        "status": results.status,
+        "baseline": results.baseline,
+        "notes": list(results.notes),
+        "rows": [row.to_dict() for row in summarise(results)],
+        "ratios": [row.to_dict() for row in ratios(results, baseline)] if baseline else [],
+        "agreements": [row.to_dict() for row in agreements(results, baseline)] if baseline else [],
+    }
+
+
+def _servers(
+    urls: Sequence[str],
+    *,
+    models: Sequence[str],
+    keys: Sequence[str],
+    headers: Sequence[str],
+    extras: Sequence[str],
+) -> tuple["ServerSpec", ...]:
+    from fledge.bench.load.servers import ServerSpec, parse_url  # noqa: PLC0415
+
+    parsed = [parse_url(text) for text in urls]
+    names = [name or url.partition("://")[2].rpartition("@")[2] for name, url in parsed]
+    model, key = _by_server(models, names), _by_server(keys, names)
+    bodies: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for text in extras:
+        given, _, value = text.partition("=") if not text.lstrip().startswith("{") else ("", "", text)
+        if given and given not in names:
+            raise ConfigError(f"--extra-body {text}: no server is called '{given}'; expected JSON, or NAME=JSON")
+        for name in [given] if given else names:
+            bodies[name] |= _json_object("--extra-body", value)
+    common = dict(_header(text) for text in headers)
+    return tuple(
+        ServerSpec(
+            name=name,
+            url=url,
+            model=model.get(name),
+            api_key=key.get(name) or os.environ.get("OPENAI_API_KEY"),
+            headers=common,
+            extra_body=bodies[name],
+        )
+        for name, (_, url) in zip(names, parsed, strict=True)
+    )
+
+
+def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Read values that are for all servers, or as NAME=VALUE for one."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, rest = value.partition("=")
+        if equals and name in names:
+            found[name] = rest
+        else:
+            found = {**dict.fromkeys(names, value), **found}
+    return found
+
+
+def _json_object(option: str, text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}: found {text!r}, expected a JSON object")
+    return value
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip() or not text.isascii() or not text.isprintable():
+        raise ConfigError("--header: expected NAME:VALUE")
+    return name.strip(), value.strip()
+
+
+def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
+    from fledge.bench.results import Load  # noqa: PLC0415
+
+    if concurrency is None and rate is None:
+        concurrency = "1,4,16,64"
+    loads = []
+    for part in concurrency.split(",") if concurrency is not None else ():
+        if not part.strip().isdecimal() or not 1 <= int(part) <= 4096:
+            raise ConfigError(f"--concurrency: found '{part}', expected whole numbers from 1 to 4096, with commas")
+        loads.append(Load(concurrency=int(part)))
+    for part in rate.split(",") if rate is not None else ():
+        try:
+            value = float(part)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= 1e5:
+            raise ConfigError(f"--rate: found '{part}', expected requests per second, above 0, with commas")
+        loads.append(Load(rate=value))
+    return tuple(dict.fromkeys(loads))
+
+
+def _check_out(file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"--out {file}: cannot be written; name another file")
+    except OSError as error:
+        raise ConfigError(f"--out {file}: cannot be written: {error.strerror}; name another file") from None
+
+
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The command line as others may see it: no keys, no headers, no passwords in addresses."""
+    import re  # noqa: PLC0415
+
+    shown: list[str] = []
+    for i, argument in enumerate(arguments):
+        option, equals, _ = argument.partition("=")
+        if option in SECRETS and equals:
+            shown.append(f"{option}=...")
+        elif i and arguments[i - 1] in SECRETS:
+            shown.append("...")
+        else:
+            shown.append(re.sub(r"(?<=://)[^/@]*@", "", argument))
+    return shown

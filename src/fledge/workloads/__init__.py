@@ -1,0 +1,22 @@
+"""What models are measured on: the packaged sets, public sets in their own formats, anyone's conversations."""
+
+from fledge.workloads.base import LENGTH_BUCKETS, Message, Prompt, Workload, length_bucket
+from fledge.workloads.catalogue import GROUPS, SETS, expand, workload_names
+from fledge.workloads.loading import load_workload, load_workloads
+from fledge.workloads.tokens import cache_directory, tokenised
+
+__all__ = [
+    "GROUPS",
+    "LENGTH_BUCKETS",
+    "SETS",
+    "Message",
+    "Prompt",
+    "Workload",
+    "cache_directory",
+    "expand",
+    "length_bucket",
+    "load_workload",
+    "load_workloads",
+    "tokenised",
+    "workload_names",
+]

@@ -123,7 +123,7 @@ def main(
         Path | None, typer.Option(help="Folder for the encoded text; default: tokens/ beside --data.")
     ] = None,
     export: Annotated[Path | None, typer.Option(help="Also write shards, index, config and log here, flat.")] = None,
-    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "deep",
+    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "tower",
     minutes: Annotated[float | None, typer.Option(help="Time for training, over all sessions.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps for training, over all sessions.")] = None,
     session_minutes: Annotated[

@@ -105,13 +105,23 @@ def warnings(results: Results, rows: Sequence[Row], compared: Sequence[Agreement
             f"Inflated to the shape {shape}: {', '.join(names)}. They cost as much as a model of that shape and say "
             "what their small originals say; drafts of a trained model of that size may be accepted more or less often."
         )
-    for one in compared:
-        if one.different:
-            lines.append(
-                f"{one.contender}, {one.workload}, {one.load}: {one.different} of {one.compared} answers differ from "
-                f"those of {one.baseline} at temperature 0."
-            )
+    lines += _other_answers(results, compared)
     return [*lines, *(note for note in results.notes if note not in lines)]
+
+
+def _other_answers(results: Results, compared: Sequence[Agreement]) -> list[str]:
+    """One line for each contender that did not say the same as the baseline."""
+    lines = []
+    in_16_bits = results.settings.get("dtype") in ("bfloat16", "float16")
+    for name in dict.fromkeys(one.contender for one in compared):
+        mine = [one for one in compared if one.contender == name]
+        if different := sum(one.different for one in mine):
+            total, baseline = sum(one.compared for one in mine), mine[0].baseline
+            line = f"{name}: {different:,} of {total:,} answers differ from those of {baseline} at temperature 0."
+            if in_16_bits:
+                line += " In 16 bits several tokens at once round in another way than one, which decides near-ties."
+            lines.append(line)
+    return lines
 
 
 def _few_repeats(results: Results, rows: Sequence[Row]) -> list[str]:

@@ -79,7 +79,7 @@ def test_trouble_is_labelled(written):
         "This run is partial",
         "1 of 2 repeats incomplete: <b>6 lost</b>; it has no ratio",
         "Inflated to the shape 8b",
-        "2 of 24 answers differ",
+        "2 of 72 answers differ",
         "tokens are pieces of text counted",
         "there is no ratio at concurrency 16",
     ):

@@ -90,7 +90,9 @@ def _drafter_rows(description: dict[str, Any]) -> list[tuple[str, str]]:
     if made_for and made_for["name_or_path"]:
         rows.append(("made for", made_for["name_or_path"]))
     if provenance:
-        rows.append(("provenance", ", ".join(f"{key} {value}" for key, value in provenance.items())))
+        # What is short; recipes, digests and the like are in the file, and in `--json`.
+        known = [(key.replace("_", " "), value) for key, value in provenance.items() if isinstance(value, str | int)]
+        rows.append(("provenance", ", ".join(f"{key} {value}" for key, value in known if len(str(value)) <= 60)))
     return rows
 
 

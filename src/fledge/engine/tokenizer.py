@@ -1,5 +1,6 @@
 """The target's tokenizer and chat template, with errors in words."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def load_tokenizer(directory: Path) -> Any | None:
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {(reason or [repr(error)])[0]}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: only fast tokenizers (tokenizer.json) are supported")
+    tokenizer.model_max_length = sys.maxsize  # transformers would warn of long prompts; whoever runs them refuses them
     return tokenizer
 
 

@@ -18,7 +18,7 @@ from fledge.engine.llm import LLM
 DRAFTED_STYLE = "green"
 PROMPTS = (
     "Write a Python function that returns the largest number in a list.",
-    "What is a Kubernetes Deployment?",
+    "What does the `map()` method of an array do?",
     "Tom has 3 boxes with 12 pencils each. He gives away 9 pencils. How many pencils does he have left?",
     "I would like to book a table for two at an Italian restaurant tonight.",
 )

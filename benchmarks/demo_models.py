@@ -1,10 +1,9 @@
-"""The bundled pair over evaluation sets: acceptance length by set, drafter and depth, and speed against no speculation.
+"""Whole conversations of the evaluation sets, one prompt at a time, with and without the bundled drafters.
 
-    python benchmarks/demo_models.py --eval DIR acceptance --out FILE.json
-    python benchmarks/demo_models.py --eval DIR speed --out FILE.json [--device cuda]
+    python benchmarks/demo_models.py --out FILE.json [--device cuda] [--depths 3 4 5]
 
-DIR holds JSON lines with `messages`. Acceptance is measured in batches; speed one prompt at a time, contenders taking
-turns with every prompt, so that whatever else the machine does slows all of them. Greedy; answers must be the same.
+Unlike `fledge bench offline` it asks every turn, and times an answer from its prompt to its end. Contenders take turns
+with every prompt, so that whatever else the machine does slows all of them. Greedy; answers must be the same.
 """
 
 import argparse
@@ -22,21 +21,19 @@ from rich.table import Table
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.devices import choose_device
-from fledge.training.data.conversations import Skipped
-from fledge.training.evaluation import Question, Turn, answer_questions, measure, read_questions, release, spread
+from fledge.training.evaluation import Question, Turn, answer_questions, release
 from fledge.training.recipe import DataSection, EvalSection, Recipe, TargetSection
+from fledge.workloads import load_workload
 
-SETS = ("mt_bench", "humaneval", "gsm8k", "math500", "chat_dialogue", "docs_qa", "instructions", "long_context")
+SETS = ("mt_bench", "humaneval", "gsm8k", "math500", "chat_dialogue", "docs_qa", "instructions")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("acceptance", "speed"))
-    parser.add_argument("--eval", type=Path, required=True, help="folder of evaluation sets")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
-    parser.add_argument("--prompts", type=int, default=24, help="conversations of each set")
+    parser.add_argument("--prompts", type=int, default=8, help="conversations of each set")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--depths", type=int, nargs="+", default=[5, 7, 10])
+    parser.add_argument("--depths", type=int, nargs="+", default=[3, 4, 5])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, as stored on a GPU")
     parser.add_argument("--threads", type=int, default=None)
@@ -54,8 +51,7 @@ def main() -> None:
         eval=EvalSection(max_tokens=options.max_tokens, max_num_seqs=32),
         device=options.device,
     )
-    questions = _questions(options.eval, options.sets, options.prompts)
-    work = acceptance if options.what == "acceptance" else speed
+    questions = _questions(options.sets, options.prompts)
     result: dict[str, Any] = {
         "target": options.target,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -63,13 +59,17 @@ def main() -> None:
         "torch": torch.__version__,
         "max_tokens": options.max_tokens,
         "prompts_of_each_set": options.prompts,
-        **work(questions, recipe, options.drafters, options.depths),
+        **speed(questions, recipe, options.drafters, options.depths),
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _questions(folder: Path, names: Sequence[str], count: int) -> list[Question]:
-    return [q for name in names for q in spread(read_questions(folder / f"{name}.jsonl", name, Skipped()), count)]
+def _questions(names: Sequence[str], count: int) -> list[Question]:
+    return [
+        Question(source=name, category=prompt.category, messages=prompt.messages)
+        for name in names
+        for prompt in load_workload(name, sample=count).prompts
+    ]
 
 
 def _open(recipe: Recipe, drafter: str | None, depth: int, max_num_seqs: int) -> LLM:
@@ -90,27 +90,6 @@ def _turns(questions: Sequence[Question], recipe: Recipe) -> tuple[list[Turn], i
     del llm
     release()
     return turns, too_long
-
-
-def acceptance(questions: Sequence[Question], recipe: Recipe, drafters: Sequence[str], depths: Sequence[int]) -> Any:
-    """Acceptance length and rates by depth, for every set, drafter and depth."""
-    turns, too_long = _turns(questions, recipe)
-    rows: list[dict[str, Any]] = []
-    table = Table("drafter", "depth", *dict.fromkeys(turn.source for turn in turns), "mean")
-    for drafter in drafters:
-        for depth in depths:
-            llm = _open(recipe, drafter, depth, recipe.eval.max_num_seqs)
-            measured = measure(llm, turns, recipe, depth)
-            del llm
-            release()
-            by_set = {name: figures.to_dict() for name, figures in measured.by_source().items()}
-            lengths = [float(figures["acceptance_length"]) for figures in by_set.values()]
-            mean = statistics.mean(lengths)
-            rows.append({"drafter": drafter, "depth": depth, "mean": mean, "sets": by_set, "tokens": measured.tokens})
-            rows[-1]["different_answers"] = len(measured.different)
-            table.add_row(drafter, str(depth), *(f"{length:.2f}" for length in lengths), f"{mean:.2f}")
-    Console().print(table)
-    return {"turns": len(turns), "too_long": too_long, "acceptance": rows}
 
 
 def speed(questions: Sequence[Question], recipe: Recipe, drafters: Sequence[str], depths: Sequence[int]) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fledge import LLM, SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
@@ -299,3 +300,19 @@ def test_a_process_that_fails_says_why(target: Path, tmp_path: Path, monkeypatch
     broken = replace(recipe, target=replace(recipe.target, dtype="float7"))
     with pytest.raises(FledgeError, match="float7"):
         answered(broken, tmp_path / "run", None, monkeypatch)
+
+
+def test_processes_on_one_gpu_get_a_share_of_its_memory(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(target, questions(tmp_path, 1), regenerate=True)
+    opened: list[dict[str, Any]] = []
+    monkeypatch.setattr(answering, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 100 << 30))  # the others have taken the rest
+    monkeypatch.setattr(answering, "LLM", lambda *_, **options: opened.append(options))
+    for processes in (1, 8):
+        answering.open_llm(with_section(recipe, processes=processes))
+    assert opened[0]["kv_cache_bytes"] is None
+    assert opened[1]["kv_cache_bytes"] == (88 << 30) // 8 - (3 << 30)
+    with pytest.raises(FledgeError, match="too many for the GPU's memory"):
+        answering.open_llm(with_section(recipe, processes=40))

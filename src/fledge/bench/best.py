@@ -77,5 +77,6 @@ def best_lines(bests: Sequence[Best]) -> list[str]:
             ends = "" if interval.low is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
             times = f", {interval.value:.2f}x{ends} of no speculation"
         alike = f"; not told apart from it: {', '.join(one.alike)}" if one.alike else ""
-        lines.append(f"{one.workload}, {one.load}: {one.contender} is the fastest per user{times}{alike}")
+        where = f"{one.workload}, {one.load}, {one.drafter}"
+        lines.append(f"{where}: {one.contender} is the fastest per user{times}{alike}")
     return lines

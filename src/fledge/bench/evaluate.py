@@ -7,13 +7,14 @@ randomness, what no drafter may change. Each turn is then a prompt of its own, t
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fledge.bench.evaluate_turns import Asked, different_turns, open_turns, request_record
 from fledge.bench.provenance import bench_provenance
-from fledge.bench.results import Cell, Contender, Difference, Load, RequestRecord, Results, Status
+from fledge.bench.results import Cell, Contender, Difference, Load, RequestRecord, Results, Status, write_results
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
 from fledge.engine.llm import LLM
@@ -69,35 +70,42 @@ class EvalSettings:
                 raise ConfigError(f"temperature: found {temperature:g}, allowed is 0 to 2")
 
 
-def run_eval(settings: EvalSettings, workloads: Sequence[Workload], progress: Progress) -> Results:
+def run_eval(
+    settings: EvalSettings, workloads: Sequence[Workload], progress: Progress, out: Path | None = None
+) -> Results:
     """Measure everything. After Ctrl-C what was measured comes back, as partial results.
 
-    A drafter that cannot be used or breaks down has failed cells; the others are measured all the same.
+    A drafter that cannot be used or breaks down has failed cells; the others are measured all the same. `out` is
+    written after every drafter and depth, whole or not at all, so that a killed run loses one of them.
     """
     for name in (settings.target, *settings.drafters):
         if not resolve(name).is_dir():  # a bundled one, which this installation does not have
             raise CheckpointError(
                 f"{name}: this installation of Fledge has no bundled models; name your own with --target and --drafter"
             )
-    run = _Run(settings, workloads, progress)
+    run = _Run(settings, workloads, progress, out)
     try:
         run.answer()
         for drafter in settings.drafters:
             for depth in settings.depths:
                 run.measure(drafter, depth)
+                run.save(finished=False)
         run.judge()
     except KeyboardInterrupt:
         run.is_interrupted = True
-    return run.results()
+    return run.save(finished=True)
 
 
 class _Run:
     """What has been measured so far."""
 
-    def __init__(self, settings: EvalSettings, workloads: Sequence[Workload], progress: Progress) -> None:
+    def __init__(
+        self, settings: EvalSettings, workloads: Sequence[Workload], progress: Progress, out: Path | None
+    ) -> None:
         self.settings = settings
         self.workloads = workloads
         self.progress = progress
+        self.out = out
         self.provenance = bench_provenance()
         self.names = dict(zip(settings.drafters, distinct_names(settings.drafters), strict=True))
         self.asked: dict[tuple[str, float], Asked] = {}  # by workload and temperature
@@ -204,9 +212,20 @@ class _Run:
         del llm
         release()
 
-    def results(self) -> Results:
+    def save(self, *, finished: bool) -> Results:
+        """Return what there is, and write it if there is anything."""
+        results = self.results(finished=finished)
+        if self.out is not None and self.cells:
+            try:
+                write_results(results, self.out)
+            except OSError as error:
+                raise ConfigError(f"--out {self.out}: cannot be written: {error.strerror or error}") from None
+        return results
+
+    def results(self, *, finished: bool) -> Results:
+        """`finished`: nothing more will come."""
         failed = [cell for cell in self.cells if cell.status == "failed"]
-        status: Status = "partial" if self.is_interrupted or failed else "complete"
+        status: Status = "partial" if self.is_interrupted or failed or not finished else "complete"
         done = {cell.contender for cell in self.cells}
         every = [
             self._contender(drafter, depth, temperature)
@@ -232,7 +251,7 @@ class _Run:
             },
             provenance=self.provenance,
             status=status,
-            notes=tuple(self._notes(failed)),
+            notes=tuple(self._notes(failed, finished=finished)),
         )
 
     def _facts(self, workload: Workload) -> dict[str, Any]:
@@ -246,7 +265,7 @@ class _Run:
             "cut_short": self.cut_short.get(workload.name, []),
         }
 
-    def _notes(self, failed: Sequence[Cell]) -> list[str]:
+    def _notes(self, failed: Sequence[Cell], *, finished: bool) -> list[str]:
         notes = [note for workload in self.workloads for note in workload.notes]
         if self.inflated:
             notes.append(f"inflated to the shape {self.inflated}: acceptance is that of the small pair")
@@ -260,7 +279,11 @@ class _Run:
                     f"{workload.name}: later turns of {len(ids)} prompts do not fit into {room}: {_listed(ids)}"
                 )
         notes += dict.fromkeys(f"{cell.contender}: {cell.note}" for cell in failed)
-        return notes + (["interrupted: what was not finished is missing"] if self.is_interrupted else [])
+        if self.is_interrupted:
+            notes.append("interrupted: what was not finished is missing")
+        elif not finished:
+            notes.append("still running, or killed: what was not finished is missing")
+        return notes
 
     def _open(self, drafter: str | None, depth: int) -> LLM:
         settings = self.settings

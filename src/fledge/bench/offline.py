@@ -264,7 +264,10 @@ class OfflineRun:
     def _save(self) -> Results:
         results = self.results()
         if self.out is not None:
-            write_results(results, self.out)
+            try:
+                write_results(results, self.out)
+            except OSError as error:
+                raise ConfigError(f"--out {self.out}: cannot be written: {error.strerror or error}") from None
         return results
 
     def results(self) -> Results:

@@ -175,7 +175,10 @@ def parse_schedule(text: str) -> tuple[tuple[int, int, int], ...]:
         span, _, depth = part.partition(":")
         first, _, last = span.partition("-")
         try:
-            rows.append((int(first), int(last or first), int(depth)))
+            row = (int(first), int(last or first), int(depth))
         except ValueError:
             raise ConfigError(f"--schedule: found {part!r}, expected FIRST-LAST:DEPTH, such as 1-4:5") from None
+        if row[0] > row[1]:
+            raise ConfigError(f"--schedule: found {part!r}, expected a last number that is not below the first")
+        rows.append(row)
     return tuple(rows)

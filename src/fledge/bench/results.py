@@ -5,12 +5,16 @@ noisy machine hits all alike. Nothing here is an average: `figures.py` derives t
 """
 
 import json
+import math
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
@@ -19,6 +23,7 @@ SCHEMA = 1
 Kind = Literal["fledge", "server", "transformers", "vllm"]  # `server`: any OpenAI-compatible one, over HTTP
 Difference = Literal["tie", "clear", "unchecked"]  # of the target's best two tokens where the answers part
 Status = Literal["complete", "partial", "failed"]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,24 +129,56 @@ class Results:
             raise ConfigError(f"{where}: no benchmark results (fledge_results: found {found!r}, expected {SCHEMA})")
         rest = {key: value for key, value in values.items() if key != "fledge_results"}
         try:
-            return cls(
-                **{
-                    **rest,
-                    "contenders": tuple(Contender(**c) for c in rest["contenders"]),
-                    "cells": tuple(_cell(c) for c in rest["cells"]),
-                    "notes": tuple(rest.get("notes", ())),
-                }
+            found = _checked(
+                cls(
+                    **{
+                        **rest,
+                        "contenders": tuple(_checked(Contender(**c)) for c in rest["contenders"]),
+                        "cells": tuple(_cell(c) for c in rest["cells"]),
+                        "notes": tuple(map(str, rest.get("notes", ()))),
+                    }
+                )
             )
+            names = {contender.name for contender in found.contenders}
+            if unknown := [cell.contender for cell in found.cells if cell.contender not in names]:
+                raise ValueError(f"a cell of '{unknown[0]}', which is no contender")
         except (TypeError, KeyError, ValueError, AssertionError) as error:
             raise ConfigError(f"{where}: damaged benchmark results: {error}") from None
+        return found
 
 
 def _cell(values: Mapping[str, Any]) -> Cell:
     requests = tuple(
-        RequestRecord(**{**r, "acceptance": _triples(r.get("acceptance", ()))}) for r in values["requests"]
+        _checked(RequestRecord(**{**r, "acceptance": _triples(r.get("acceptance", ()))})) for r in values["requests"]
     )
-    load, acceptance = Load(**values["load"]), _triples(values.get("acceptance", ()))
-    return Cell(**{**values, "load": load, "requests": requests, "acceptance": acceptance})
+    load, acceptance = _checked(Load(**values["load"])), _triples(values.get("acceptance", ()))
+    return _checked(Cell(**{**values, "load": load, "requests": requests, "acceptance": acceptance}))
+
+
+def _checked(found: _T) -> _T:
+    """Return it if each field holds what it is declared to, else raise ValueError."""
+    kind: type = type(found)
+    for name, allowed in _allowed(kind).items():
+        value = getattr(found, name)
+        wrong = value not in allowed if isinstance(allowed, frozenset) else not isinstance(value, allowed)
+        if wrong or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name}: found {value!r:.60}")
+    return found
+
+
+@cache
+def _allowed(kind: type) -> dict[str, tuple[type, ...] | frozenset[Any]]:
+    """By field: its types, or the values of a Literal. Items of tuples and of mappings are not looked at."""
+    found: dict[str, tuple[type, ...] | frozenset[Any]] = {}
+    for name, hint in get_type_hints(kind).items():
+        parts = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+        literals = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
+        types = tuple(get_origin(part) or part for part in parts if get_origin(part) is not Literal)
+        if literals:
+            found[name] = frozenset([*literals, *([None] if NoneType in types else [])])
+        else:
+            found[name] = (*types, int) if float in types else types  # JSON may spell 2.0 as 2
+    return found
 
 
 def _triples(values: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:
@@ -159,6 +196,21 @@ def write_results(results: Results, path: Path) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(results.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise ConfigError if `path` cannot be written: before hours of work, not after. Leaves nothing behind."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a directory, expected a file's name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: its directory cannot be made: {error.strerror}") from None
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
 
 
 def read_results(path: Path) -> Results:

@@ -47,7 +47,9 @@ def evaluate(
     from_hub: Annotated[
         bool, typer.Option("--from-hub", help="Take public sets whole from the Hugging Face hub.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write all that was measured, for `fledge bench report`.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="All that was measured, written after every drafter and depth.")
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a table for a model card.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
@@ -62,16 +64,16 @@ def evaluate(
         raise ConfigError(f"{missing} is missing: name a target and its drafters, or neither for the bundled models")
     depths = [int(number) for number in _numbers("depth", depth, whole=True)]
     temperatures = _numbers("temperature", temperature)
-    for option, path in (("--out", out), ("--markdown", markdown)):
-        if path is not None:
-            _check_writable(option, path)
 
     from fledge.bench.evaluate import EvalSettings, run_eval  # noqa: PLC0415 - torch takes seconds
     from fledge.bench.evaluate_tables import summary, write_markdown  # noqa: PLC0415
-    from fledge.bench.results import write_results  # noqa: PLC0415
+    from fledge.bench.results import check_writable  # noqa: PLC0415
     from fledge.training.progress import Progress  # noqa: PLC0415
     from fledge.workloads import load_workloads  # noqa: PLC0415
 
+    for option, path in (("--out", out), ("--markdown", markdown)):
+        if path is not None:
+            check_writable(option, path)
     settings = EvalSettings(
         target=target or TARGET,
         drafters=tuple(drafter or DRAFTERS.values()),
@@ -86,12 +88,10 @@ def evaluate(
         device=device,
     )
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
-    results = run_eval(settings, workloads, Progress(quiet=quiet))
+    results = run_eval(settings, workloads, Progress(quiet=quiet), out)
     if not results.cells:
         print("interrupted before anything was measured", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
-    if out is not None:
-        write_results(results, out)
     if markdown is not None:
         write_markdown(results, markdown)
     if as_json:
@@ -112,16 +112,6 @@ def _numbers(name: str, text: str, *, whole: bool = False) -> list[float]:
     except ValueError:
         kind = "whole numbers" if whole else "numbers"
         raise ConfigError(f"--{name}: found {text!r}, expected {kind} separated by commas") from None
-
-
-def _check_writable(option: str, path: Path) -> None:
-    """Before hours of work, not after."""
-    if path.is_dir():
-        raise ConfigError(f"{option} {path}: is a directory, expected a file's name")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: its directory cannot be made: {error.strerror}") from None
 
 
 def _print(results: "Results", written: list[Path]) -> None:

@@ -2,7 +2,7 @@
 
 from fledge.workloads.base import LENGTH_BUCKETS, Message, Prompt, Workload, length_bucket
 from fledge.workloads.catalogue import GROUPS, SETS, expand, workload_names
-from fledge.workloads.loading import load_workload, load_workloads
+from fledge.workloads.loading import distinct_workloads, load_workload, load_workloads
 from fledge.workloads.tokens import cache_directory, tokenised
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Prompt",
     "Workload",
     "cache_directory",
+    "distinct_workloads",
     "expand",
     "length_bucket",
     "load_workload",

@@ -1,7 +1,7 @@
 """From a name, a file or a dataset on the hub to a workload."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,10 +30,17 @@ def load_workloads(
     """Return every workload once, groups as their members; `sample` prompts of each."""
     single = [one for name in names for one in ((name,) if Path(name).is_file() else expand(str(name)))]
     loaded = [load_workload(one, sample=sample, seed=seed, from_hub=from_hub) for one in dict.fromkeys(single)]
-    repeated = {one.name for one in loaded if sum(other.name == one.name for other in loaded) > 1}
-    if repeated:
-        raise ConfigError(f"two workloads are called '{sorted(repeated)[0]}'; rename a file")
-    return tuple(loaded)
+    return distinct_workloads(loaded)
+
+
+def distinct_workloads(loaded: Iterable[Workload]) -> tuple[Workload, ...]:
+    """The same workloads, the same one only once. Two of one name would be taken for one in results: refused."""
+    by_name: dict[str, Workload] = {}
+    for one in loaded:
+        other = by_name.setdefault(one.name, one)
+        if (other.source, other.digest) != (one.source, one.digest):
+            raise ConfigError(f"two workloads are called '{one.name}'; rename a file")
+    return tuple(by_name.values())
 
 
 def _loaded(source: str | Path, from_hub: bool) -> Workload:
@@ -56,7 +63,7 @@ def _loaded(source: str | Path, from_hub: bool) -> Workload:
         return _part(_packaged(whole), part) if slash else _packaged(whole)
     if Path(source).suffix or "/" in name:
         raise ConfigError(f"workload {name}: no such file")
-    hint = nearest_name_hint(known, (*workload_names(), *HUB))
+    hint = nearest_name_hint(known, {*workload_names(), *HUB})
     raise ConfigError(f"unknown workload '{name}', and no file has that name.{hint}")
 
 

@@ -366,3 +366,30 @@ def test_the_mean_is_missing_where_a_workload_is() -> None:
     assert row.mean is None
     assert set(row.by_workload) == {"a"}
     assert row.failed == {"b": "it broke"}
+
+
+def test_results_are_saved_after_every_drafter_and_depth(pair: Path, tmp_path: Path) -> None:
+    """What a killed run leaves behind: all drafters and depths but the one it was at, labelled."""
+    out, seen = tmp_path / "eval.json", []
+    release = evaluate.release
+
+    def looking() -> None:  # the last thing that is done for a drafter and depth, before the next save
+        seen.append(read_results(out) if out.exists() else None)
+        release()
+
+    with mock.patch.object(evaluate, "release", looking):
+        given = run_eval(settings(pair, "full", "half", depths=(1, 2), temperatures=(0.0,)), [ONE], QUIET, out)
+    left = [one for one in seen if one is not None]
+    assert [len(one.cells) for one in left] == [1, 2, 3]
+    assert {one.status for one in left} == {"partial"}
+    assert all("still running, or killed" in one.notes[-1] for one in left)
+    final = read_results(out)
+    assert (final.status, final.notes, len(final.cells)) == ("complete", (), 4)
+    assert len(given.cells) == 4
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["eval.json"]
+
+
+def test_a_file_that_cannot_be_written_is_said_in_one_line(pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ConfigError, match=r"--out .*taken: cannot be written"):
+        run_eval(settings(pair, "full", temperatures=(0.0,)), [ONE], QUIET, tmp_path / "taken")

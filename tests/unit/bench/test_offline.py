@@ -218,7 +218,7 @@ def test_names_sizes_and_spellings(pair: Pair) -> None:
     assert graph_sizes([1, 4, 20]) == [1, 2, 4, 8, 16, 20]
     assert parse_trees("4x16,8") == [TreeShape(width=4, budget=16), TreeShape(width=8, budget=60)]
     assert parse_schedule("1-4:5,5:3") == ((1, 4, 5), (5, 5, 3))
-    for parse, text in ((parse_trees, "4by16"), (parse_schedule, "1-4")):
+    for parse, text in ((parse_trees, "4by16"), (parse_schedule, "1-4"), (parse_schedule, "4-1:3")):
         with pytest.raises(ConfigError, match="expected"):
             parse(text)
     assert [q.id for q in asked([Question(id=str(i), tokens=()) for i in range(6)], 3)] == ["0", "2", "4"]

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from fledge.errors import ConfigError, FledgeError
-from fledge.workloads import GROUPS, SETS, Prompt, Workload, expand, length_bucket, load_workload, load_workloads
+from fledge.workloads import (
+    GROUPS,
+    SETS,
+    Prompt,
+    Workload,
+    distinct_workloads,
+    expand,
+    length_bucket,
+    load_workload,
+    load_workloads,
+)
 from fledge.workloads.catalogue import DATA, HUB, canonical, workload_names
 
 
@@ -136,3 +146,10 @@ def test_files_of_the_same_name_are_refused(tmp_path: Path) -> None:
         (tmp_path / folder / "mine.jsonl").write_text(json.dumps({"prompt": "Hm?"}))
     with pytest.raises(ConfigError, match="two workloads are called 'mine'"):
         load_workloads([tmp_path / "a/mine.jsonl", tmp_path / "b/mine.jsonl"])
+
+
+def test_one_workload_given_twice_is_one_and_two_of_a_name_are_refused() -> None:
+    gsm8k = load_workload("gsm8k", sample=2)
+    assert distinct_workloads([gsm8k, load_workload("gsm8k", sample=2)]) == (gsm8k,)
+    with pytest.raises(ConfigError, match="two workloads are called 'gsm8k'"):
+        distinct_workloads([gsm8k, load_workload("gsm8k", sample=3)])

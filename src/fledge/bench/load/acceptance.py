@@ -101,5 +101,5 @@ def tally_of_report(report: Mapping[str, Any]) -> Tally:
     """Read `usage.speculation` of a Fledge server; nothing where it says nothing sensible."""
     try:
         return tally_of(int(report["rounds"]), report["accepted_by_depth"], report["drafted_by_depth"])
-    except (KeyError, TypeError, ValueError, IndexError):
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
         return ()

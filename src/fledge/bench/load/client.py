@@ -54,7 +54,8 @@ class Answer:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256("".join(self.text).encode()).hexdigest()[:16]
+        # Halves of a character that JSON spells as a surrogate pair may come in two pieces, or alone.
+        return hashlib.sha256("".join(self.text).encode("utf-16", "surrogatepass")).hexdigest()[:16]
 
     @property
     def acceptance(self) -> Tally:
@@ -69,7 +70,7 @@ class Answer:
         """Take one event that came at `now`."""
         try:
             value = json.loads(event)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise StreamError(f"malformed JSON in the stream: {_short(event)}") from None
         if not isinstance(value, dict):
             raise StreamError(f"no JSON object in the stream: {_short(event)}")
@@ -115,7 +116,8 @@ def _text(choice: Mapping[str, Any]) -> str:
         text = choice.get("text")
         return text if isinstance(text, str) else ""
     found = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
-    for call in delta.get("tool_calls") or ():
+    calls = delta.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
             found += [function.get("name"), function.get("arguments")]
@@ -168,7 +170,7 @@ def _refusal(response: Response, body: bytes) -> str:
     """Say what an HTTP error is about, on one line."""
     try:
         said = _message(json.loads(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         said = _short(body.decode("utf-8", errors="replace"))
     wait = response.headers.get("retry-after")
     return f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "") + (f": {said}" if said else "")

@@ -81,10 +81,11 @@ def offline(
     from fledge.bench.figures import agreements, ratios, summarise  # noqa: PLC0415
     from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
     from fledge.bench.offline_engines import Mode, parse_schedule, parse_trees  # noqa: PLC0415
+    from fledge.bench.results import check_writable  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
     from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
     from fledge.training.progress import Progress  # noqa: PLC0415
-    from fledge.workloads import load_workload  # noqa: PLC0415
+    from fledge.workloads import distinct_workloads, load_workload  # noqa: PLC0415
 
     depths = integers("depth", depth, 1, MAX_DEPTH)
     modes = [Mode(depth=k) for k in depths]
@@ -98,7 +99,9 @@ def offline(
         target=target or TARGET,
         drafters=names,
         modes=tuple(modes),
-        workloads=tuple(load_workload(name, sample=sample, seed=seed) for name in workload or ("mt_bench",)),
+        workloads=distinct_workloads(
+            load_workload(name, sample=sample, seed=seed) for name in workload or ("mt_bench",)
+        ),
         concurrencies=tuple(integers("concurrency", concurrency, 1, 512)),
         requests=requests,
         repeats=repeats,
@@ -116,8 +119,7 @@ def offline(
         notes=tuple(note or ()),
     )
     file = out or Path(time.strftime("bench-offline-%Y%m%d-%H%M%S.json"))
-    if file.is_dir():
-        raise ConfigError(f"--out {file}: is a directory; name a file")
+    check_writable("--out", file)
     run = OfflineRun(settings=settings, out=file, progress=Progress(quiet=quiet))
     results = run.run()
     bests = best_modes(results)

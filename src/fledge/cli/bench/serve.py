@@ -86,14 +86,17 @@ def serve(
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
     from fledge.bench.provenance import bench_provenance  # noqa: PLC0415
+    from fledge.bench.results import check_writable  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
     from fledge.training.progress import Progress  # noqa: PLC0415
     from fledge.training.provenance import shown_command  # noqa: PLC0415
-    from fledge.workloads import load_workload  # noqa: PLC0415
+    from fledge.workloads import distinct_workloads, load_workload  # noqa: PLC0415
 
     settings = ServeSettings(
         servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
-        workloads=tuple(load_workload(name, sample=sample, seed=seed or 0) for name in workload or ("mt_bench",)),
+        workloads=distinct_workloads(
+            load_workload(name, sample=sample, seed=seed or 0) for name in workload or ("mt_bench",)
+        ),
         loads=_loads(concurrency, rate),
         baseline=baseline,
         requests=requests,
@@ -108,7 +111,7 @@ def serve(
         facts={"sample": sample},
     )
     file = out or Path(time.strftime("bench-serve-%Y%m%d-%H%M%S.json"))
-    _check_out(file)
+    check_writable("--out", file)
     command = shown_command(_without_secrets(sys.argv))
     run = ServeRun(
         settings=settings,
@@ -229,15 +232,6 @@ def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
             raise ConfigError(f"--rate: found '{part}', expected requests per second, above 0, with commas")
         loads.append(Load(rate=value))
     return tuple(dict.fromkeys(loads))
-
-
-def _check_out(file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"--out {file}: cannot be written; name another file")
-    except OSError as error:
-        raise ConfigError(f"--out {file}: cannot be written: {error.strerror}; name another file") from None
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:

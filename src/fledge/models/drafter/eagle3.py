@@ -1,5 +1,6 @@
 """EAGLE-3 and EAGLE-3.1. The difference between them is `fc_norm` and `norm_output` in the config."""
 
+import torch
 from torch import Tensor, nn
 
 from fledge.kernels.draft_input import draft_input
@@ -28,16 +29,21 @@ class Eagle3FirstLayer(nn.Module):
         self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
 
     def forward(
-        self, tokens: Tensor, embedding: Tensor, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
+        self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [*lead], the embedding's weights, feature [*lead, hidden_size]. Returns (update, stream) as
-        `DecoderLayer` does.
-        """
-        norms = self.input_layernorm.weight, self.hidden_norm.weight
-        both = draft_input(tokens, embedding, feature, *norms, self.hidden_norm.eps)  # the embedding comes first
+        """Tokens [*lead], what embeds them, feature [*lead, hidden]. Returns (update, stream) like `DecoderLayer`."""
+        both = self._read(tokens, embed, feature)
         stream = both[..., feature.shape[-1] :] if self.norm_before_residual else feature
         normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
         return self.mlp(normed), stream
+
+    def _read(self, tokens: Tensor, embed: nn.Module, feature: Tensor) -> Tensor:
+        """[*lead, 2 * hidden_size]: embedding and feature, normed, the embedding first."""
+        if type(embed) is nn.Embedding:
+            norms = self.input_layernorm.weight, self.hidden_norm.weight
+            return draft_input(tokens, embed.weight, feature, *norms, self.hidden_norm.eps)
+        # Training borrows the target's embedding through a module that casts what it gives.
+        return torch.cat([self.input_layernorm(embed(tokens)), self.hidden_norm(feature)], dim=-1)
 
 
 class Eagle3Drafter(Drafter):
@@ -65,7 +71,7 @@ class Eagle3Drafter(Drafter):
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         rotation = self.rope(positions, features.dtype)
         assert self.embed_tokens is not None, "share_with(target) first"
-        update, stream = self.layers[0](tokens, self.embed_tokens.weight, features, rotation, storage)
+        update, stream = self.layers[0](tokens, self.embed_tokens, features, rotation, storage)
         for layer in self.layers[1:]:
             update, stream = layer(update, stream, rotation, storage)
         normed, stream = self.norm.add(update, stream)

@@ -256,10 +256,7 @@ class _Run:
 
     def _facts(self, workload: Workload) -> dict[str, Any]:
         return {
-            "digest": workload.digest,
-            "source": workload.source,
-            "licence": workload.licence,
-            "prompts": len(workload.prompts),
+            **workload.facts,
             "categories": workload.categories,
             "too_long": self.too_long.get(workload.name, []),
             "cut_short": self.cut_short.get(workload.name, []),

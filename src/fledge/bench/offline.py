@@ -84,16 +84,7 @@ class OfflineSettings:
             "inflate": self.inflate,
             "dtype": self.dtype,
             "enforce_eager": self.enforce_eager,
-            "workloads": [
-                {
-                    "name": w.name,
-                    "prompts": len(w.prompts),
-                    "digest": w.digest,
-                    "source": w.source,
-                    "licence": w.licence,
-                }
-                for w in self.workloads
-            ],
+            "workloads": [workload.facts for workload in self.workloads],
         }
 
 

@@ -57,6 +57,17 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What results say of it, so that two of them can be told to be of the same prompts."""
+        return {
+            "name": self.name,
+            "prompts": len(self.prompts),
+            "digest": self.digest,
+            "source": self.source,
+            "licence": self.licence,
+        }
+
+    @property
     def categories(self) -> dict[str, list[str]]:
         """The ids of the prompts by category."""
         return {name: [p.id for p in group] for name, group in _grouped(self.prompts, lambda p: p.category).items()}

@@ -91,16 +91,7 @@ class ServeSettings:
             "endpoint": self.endpoint,
             "timeout": self.stall_seconds,
             "extra_body": {spec.name: dict(spec.extra_body) for spec in self.servers if spec.extra_body},
-            "workloads": [
-                {
-                    "name": w.name,
-                    "prompts": len(w.prompts),
-                    "digest": w.digest,
-                    "source": w.source,
-                    "licence": w.licence,
-                }
-                for w in self.workloads
-            ],
+            "workloads": [workload.facts for workload in self.workloads],
             **self.facts,
         }
 

@@ -7,6 +7,7 @@ drafter is right often enough for its every row to matter.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
@@ -14,16 +15,17 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.choosing import Choosing
 from fledge.engine.engine import Engine, Update
-from fledge.engine.graphs import CapturedRound, RoundGraphs, RoundShape
+from fledge.engine.prefill_graphs import PrefillGraphs
 from fledge.engine.request import Request
-from fledge.engine.round import RoundOutcome
+from fledge.engine.round_graphs import RoundGraphs
 from fledge.engine.sizing import EngineConfig
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
+
+T = TypeVar("T")
 
 VOCAB = 6
 EOS = 1
@@ -124,7 +126,9 @@ def make_engine(
     policy = (lambda _running: depth) if isinstance(depth, int) else depth
     engine = Engine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
-        engine.runner.graphs = CpuGraphs(engine.runner.models, engine.runner.state, engine.config.max_num_seqs)
+        models, state, recorder = engine.runner.models, engine.runner.state, CpuRecorder()
+        engine.runner.graphs = RoundGraphs(models, state, engine.config.max_num_seqs, recorder)
+        engine.runner.prefill_graphs = PrefillGraphs(models, state, recorder)
     return engine
 
 
@@ -147,33 +151,15 @@ def answers(engine: Engine, asks: Sequence[Ask]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-class CpuGraphs(RoundGraphs):
-    """Graphs as they behave on a GPU, without one: fixed rows in, fixed tensors out, batches padded."""
+class CpuRecorder:
+    """Graphs as they behave on a GPU, without one: recorded once, played again on the tensors they were given then.
 
-    def replay(
-        self, rows: list[int], *, verify: int, draft: int, choosing: Choosing, timed: bool = False
-    ) -> RoundOutcome:
-        outcome = super().replay(rows, verify=verify, draft=draft, choosing=choosing, timed=timed)
-        # On a GPU the copy to the host is queued behind the replay; here nothing else keeps the results.
-        return RoundOutcome(**{name: None if kept is None else kept.clone() for name, kept in vars(outcome).items()})
+    Results are new ones each time: on a GPU the copy to the host is queued behind the replay, here nothing keeps them.
+    """
 
-    def _capture(self, shape: RoundShape) -> CapturedRound:
-        rows = torch.full((shape.batch,), self.state.padding_row, dtype=torch.int64)
-        outcome = self._play(rows, shape)
-        graph = _CpuGraph(lambda: self._play(rows, shape), outcome)
-        captured = CapturedRound(graph=graph, rows=rows, outcome=outcome)  # type: ignore[arg-type]
-        self._captured[shape] = captured
-        return captured
-
-
-class _CpuGraph:
-    def __init__(self, play: Callable[[], RoundOutcome], outcome: RoundOutcome) -> None:
-        self._play, self._outcome = play, outcome
-
-    def replay(self) -> None:
-        for name, tensor in vars(self._play()).items():
-            if tensor is not None:
-                getattr(self._outcome, name).copy_(tensor)
+    def record(self, play: Callable[[], T]) -> Callable[[], T]:
+        play()
+        return play
 
 
 Drafts = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the parents of a tree's nodes

@@ -144,8 +144,8 @@ def make_engine(models: Models, entrant: Entrant, base: EngineConfig, batch_size
             tree=None if width is None else TreeShape(width=width, budget=config.tree_budget),
         )
         engine = Engine(models.target, models.drafters[entrant.drafter], sized, config.depth_at)
-    if engine.graphs is not None:
-        engine.graphs.sizes = sorted({*batch_sizes, base.max_num_seqs})
+    if (graphs := engine.runner.graphs) is not None:
+        graphs.sizes = sorted({*batch_sizes, base.max_num_seqs})
         engine.warm_up()
     return engine
 

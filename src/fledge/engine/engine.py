@@ -16,11 +16,13 @@ import torch
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.constraint import TokenConstraint
-from fledge.engine.graphs import RoundGraphs
 from fledge.engine.kv_pool import KVPool
+from fledge.engine.prefill_graphs import PrefillGraphs
+from fledge.engine.recording import CudaRecorder
 from fledge.engine.recovery import DeadEngineError, DrafterFailed, Trials, describe
 from fledge.engine.request import UNLIMITED, Phase, Request, RoundRecord, TokenLogprobs
 from fledge.engine.round_clock import PhaseTimes
+from fledge.engine.round_graphs import RoundGraphs
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.runner import Launch, RequestResult, Runner
@@ -128,8 +130,13 @@ class Engine:
             draft_probs_vocab=target.config.vocab_size if config.sample_drafts else 0,
         )
         use_graphs = on_gpu and not config.enforce_eager
-        self.graphs = RoundGraphs(models, state, config.max_num_seqs) if use_graphs else None
-        self.runner = Runner(models, state, self.graphs)
+        recorder = CudaRecorder() if use_graphs else None
+        self.runner = Runner(
+            models,
+            state,
+            None if recorder is None else RoundGraphs(models, state, config.max_num_seqs, recorder),
+            None if recorder is None else PrefillGraphs(models, state, recorder),
+        )
         self.statistics.phases = self.runner.phase_times
         self.bounds = RequestBounds(
             vocab_size=self.runner.vocab_size,
@@ -141,16 +148,28 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda _done, _all: None, *, plain: bool = False) -> None:
         """Capture the graphs of all batch sizes now rather than when they are first needed. Nothing on a CPU.
 
         `plain`: those without speculation too, which a request may ask for and a failed drafter leads to.
         """
-        if self.graphs is not None:
-            depths = {self._depth_policy(size) for size in range(1, self.config.max_num_seqs + 1)}
-            depths |= {0} if plain else set()
-            has_drafter = self.runner.models.drafter is not None
-            self.graphs.warm_up(sorted(depths) if has_drafter else [0], self.config.max_num_seqs, progress)
+        graphs, prefill_graphs, models = self.runner.graphs, self.runner.prefill_graphs, self.runner.models
+        if graphs is None or prefill_graphs is None:
+            return
+        most = self.config.max_num_seqs
+        depths = {self._depth_policy(size) for size in range(1, most + 1)} if models.drafter is not None else {0}
+        depths |= {0} if plain else set()
+        captures = [
+            *graphs.missing(sorted(depths), most),
+            *prefill_graphs.missing(
+                models, sorted(depths), max_tokens=self.config.max_num_batched_tokens, max_chunks=most
+            ),
+        ]
+        for done, capture in enumerate(captures):
+            progress(done, len(captures))
+            capture()
+        progress(len(captures), len(captures))
 
     def add_request(
         self,

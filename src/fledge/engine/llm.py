@@ -332,7 +332,7 @@ def _text_of(prompt: Prompt) -> str | None:
 
 def _warm_up(engine: Engine) -> None:
     """Capture the engine's graphs, with a progress bar on standard error."""
-    if engine.graphs is None:
+    if engine.runner.graphs is None:
         return
     from rich.console import Console  # noqa: PLC0415 - only GPU machines have graphs to capture
     from rich.progress import Progress  # noqa: PLC0415

@@ -1,11 +1,15 @@
-"""Reading prompts: chunks of any length into both caches, and, where one completes, the first token and drafts."""
+"""Reading prompts: chunks of any length into both caches, and, where one completes, the first token and drafts.
 
+Like a round it is one device program that reads nothing on the host, so it too can be captured as a CUDA graph.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fledge.engine.choosing import Logprobs, Watcher
+from fledge.engine.choosing import Chooser
 from fledge.engine.draft_round import propose
 from fledge.engine.paged_cache import ChunkPass, PagedCache
 from fledge.engine.recovery import drafters_fault
@@ -16,126 +20,160 @@ from fledge.kernels.round_rows import draft_places
 from fledge.models.drafter.base import DraftStates
 from fledge.models.target.decoder import TargetStates
 
-
-@dataclass(frozen=True, kw_only=True)
-class FirstTokens:
-    """For the chunks that choose a token, in order."""
-
-    first_tokens: Tensor  # [choosing]
-    health: Tensor  # [choosing] sums of the target's hidden states: finite where it works
-    logprobs: Logprobs | None
+ALIGNMENT = 16  # numbers: kernels are compiled anew for tensors that begin at odd addresses
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOutcome:
-    """What the host reads, one launch late."""
+    """What the host reads, one launch late. What does not complete or choose has entries too, of no meaning."""
 
-    chosen: FirstTokens | None
-    drafts_health: Tensor | None  # [completing] the same for the drafter, where it drafted
+    first_tokens: Tensor  # [chunks] the token after each
+    health: Tensor  # [chunks] sums of the target's hidden states: finite where it works
+    drafts_health: Tensor | None  # [chunks] the same for the drafter, where it drafted
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillInputs:
+    """Chunks laid out flat on the device, one after another: views of one tensor, which travels there at once."""
+
+    tokens: Tensor  # [tokens]
+    following: Tensor  # [tokens] the token after each; 0 where it is not known yet, and filled in when it is
+    positions: Tensor  # [tokens]
+    slots: Tensor  # [tokens]
+    rows: Tensor  # [chunks] in the row state
+    settled_rows: Tensor  # [chunks] the same for those that complete, the padding row for others
+    context_lens: Tensor  # [chunks] tokens read before
+    lengths: Tensor  # [chunks] tokens read afterwards
+    ends: Tensor  # [chunks] the place of each one's last token in the flat layout
+    chooses: Tensor  # [chunks] 1 where the token after the last is to be chosen
+    query_starts: Tensor  # [chunks + 1] the place of each one's first token, and the end
+    max_chunk: int  # no chunk is longer
+
+    @classmethod
+    def of(cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int) -> "PrefillInputs":
+        """Take apart what `lay_out` put together."""
+        token_part, chunk_part = 4 * _aligned(tokens), 6 * _aligned(chunks)
+        by_token = packed[:token_part].view(4, -1)[:, :tokens]
+        by_chunk = packed[token_part : token_part + chunk_part].view(6, -1)[:, :chunks]
+        return cls(
+            tokens=by_token[0],
+            following=by_token[1],
+            positions=by_token[2],
+            slots=by_token[3],
+            rows=by_chunk[0],
+            settled_rows=by_chunk[1],
+            context_lens=by_chunk[2],
+            lengths=by_chunk[3],
+            ends=by_chunk[4],
+            chooses=by_chunk[5],
+            query_starts=packed[token_part + chunk_part :],
+            max_chunk=max_chunk,
+        )
 
 
 def run_prefill(
-    models: RoundModels, state: RowState, chunks: list[Chunk], *, depth: int, vocab_size: int
+    models: RoundModels, state: RowState, inputs: PrefillInputs, chooser: Chooser, *, depth: int
 ) -> PrefillOutcome:
-    """Read `chunks`; draft `depth` tokens for those that complete. Updates the state of their rows."""
-    batch = _ChunkBatch(chunks, state, models.block_size)
+    """Read the chunks; draft `depth` tokens for those that complete. Updates the state of their rows."""
     drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
     aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
-    states = models.target(batch.tokens, batch.positions, batch.storage(models.target_cache), aux_layer_ids)
-    chosen = None
-    if any(chunk.chooses for chunk in chunks):
-        chosen = _choose(models, state, batch, states, vocab_size)
-        batch.fill_in(chosen.first_tokens)
-    if any(chunk.completes for chunk in chunks):
-        _settle(state, batch)
+    tables = state.block_tables[inputs.rows]
+    storage = _storage(models.target_cache, inputs, tables)
+    states = models.target(inputs.tokens, inputs.positions, storage, aux_layer_ids)
+    final = states.final[inputs.ends]
+    logits = models.target.logits(final)
+    choices = chooser.choices(logits, inputs.lengths[:, None])
+    chooser.note(logits, choices)
+    first_tokens = torch.where(inputs.chooses != 0, choices, inputs.following[inputs.ends])
+    inputs.following[inputs.ends] = first_tokens
+    settled = inputs.settled_rows
+    state.length[settled] = inputs.lengths
+    state.last_token[settled] = first_tokens
+    state.draft_count[settled] = 0
     drafts_health = None
     if drafter is not None:
         with drafters_fault():
-            drafts_health = _extend_drafter(models, state, batch, states, depth)
-    return PrefillOutcome(chosen=chosen, drafts_health=drafts_health)
-
-
-class _ChunkBatch:
-    """Chunks laid out flat on the device, one after another."""
-
-    def __init__(self, chunks: list[Chunk], state: RowState, block_size: int) -> None:
-        self.chunks = chunks
-        self.completing = [i for i, chunk in enumerate(chunks) if chunk.completes]
-        self.choosing = [i for i, chunk in enumerate(chunks) if chunk.chooses]
-        self._state = state
-        lengths = [chunk.end - chunk.start for chunk in chunks]
-        self._starts = [0]
-        for length in lengths:
-            self._starts.append(self._starts[-1] + length)
-        self._max_chunk = max(lengths)
-        self._rows = state.tensor([chunk.request.row for chunk in chunks])
-        self._slots = state.tensor([slot for chunk in chunks for slot in _slots(chunk, block_size)])
-        self._context_lens = state.tensor([chunk.start for chunk in chunks])
-        self._query_starts = state.tensor(self._starts, torch.int32)
-        self._tables = state.block_tables[self._rows]
-        self.tokens = state.tensor([t for chunk in chunks for t in chunk.request.tokens[chunk.start : chunk.end]])
-        self.following = state.tensor([t for chunk in chunks for t in _following(chunk)])  # the token after each
-        self.positions = state.tensor([p for chunk in chunks for p in range(chunk.start, chunk.end)])
-
-    def storage(self, cache: PagedCache) -> ChunkPass:
-        return ChunkPass(
-            cache=cache,
-            block_tables=self._tables,
-            context_lens=self._context_lens,
-            query_starts=self._query_starts,
-            slots=self._slots,
-            max_chunk=self._max_chunk,
-        )
-
-    def rows(self, which: list[int]) -> Tensor:
-        """The rows, in the row state, of some chunks' requests."""
-        return self._rows[self._state.tensor(which)]
-
-    def ends(self, which: list[int]) -> Tensor:
-        """The places of some chunks' last tokens in the flat layout."""
-        return self._state.tensor([self._starts[i + 1] - 1 for i in which])
-
-    def fill_in(self, first_tokens: Tensor) -> None:
-        """Put the tokens just chosen after the prompts that they follow."""
-        self.following[self.ends(self.choosing)] = first_tokens
-
-
-def _choose(
-    models: RoundModels, state: RowState, batch: _ChunkBatch, states: TargetStates, vocab_size: int
-) -> FirstTokens:
-    """Choose the token after each prompt that is complete."""
-    watcher = Watcher([batch.chunks[i].request for i in batch.choosing], state, vocab_size)
-    final = states.final[batch.ends(batch.choosing)]
-    logits = models.target.logits(final)
-    first_tokens = watcher.choices(logits, state.tensor([batch.chunks[i].end for i in batch.choosing]))
-    watcher.note(logits, first_tokens)
+            drafts_health = _extend_drafter(models, state, inputs, tables, states, depth)
+    state.reset_padding()
     health = final.sum(-1, dtype=torch.float32)
-    return FirstTokens(first_tokens=first_tokens, health=health, logprobs=watcher.logprobs)
-
-
-def _settle(state: RowState, batch: _ChunkBatch) -> None:
-    """Make the rows of complete requests ready for rounds. Their last token is the one that follows their chunk."""
-    rows = batch.rows(batch.completing)
-    state.length[rows] = state.tensor([batch.chunks[i].end for i in batch.completing])
-    state.last_token[rows] = batch.following[batch.ends(batch.completing)]
-    state.draft_count.index_fill_(0, rows, 0)
+    return PrefillOutcome(first_tokens=first_tokens, health=health, drafts_health=drafts_health)
 
 
 def _extend_drafter(
-    models: RoundModels, state: RowState, batch: _ChunkBatch, states: TargetStates, depth: int
+    models: RoundModels, state: RowState, inputs: PrefillInputs, tables: Tensor, states: TargetStates, depth: int
 ) -> Tensor | None:
     drafter, cache = models.require_drafter()
-    out = drafter(batch.following, drafter.fuse(states), batch.positions, batch.storage(cache))
-    if not batch.completing or depth == 0:
+    out = drafter(inputs.following, drafter.fuse(states), inputs.positions, _storage(cache, inputs, tables))
+    if depth == 0:
         return None
-    rows, ends = batch.rows(batch.completing), batch.ends(batch.completing)
+    rows = inputs.settled_rows
     length = state.length[rows]
     places = draft_places(length, state.block_tables[rows], depth=depth, block_size=models.block_size)
-    settled = DraftStates(head=out.head[ends], feature=out.feature[ends])
+    settled = DraftStates(head=out.head[inputs.ends], feature=out.feature[inputs.ends])
     deepest = propose(models, state, rows, settled, places, depth)
     room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
     state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
     return deepest.sum(-1, dtype=torch.float32)
+
+
+def _storage(cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkPass:
+    return ChunkPass(
+        cache=cache,
+        block_tables=tables,
+        context_lens=inputs.context_lens,
+        query_starts=inputs.query_starts.to(torch.int32),
+        slots=inputs.slots,
+        max_chunk=inputs.max_chunk,
+    )
+
+
+def lay_out(
+    chunks: Sequence[Chunk], *, block_size: int, padding_row: int, padded_tokens: int = 0, padded_chunks: int = 0
+) -> list[int]:
+    """Return `PrefillInputs` as one list.
+
+    `padded_tokens`, more than there are, adds tokens of no chunk, whose keys and values go to block 0. `padded_chunks`
+    adds empty chunks of the padding row, which end at the last of those tokens.
+    """
+    starts = [0]
+    for chunk in chunks:
+        starts.append(starts[-1] + chunk.end - chunk.start)
+    spare = max(padded_tokens - starts[-1], 0)
+    extra = max(padded_chunks - len(chunks), 0)
+    assert spare > 0 or not extra, "an empty chunk has to end somewhere"
+    rows = [_row(chunk) for chunk in chunks]
+    by_token = (
+        ([token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]], [0] * spare),
+        ([token for chunk in chunks for token in _following(chunk)], [0] * spare),
+        ([position for chunk in chunks for position in range(chunk.start, chunk.end)], [0] * spare),
+        ([slot for chunk in chunks for slot in _slots(chunk, block_size)], [p % block_size for p in range(spare)]),
+    )
+    by_chunk = (
+        (rows, [padding_row] * extra),
+        (
+            [row if chunk.completes else padding_row for row, chunk in zip(rows, chunks, strict=True)],
+            [padding_row] * extra,
+        ),
+        ([chunk.start for chunk in chunks], [0] * extra),
+        ([chunk.end for chunk in chunks], [0] * extra),
+        ([start - 1 for start in starts[1:]], [starts[-1] + spare - 1] * extra),
+        ([int(chunk.chooses) for chunk in chunks], [0] * extra),
+    )
+    packed: list[int] = []
+    for values, padding in (*by_token, *by_chunk):
+        packed += values
+        packed += padding
+        packed += [0] * (-len(packed) % ALIGNMENT)
+    return packed + starts + starts[-1:] * extra
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _row(chunk: Chunk) -> int:
+    assert chunk.request.row is not None
+    return chunk.request.row
 
 
 def _slots(chunk: Chunk, block_size: int) -> list[int]:

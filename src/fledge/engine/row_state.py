@@ -55,23 +55,45 @@ class RowState:
 
     def begin(self, rows: Sequence[int], requests: Sequence[Request], vocab_size: int) -> None:
         """Set up `rows` for requests whose prompts are about to be read."""
-        index = self.tensor(rows)
         params = [request.params for request in requests]
-        self.draft_until[index] = self.tensor([request.draft_until for request in requests])
-        self.draft_limit[index] = self.tensor([request.draft_limit for request in requests])
+        index, draft_until, draft_limit, seed, is_greedy, top_k = self.tensor(
+            [
+                rows,
+                [request.draft_until for request in requests],
+                [request.draft_limit for request in requests],
+                [request.seed for request in requests],
+                [p.is_greedy for p in params],
+                [min(p.top_k, vocab_size) for p in params],
+            ]
+        )
+        temperature, top_p, min_p = self.tensor(
+            [
+                [1.0 if p.is_greedy else p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+            ],
+            torch.float64,
+        )
+        self.draft_until[index] = draft_until
+        self.draft_limit[index] = draft_limit
         self.draft_count[index] = 0
-        self.seed[index] = self.tensor([request.seed for request in requests])
-        self.is_greedy[index] = self.tensor([p.is_greedy for p in params], torch.bool)
-        self.temperature[index] = self.tensor([1.0 if p.is_greedy else p.temperature for p in params], torch.float32)
-        self.top_k[index] = self.tensor([min(p.top_k, vocab_size) for p in params])
-        self.top_p[index] = self.tensor([p.top_p for p in params], torch.float64)
-        self.min_p[index] = self.tensor([p.min_p for p in params], torch.float32)
+        self.seed[index] = seed
+        self.is_greedy[index] = is_greedy != 0
+        self.temperature[index] = temperature.float()
+        self.top_k[index] = top_k
+        self.top_p[index] = top_p
+        self.min_p[index] = min_p.float()
 
     def place_blocks(self, placements: Sequence[tuple[int, int, int]]) -> None:
         """Write (row, index in its table, block) for each new block of any request."""
         if placements:
             rows, indices, blocks = self.tensor(list(zip(*placements, strict=True)))
             self.block_tables[rows, indices] = blocks.to(torch.int32)
+
+    def reset_padding(self) -> None:
+        """The padding row must not wander off, or its positions would leave its block table."""
+        self.length[self.padding_row].zero_()
+        self.last_token[self.padding_row].zero_()
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return host values on the device, without waiting for it."""

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from fledge.decoding.tree import DraftTree
 from fledge.engine.choosing import Chooser, Choosing, DeviceChooser, Logprobs, Watcher
-from fledge.engine.graphs import RoundGraphs
-from fledge.engine.prefill import run_prefill
+from fledge.engine.prefill import PrefillInputs, PrefillOutcome, lay_out, run_prefill
+from fledge.engine.prefill_graphs import PrefillGraphs
 from fledge.engine.request import Request, TokenLogprobs
 from fledge.engine.round import run_round
 from fledge.engine.round_clock import PhaseTimes, RoundReport
+from fledge.engine.round_graphs import RoundGraphs
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
-from fledge.engine.scheduler import Plan
+from fledge.engine.scheduler import Chunk, Plan
 
 RECENT_ROUNDS = 16
 TIMED_ROUND = 16  # of rounds that are replayed from graphs, every so many are timed
@@ -64,9 +65,10 @@ class Launch:
     """One step on the device: what was asked, and where its results arrive."""
 
     plan: Plan
-    first_tokens: Readback | None  # of the chunks that chose a token: tokens and health, [chunks] each
+    first: (
+        Readback | None
+    )  # of the chunks: tokens, the target's health and, if it drafted, the drafter's, [chunks] each
     first_logprobs: Logprobs | None
-    first_drafts: Readback | None  # health, [chunks that completed]
     rounds: Readback | None  # tokens [batch, verify + 1], accepted [batch], drafted [batch], health [batch, ...]
     round_logprobs: Logprobs | None
     drafter_failed: bool = False  # known once it was read
@@ -75,10 +77,17 @@ class Launch:
 class Runner:
     """Executes plans. Everything it does is queued on the device's stream, in order."""
 
-    def __init__(self, models: RoundModels, state: RowState, graphs: RoundGraphs | None) -> None:
+    def __init__(
+        self,
+        models: RoundModels,
+        state: RowState,
+        graphs: RoundGraphs | None = None,
+        prefill_graphs: PrefillGraphs | None = None,
+    ) -> None:
         self.models = models
         self.state = state
         self.graphs = graphs
+        self.prefill_graphs = prefill_graphs
         self.device = state.device
         self.phase_times = PhaseTimes()
         self.recent_rounds: deque[RoundReport] = deque(maxlen=RECENT_ROUNDS)  # whoever watches empties it
@@ -92,17 +101,9 @@ class Runner:
             self.state.begin([_row(request) for request in admitted], admitted, self.vocab_size)
         self._place_blocks([*(chunk.request for chunk in plan.chunks), *plan.decoding])
         rounds, round_logprobs = self._round(plan) if plan.decoding else (None, None)
-        chosen = drafts_health = None
-        if plan.chunks:
-            read = run_prefill(self.models, self.state, plan.chunks, depth=plan.draft, vocab_size=self.vocab_size)
-            chosen, drafts_health = read.chosen, read.drafts_health
+        first, first_logprobs = self._prefill(plan.chunks, plan.draft) if plan.chunks else (None, None)
         return Launch(
-            plan=plan,
-            first_tokens=None if chosen is None else Readback([chosen.first_tokens, chosen.health]),
-            first_logprobs=None if chosen is None else chosen.logprobs,
-            first_drafts=None if drafts_health is None else Readback([drafts_health]),
-            rounds=rounds,
-            round_logprobs=round_logprobs,
+            plan=plan, first=first, first_logprobs=first_logprobs, rounds=rounds, round_logprobs=round_logprobs
         )
 
     def read(self, launch: Launch) -> list[RequestResult]:
@@ -134,16 +135,23 @@ class Runner:
                 # Behind a target that has gone wrong, a drafter cannot be right.
                 if draft and request.draft_until and results[-1].is_finite and not math.isfinite(health[i][per_row]):
                     launch.drafter_failed = True
-        if launch.first_tokens is not None:
-            first, first_health = launch.first_tokens.ready()
-            is_finite = first_health.isfinite().tolist()
-            choosing = [chunk.request for chunk in launch.plan.chunks if chunk.chooses]
-            for i, (request, token) in enumerate(zip(choosing, first.tolist(), strict=True)):
-                logprobs = [] if launch.first_logprobs is None else launch.first_logprobs.of(request, i, [token])
+        if launch.first is not None:
+            results += self._read_first(launch, launch.first.ready())
+        return results
+
+    def _read_first(self, launch: Launch, tensors: list[Tensor]) -> list[RequestResult]:
+        """Return the first tokens of what was read. Entries of chunks that chose none mean nothing."""
+        results = []
+        first, is_finite = tensors[0].tolist(), tensors[1].isfinite().tolist()
+        drafts_finite = tensors[2].isfinite().tolist() if len(tensors) > 2 else [True] * len(first)
+        for i, chunk in enumerate(launch.plan.chunks):
+            request = chunk.request
+            if chunk.chooses:
+                logprobs = [] if launch.first_logprobs is None else launch.first_logprobs.of(request, i, [first[i]])
                 results.append(
                     RequestResult(
                         request=request,
-                        tokens=[token],
+                        tokens=[first[i]],
                         drafted=0,
                         accepted=0,
                         in_flight=1,
@@ -151,13 +159,32 @@ class Runner:
                         logprobs=logprobs,
                     )
                 )
-        if launch.first_drafts is not None:
-            completed = [chunk.request for chunk in launch.plan.chunks if chunk.completes]
-            wrong = [result.request for result in results if not result.is_finite]
-            drafts_finite = launch.first_drafts.ready()[0].isfinite().tolist()
-            for request, finite in zip(completed, drafts_finite, strict=True):
-                launch.drafter_failed |= not finite and request.draft_until > 0 and request not in wrong
+            if chunk.completes and request.draft_until and is_finite[i] and not drafts_finite[i]:
+                launch.drafter_failed = True
         return results
+
+    def _prefill(self, chunks: list[Chunk], draft: int) -> tuple[Readback, Logprobs | None]:
+        depth = draft if any(chunk.completes for chunk in chunks) else 0
+        requests = [chunk.request for chunk in chunks]
+        choosing = Choosing.needed_by(requests)
+        watched = any(chunk.chooses and chunk.request.is_watched for chunk in chunks)
+        logprobs = None
+        outcome: PrefillOutcome | None = None
+        if self.prefill_graphs is not None and not watched:
+            outcome = self.prefill_graphs.replay(self.models, chunks, depth=depth, choosing=choosing)
+        if outcome is None:
+            lengths = [chunk.end - chunk.start for chunk in chunks]
+            packed = lay_out(chunks, block_size=self.models.block_size, padding_row=self.state.padding_row)
+            inputs = PrefillInputs.of(
+                self.state.tensor(packed), tokens=sum(lengths), chunks=len(chunks), max_chunk=max(lengths)
+            )
+            chooser: Chooser = DeviceChooser(self.state, inputs.rows, choosing)
+            if watched:
+                chooser = Watcher(requests, self.state, self.vocab_size)
+            outcome = run_prefill(self.models, self.state, inputs, chooser, depth=depth)
+            logprobs = chooser.logprobs if isinstance(chooser, Watcher) else None
+        results = [outcome.first_tokens, outcome.health]
+        return Readback(results if outcome.drafts_health is None else [*results, outcome.drafts_health]), logprobs
 
     def _place_blocks(self, requests: list[Request]) -> None:
         placements: list[tuple[int, int, int]] = []

@@ -46,7 +46,7 @@ def paged_prefill_attention(
     the host knows only that none is longer than `max_query_len`. Token i of the chunk sits at position
     `context_lens[b]` + i and sees the keys up to its own; with a `sliding_window` only those above its position
     minus the window. Key n of a sequence lives in block `block_tables[b, n // block_size]` of the caches
-    [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that belong to no chunk keep undefined results.
+    [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that belong to no chunk get zeros.
     """
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
@@ -91,6 +91,8 @@ def paged_prefill_attention_reference(
     starts, contexts = query_starts.tolist(), context_lens.tolist()
     out = torch.zeros_like(query)
     for row, (start, stop, context) in enumerate(zip(starts[:-1], starts[1:], contexts, strict=True)):
+        if stop == start:  # padding
+            continue
         length = context + stop - start
         blocks = block_tables[row, : -(-length // block_size)]
         keys = key_cache[blocks].flatten(0, 1)[:length]  # [length, kv_heads, head_dim]
@@ -151,7 +153,7 @@ def paged_prefill_attention_triton(
     if launch is None:
         launch = choose_launch(rows=rows, head_dim=head_dim, element_size=query.element_size())
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     grid = (kv_heads * -(-rows // launch.block_m), context_lens.shape[0])
     if min(grid) == 0:
         return out

@@ -1,12 +1,30 @@
-"""Rounds through graphs: which sizes there are, how batches are padded, what is bounded. Real ones: tests/gpu."""
+"""Rounds and prompts through graphs: which sizes there are, how they are padded, what is bounded.
+
+Real graphs: tests/gpu.
+"""
+
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.engine import graphs
-from fledge.engine.graphs import batch_sizes
-from tests.engine_cases import TREE, CpuGraphs, answer_of, answers, drafter, greedy, make_engine, run, sampled
+from fledge.engine import prefill_graphs, round_graphs
+from fledge.engine.prefill_graphs import CHUNKS, TOKENS
+from fledge.engine.round_graphs import batch_sizes
+from tests.engine_cases import (
+    TREE,
+    VOCAB,
+    Ask,
+    answer_of,
+    answers,
+    drafter,
+    greedy,
+    make_engine,
+    run,
+    run_checking_drafts,
+    sampled,
+)
 
 ASKS = [greedy([2, 3, 4], 20), sampled([5], 6, seed=1), greedy([1, 1], 3), sampled([4, 4, 4], 11, seed=2, top_k=3)]
 
@@ -33,7 +51,7 @@ def test_padded_rounds_give_the_tokens_of_unpadded_ones_as_the_batch_shrinks_to_
         read_late=read_late,
         graphs=True,
     )
-    assert isinstance(engine.runner.graphs, CpuGraphs)
+    assert engine.runner.graphs is not None
     engine.runner.graphs.sizes = [8]
     for _ in range(2):
         assert answers(engine, ASKS) == [answer_of(ask)[0] for ask in ASKS]
@@ -46,9 +64,9 @@ def test_padded_rounds_give_the_tokens_of_unpadded_ones_as_the_batch_shrinks_to_
 
 def test_rounds_beyond_the_bound_on_graphs_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are padded too, for as long as anybody runs: the padding row must not walk out of its block table."""
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(round_graphs, "MAX_GRAPHS", 1)
     engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True, max_model_len=40)
-    assert isinstance(engine.runner.graphs, CpuGraphs)
+    assert engine.runner.graphs is not None
     engine.runner.graphs.sizes = [8]
     asks = [greedy([2, 3, 4], 30), sampled([5], 30, seed=1)]
     for _ in range(3):
@@ -60,7 +78,7 @@ def test_rounds_beyond_the_bound_on_graphs_run_without_one(monkeypatch: pytest.M
 def test_padding_in_the_batch_leaves_other_rows_alone() -> None:
     """A request that waits for its turn to decode keeps its state while a padded round runs for another."""
     engine = make_engine(drafts=drafter(), max_num_seqs=4, max_num_batched_tokens=2, graphs=True)
-    assert isinstance(engine.runner.graphs, CpuGraphs)
+    assert engine.runner.graphs is not None
     engine.runner.graphs.sizes = [4]
     asks = [greedy([2], 20), greedy([3, 4, 5, 0, 2, 3, 4, 5, 2, 3], 8)]
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
@@ -70,16 +88,17 @@ def test_padding_in_the_batch_leaves_other_rows_alone() -> None:
 
 def test_warm_up_captures_every_size_and_only_then_are_rounds_timed() -> None:
     cold = make_engine(drafts=drafter(), max_num_seqs=3, graphs=True)
-    warm = make_engine(drafts=drafter(), max_num_seqs=3, graphs=True)
+    warm = make_engine(drafts=drafter(), max_num_seqs=3, max_num_batched_tokens=40, graphs=True)
     seen: list[tuple[int, int]] = []
-    graphs_of_warm = warm.runner.graphs
-    assert graphs_of_warm is not None
-    graphs_of_warm.warm_up([3], 3, lambda done, total: seen.append((done, total)))
-    assert {(shape.batch, shape.timed) for shape in graphs_of_warm._captured} == {
+    warm.warm_up(lambda done, total: seen.append((done, total)))
+    graphs, prefill_graphs = warm.runner.graphs, warm.runner.prefill_graphs
+    assert graphs is not None
+    assert prefill_graphs is not None
+    assert {(shape.batch, shape.timed) for shape in graphs._captured} == {
         (size, timed) for size in (1, 2, 3) for timed in (False, True)
     }
-    assert seen[0] == (0, 6)
-    assert seen[-1] == (6, 6)
+    assert {(shape.tokens, shape.chunks) for shape in prefill_graphs._captured} == {(32, 1), (64, 1), (64, 4)}
+    assert seen == [(done, 9) for done in range(10)]
     asks = [greedy([2, 3, 4], 40), greedy([5], 40)]
     expected = [answer_of(ask)[0] for ask in asks]
     for engine in (cold, warm):
@@ -87,3 +106,66 @@ def test_warm_up_captures_every_size_and_only_then_are_rounds_timed() -> None:
     assert cold.statistics.phases.rounds == 0
     assert warm.statistics.phases.rounds > 0
     assert warm.statistics.phases.verify_seconds > 0
+    warm.warm_up(lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (0, 0), "nothing is captured twice"
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "plain"])
+@pytest.mark.parametrize("lengths", [(1,), (31,), (32,), (5, 9, 1), (7, 20, 3, 1), (30, 30, 3)], ids=str)
+def test_prompts_read_through_padded_graphs_leave_the_same_drafts_and_tokens(
+    kind: str, lengths: tuple[int, ...]
+) -> None:
+    asks = [prompt_of(length, seed=n) for n, length in enumerate(lengths)]
+    engine = make_engine(
+        drafts=None if kind == "plain" else drafter(), tree=TREE if kind == "tree" else None, graphs=True
+    )
+    if kind == "plain":
+        assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
+    else:
+        requests = run_checking_drafts(engine, "eagle3.1", asks)
+        assert [request.output for request in requests] == [answer_of(ask)[0] for ask in asks]
+    assert engine.runner.prefill_graphs is not None
+    total = sum(lengths)
+    captured = {(shape.tokens, shape.chunks) for shape in engine.runner.prefill_graphs._captured}
+    assert captured == {(min(t for t in TOKENS if t > total), min(c for c in CHUNKS if c >= len(lengths)))}
+    state = engine.runner.state
+    assert state.length[state.padding_row] == 0
+    assert not state.block_tables[state.padding_row].any()
+
+
+def test_more_prompts_or_tokens_than_a_graph_has_are_read_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_graphs, "CHUNKS", (1, 2))
+    monkeypatch.setattr(prefill_graphs, "TOKENS", (8, 16))
+    engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
+    for asks in ([prompt_of(20)], [prompt_of(2, seed=n) for n in range(3)], [prompt_of(3), prompt_of(4)]):
+        assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
+    assert engine.runner.prefill_graphs is not None
+    assert {(shape.tokens, shape.chunks) for shape in engine.runner.prefill_graphs._captured} == {(8, 2)}
+
+
+def test_a_graph_may_have_more_tokens_than_a_sequence_has_room_for() -> None:
+    engine = make_engine(drafts=drafter(), graphs=True, max_model_len=16)
+    assert engine.runner.state.block_tables.shape[1] * 4 < TOKENS[0]
+    for ask in (prompt_of(1), prompt_of(14)):
+        assert answers(engine, [ask]) == [answer_of(ask, max_length=16)[0]]
+
+
+def test_prompts_in_parts_come_through_graphs_too() -> None:
+    engine = make_engine(drafts=drafter(), max_num_batched_tokens=6, graphs=True)
+    asks = [prompt_of(20), prompt_of(3, seed=1), prompt_of(11, seed=2)]
+    assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
+
+
+def test_a_drafter_that_was_given_up_reads_no_prompts() -> None:
+    engine = make_engine(drafts=drafter(), graphs=True)
+    asks = [prompt_of(5), prompt_of(6, seed=1)]
+    assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
+    engine._give_up_drafter("a test")
+    assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
+    assert engine.runner.prefill_graphs is not None
+    assert [shape.has_drafter for shape in engine.runner.prefill_graphs._captured] == [True, False]
+
+
+def prompt_of(length: int, seed: int = 0) -> Ask:
+    generator = random.Random(seed)
+    return greedy([generator.randrange(2, VOCAB) for _ in range(length)], 12)

@@ -7,12 +7,13 @@ that belongs to nobody.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fledge.engine.choosing import Choosing, DeviceChooser
+from fledge.engine.recording import Recorder
 from fledge.engine.round import RoundOutcome, run_round
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
@@ -33,9 +34,8 @@ class RoundShape:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedRound:
-    graph: torch.cuda.CUDAGraph
     rows: Tensor  # [batch]: written before each replay
-    outcome: RoundOutcome
+    replay: Callable[[], RoundOutcome]
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -47,14 +47,14 @@ def batch_sizes(max_requests: int) -> list[int]:
 
 
 class RoundGraphs:
-    """Captures rounds when they are first needed, or ahead of time by `warm_up`."""
+    """Captures rounds when they are first needed, or ahead of time: see `missing`."""
 
-    def __init__(self, models: RoundModels, state: RowState, max_requests: int) -> None:
+    def __init__(self, models: RoundModels, state: RowState, max_requests: int, recorder: Recorder) -> None:
         self.models = models
         self.state = state
         self.sizes = batch_sizes(max_requests)
+        self._recorder = recorder
         self._captured: dict[RoundShape, CapturedRound] = {}
-        self._pool: Any = None  # of graph memory; torch gives its type no public name
 
     def replay(
         self, rows: list[int], *, verify: int, draft: int, choosing: Choosing, timed: bool = False
@@ -75,8 +75,7 @@ class RoundGraphs:
             outcome = self._play(padded, shape)
         else:
             captured.rows.copy_(padded, non_blocking=True)
-            captured.graph.replay()
-            outcome = captured.outcome
+            outcome = captured.replay()
         used = len(rows)
         return RoundOutcome(
             tokens=outcome.tokens[:used],
@@ -86,13 +85,10 @@ class RoundGraphs:
             stamps=outcome.stamps,
         )
 
-    @torch.inference_mode()
-    def warm_up(
-        self, depths: Iterable[int], max_batch: int, progress: Callable[[int, int], None] = lambda _done, _all: None
-    ) -> None:
-        """Capture the greedy rounds of all batch sizes up to `max_batch`, timed and not, the largest first.
+    def missing(self, depths: Iterable[int], max_batch: int) -> list[Callable[[], object]]:
+        """Return what captures the greedy rounds of all batch sizes up to `max_batch`, timed and not.
 
-        The largest sizes the memory that all graphs share.
+        The largest come first, which size the memory that all graphs share.
         """
         sizes = [size for size in reversed(self.sizes) if size <= max_batch]
         shapes = [
@@ -101,34 +97,18 @@ class RoundGraphs:
             for size in sizes
             for timed in (False, True)
         ]
-        for done, shape in enumerate(shapes):
-            progress(done, len(shapes))
-            if shape not in self._captured:
-                self._capture(shape)
-        progress(len(shapes), len(shapes))
+        return [partial(self._capture, shape) for shape in shapes if shape not in self._captured]
 
     def _capture(self, shape: RoundShape) -> CapturedRound:
-        """Run the round once on padding, so that kernels are compiled and libraries set up, then record it."""
         rows = torch.full((shape.batch,), self.state.padding_row, dtype=torch.int64, device=self.state.device)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._play(rows, shape)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outcome = self._play(rows, shape)
-        self._pool = graph.pool()
-        captured = CapturedRound(graph=graph, rows=rows, outcome=outcome)
+        captured = CapturedRound(rows=rows, replay=self._recorder.record(lambda: self._play(rows, shape)))
         self._captured[shape] = captured
         return captured
 
     def _play(self, rows: Tensor, shape: RoundShape) -> RoundOutcome:
-        """Run the round. The padding row must not wander off, or its positions would leave its block table."""
         chooser = DeviceChooser(self.state, rows, shape.choosing)
         outcome = run_round(
             self.models, self.state, rows, chooser, verify=shape.verify, draft=shape.draft, timed=shape.timed
         )
-        self.state.length[self.state.padding_row].zero_()
-        self.state.last_token[self.state.padding_row].zero_()
+        self.state.reset_padding()
         return outcome

@@ -37,7 +37,7 @@ def seconds_to_first_token(engine: Engine, prompt: list[int], number: int) -> fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default=TARGET)
-    parser.add_argument("--drafter", default=DRAFTERS[-1])
+    parser.add_argument("--drafter", default=DRAFTERS["EAGLE-3.1"])
     parser.add_argument("--inflate", help="enlarge the pair to this shape first")
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--lengths", default="20,100,300,600,1000")

@@ -89,7 +89,7 @@ def run_prefill(
     settled = inputs.settled_rows
     state.length[settled] = inputs.lengths
     state.last_token[settled] = first_tokens
-    state.draft_count[settled] = 0
+    state.draft_count.index_fill_(0, settled, 0)  # assigning a number would copy it from the host, which graphs cannot
     drafts_health = None
     if drafter is not None:
         with drafters_fault():

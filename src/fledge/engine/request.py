@@ -82,6 +82,17 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def longest(self) -> int:
+        """How many tokens it can have, those of the prompt included."""
+        most = self.params.max_tokens
+        return self.max_length if most is None else min(self.max_length, len(self.prompt) + most)
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether what is in flight, which is one token at least, is certain to end it."""
+        return self.in_flight > 0 and len(self.tokens) + 1 >= self.longest
+
+    @property
     def chooses_first_token(self) -> bool:
         """Whether prefill ends by choosing a token. After a preemption the last token is known already."""
         return self.num_output == 0
@@ -105,9 +116,6 @@ class Request:
 
         An answer also ends where its constraint is complete: only an end of text could follow.
         """
-        limit = self.max_length
-        if self.params.max_tokens is not None:
-            limit = min(limit, len(self.prompt) + self.params.max_tokens)
         for count, token in enumerate(tokens, start=1):
             if not self._constraint_takes(token):
                 self.finish_reason = "error"
@@ -115,7 +123,7 @@ class Request:
             self.tokens.append(token)
             if token in self.stop_ids or (self.constraint is not None and self.constraint.is_complete):
                 self.finish_reason = "stop"
-            elif len(self.tokens) >= limit:
+            elif len(self.tokens) >= self.longest:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 return tokens[:count]

@@ -97,7 +97,7 @@ class Scheduler:
                 raise MustSettle  # the drafter has missed tokens that nobody knows yet
             self._catch_up()
         verify = self._last_draft
-        decoding = [request for request in self.running if request.phase is Phase.DECODE]
+        decoding = [r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight]
         for request in decoding:
             if request.phase is Phase.DECODE:  # not preempted by an earlier one in this loop
                 self._grow(request)

@@ -414,3 +414,13 @@ def test_streams_can_be_read_side_by_side(llm: LLM) -> None:
                 found[i] += event.token_ids
                 ended[i] = event.output is not None
     assert found == expected
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_no_round_is_launched_for_an_answer_that_what_is_in_flight_must_end(depth: int) -> None:
+    """Reading late, the next round is under way before the last is known; not where it cannot be wanted."""
+    engine = make_engine(drafts=drafter() if depth else None, depth=depth, read_late=True)
+    assert answers(engine, [greedy([2, 3, 4], 1)]) == [answer_of(greedy([2, 3, 4], 1))[0]]
+    assert engine.statistics.steps == 1
+    several = [greedy([2, 3, 4], 1), greedy([3, 4], 7), greedy([5], 2)]
+    assert answers(engine, several) == [answer_of(ask)[0] for ask in several]

@@ -65,7 +65,7 @@ class ClosedLoop:
     @property
     def seconds(self) -> float:
         ends = [request.finished_at for _, request in self._asked if request.finished_at is not None]
-        return max(ends, default=self.started) - self.started
+        return round(max(ends, default=self.started) - self.started, 6)
 
 
 def _record(question: Question, request: Request, started: float, failure: str | None) -> RequestRecord:
@@ -74,11 +74,11 @@ def _record(question: Question, request: Request, started: float, failure: str |
         error = failure or f"ended with {request.finish_reason}"
 
     def after(moment: float | None) -> float | None:
-        return None if moment is None else moment - started
+        return None if moment is None else round(moment - started, 6)  # microseconds: a run has many thousand of them
 
     return RequestRecord(
         prompt=question.id,
-        sent=request.arrived - started,
+        sent=round(request.arrived - started, 6),
         first_token=after(request.first_token_at),
         done=None if error is not None else after(request.finished_at),
         prompt_tokens=len(question.tokens),

@@ -24,7 +24,7 @@ def bench_provenance() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpus": _usable_cpus(),
         "threads": torch.get_num_threads(),
-        "platform": platform.platform(terse=True),
+        "platform": "-".join([platform.system(), platform.machine(), *filter(None, platform.libc_ver())]),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -73,6 +73,9 @@ class RequestRecord:
     differs: Difference | None = None  # from the target's own greedy answer
 
 
+_USUAL = {known.name: known.default for known in fields(RequestRecord) if known.default is not MISSING}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One contender, one workload, one load, one repeat."""
@@ -119,7 +122,14 @@ class Results:
     notes: tuple[str, ...] = ()  # what a reader must know: interrupted, a server died, inflated models
 
     def to_json(self) -> dict[str, Any]:
-        return {"fledge_results": SCHEMA, **asdict(self)}
+        """Requests are told without what is as usual: there may be ten thousand."""
+        told = {"fledge_results": SCHEMA, **asdict(self)}
+        for cell in told["cells"]:
+            cell["requests"] = [
+                {key: value for key, value in request.items() if key not in _USUAL or value != _USUAL[key]}
+                for request in cell["requests"]
+            ]
+        return told
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], where: str) -> "Results":

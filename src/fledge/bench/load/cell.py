@@ -136,13 +136,13 @@ class CellRun:
 
     def _record(self, name: str, answer: Answer) -> RequestRecord:
         def after_start(moment: float | None) -> float | None:
-            return None if moment is None else moment - self._begun
+            return None if moment is None else round(moment - self._begun, 6)
 
         good = answer.error is None
         self.chunks_counted |= good and answer.counted
         return RequestRecord(
             prompt=name,
-            sent=answer.sent - self._begun,
+            sent=round(answer.sent - self._begun, 6),
             first_token=after_start(answer.first_token),
             done=after_start(answer.done) if good else None,
             prompt_tokens=answer.prompt_tokens,

@@ -2,10 +2,10 @@
 
 Two things make a measured speed a chance: which prompts were asked (an easy answer is fast in every repeat), and when
 (the machine was busy for all prompts of a repeat). Requests are no independent draws of either. Prompts are many, so
-they are drawn anew, with replacement, and each brings its requests of all repeats. Repeats are few, and drawing from
-three says little about a fourth; so the spread between them gives a standard error, and Student's t with its heavy
-tails says how far off that may be. Both together make the interval. Where there is one repeat only, its noise is
-unknown and the interval tells of prompts alone.
+they are drawn anew, with replacement, and each brings its turns and its requests of all repeats. Repeats are few, and
+drawing from three says little about a fourth; so the spread between them gives a standard error, and Student's t with
+its heavy tails says how far off that may be. Both together make the interval. Where there is one repeat only, its
+noise is unknown and the interval tells of prompts alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from fledge.bench.results import conversation_of
 from fledge.drift.bootstrap import Bootstrap, Floats, Interval
 
 BOOTSTRAP = Bootstrap()
@@ -82,13 +83,13 @@ def interval(
     value = float(statistic(whole))
     if not np.isfinite(value):
         return None
-    if all(max(panel.values.shape[:2]) < 2 for panel in panels):
+    if all(max(len(panel.repeats), len(_conversations(panel.prompts))) < 2 for panel in panels):
         return Interval(value=value)
     paired = len({panel.prompts for panel in panels}) == 1
     sides = []
     for number, panel in enumerate(panels):
         repeats, prompts, columns = panel.values.shape
-        drawn = _draws(prompts, bootstrap.resamples, bootstrap.seed + (0 if paired else number))
+        drawn = _drawn_prompts(panel.prompts, bootstrap.resamples, bootstrap.seed + (0 if paired else number))
         flat = panel.values.transpose(1, 0, 2).reshape(prompts, repeats * columns)
         sides.append(((drawn @ flat).reshape(-1, repeats, columns), np.ones((bootstrap.resamples, repeats))))
     by_repeat = [_by_repeat(statistic, whole, number) for number in range(len(panels))]
@@ -165,12 +166,13 @@ def quantiles(
     order = np.argsort(values, kind="stable")
     values = values[order]
     shown = np.quantile(values, levels)
-    repeats, prompts = (list(dict.fromkeys(key[i] for key, _ in pairs)) for i in (0, 1))
-    if max(len(repeats), len(prompts)) < 2:
+    repeats = list(dict.fromkeys(repeat for (repeat, _), _ in pairs))
+    prompts = list(dict.fromkeys(prompt for (_, prompt), _ in pairs))
+    if max(len(repeats), len(_conversations(prompts))) < 2:
         return [Interval(value=float(value)) for value in shown]
     rows = np.array(_places(repeats, [key[0] for key, _ in pairs]))[order]
     columns = np.array(_places(prompts, [key[1] for key, _ in pairs]))[order]
-    weights = _draws(len(prompts), bootstrap.resamples, bootstrap.seed)
+    weights = _drawn_prompts(prompts, bootstrap.resamples, bootstrap.seed)
     step = max(1, 4_000_000 // len(values))
     drawn = []
     for start in range(0, bootstrap.resamples, step):
@@ -190,6 +192,19 @@ def divide(top: Floats, bottom: Floats) -> Floats:
     """NaN where nothing was counted."""
     quotient: Floats = np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=np.asarray(bottom) > 0)
     return quotient
+
+
+def _drawn_prompts(prompts: Sequence[str], resamples: int, seed: int) -> Floats:
+    """[resamples, prompts]: how often each is drawn. The turns of a conversation are drawn together, or not at all."""
+    conversations = _conversations(prompts)
+    drawn: Floats = _draws(len(conversations), resamples, seed)[
+        :, _places(conversations, [conversation_of(prompt) for prompt in prompts])
+    ]
+    return drawn
+
+
+def _conversations(prompts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(map(conversation_of, prompts)))
 
 
 @lru_cache(maxsize=8)

@@ -23,6 +23,7 @@ SCHEMA = 1
 Kind = Literal["fledge", "server", "transformers", "vllm"]  # `server`: any OpenAI-compatible one, over HTTP
 Difference = Literal["tie", "clear", "unchecked"]  # of the target's best two tokens where the answers part
 Status = Literal["complete", "partial", "failed"]
+_TURN = " turn "
 _T = TypeVar("_T")
 
 
@@ -59,7 +60,7 @@ class Load:
 class RequestRecord:
     """One request. Times are seconds after the cell's start; None where it did not come so far."""
 
-    prompt: str  # the id of the prompt in its workload
+    prompt: str  # the id of the prompt in its workload; of one with several turns, see `turn_name`
     sent: float
     first_token: float | None = None
     done: float | None = None
@@ -189,6 +190,16 @@ def _allowed(kind: type) -> dict[str, tuple[type, ...] | frozenset[Any]]:
         else:
             found[name] = (*types, int) if float in types else types  # JSON may spell 2.0 as 2
     return found
+
+
+def turn_name(prompt: str, turn: int) -> str:
+    """What a request is called that is one of several turns of a prompt."""
+    return f"{prompt}{_TURN}{turn}"
+
+
+def conversation_of(prompt: str) -> str:
+    """The prompt that a request belongs to: what `turn_name` was given."""
+    return prompt.partition(_TURN)[0]
 
 
 def _triples(values: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:

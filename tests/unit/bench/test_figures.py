@@ -8,7 +8,7 @@ from rich.console import Console
 
 from fledge.bench.figures import agreements, cells_by_key, figures_of, ratios, summarise
 from fledge.bench.resampling import Panel, interval, mean_ratio, pooled, quantiles, together
-from fledge.bench.results import Cell, Load, RequestRecord
+from fledge.bench.results import Cell, Load, RequestRecord, turn_name
 from fledge.bench.tables import number, print_results, times, warnings, with_interval
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.drift.bootstrap import Interval
@@ -163,6 +163,28 @@ def test_the_same_prompts_in_more_repeats_are_no_more_prompts():
     again = [(repeat, prompt, values) for repeat in range(10) for _, prompt, values in once]
     one, ten = (interval([Panel.collect(rows, columns=2)], pooled(), is_share=True) for rows in (once, again))
     assert one == ten
+
+
+def test_the_turns_of_a_conversation_are_drawn_together():
+    """Four turns that are all fast or all slow tell no more than one: the interval must not become narrower."""
+
+    def measured(turns: int, name) -> Interval:
+        rows = [(0, name(p, turn), (1.0, 1.0 + p % 5)) for p in range(12) for turn in range(turns)]
+        found = interval([Panel.collect(rows, columns=2)], pooled())
+        assert found is not None
+        assert found.low is not None
+        return found
+
+    single = measured(1, lambda p, _turn: f"p{p}")
+    together = measured(4, lambda p, turn: turn_name(f"p{p}", turn))
+    apart = measured(4, lambda p, turn: f"p{p}/{turn}")
+    assert (together.low, together.high) == pytest.approx((single.low, single.high))
+    assert apart.high - apart.low < 0.7 * (single.high - single.low), "nothing was tested"
+    values = {(0, turn_name("only", turn)): [float(turn)] for turn in range(4)}
+    assert quantiles(values, [0.5])[0].low is None, "one conversation says nothing about another"
+    assert (
+        interval([Panel.collect([(0, turn_name("a", t), (1.0, 1.0 + t)) for t in range(4)], 2)], pooled()).low is None
+    )
 
 
 def test_panels_side_by_side_keep_what_both_have():

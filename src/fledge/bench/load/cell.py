@@ -12,7 +12,7 @@ from fledge.bench.load.arrivals import turns
 from fledge.bench.load.client import Answer, ask
 from fledge.bench.load.lag import TOO_LATE_MS, LagMeter
 from fledge.bench.load.servers import PATHS, Endpoint, Server
-from fledge.bench.results import Cell, Load, RequestRecord, Status
+from fledge.bench.results import Cell, Load, RequestRecord, Status, turn_name
 from fledge.workloads import Prompt
 
 DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them
@@ -112,7 +112,7 @@ class CellRun:
         history: list[Mapping[str, Any]] = []
         failed = False
         for number, part in enumerate(parts, start=1):
-            name = prompt.id if len(parts) == 1 else f"{prompt.id}/{number}"
+            name = prompt.id if len(parts) == 1 else turn_name(prompt.id, number)
             if failed:
                 now = time.perf_counter() - self._begun
                 self._records.append(RequestRecord(prompt=name, sent=now, error="not asked: an earlier turn failed"))

@@ -37,7 +37,7 @@ def best_modes(results: Results) -> list[Best]:
             fastest = _fastest(cells)
             if fastest is None:
                 continue
-            alike = [name for name in names if name != fastest and not _is_slower(cells[fastest], cells[name])]
+            alike = [name for name in names if name != fastest and not is_slower(cells[fastest], cells[name])]
             over = known.get((fastest, workload, load))
             found.append(
                 Best(
@@ -61,7 +61,7 @@ def _fastest(cells: dict[str, list[Cell]]) -> str | None:
     return max(names, key=lambda name: found.value if (found := speeds[name]) is not None else 0.0)
 
 
-def _is_slower(fast: Sequence[Cell], other: Sequence[Cell]) -> bool:
+def is_slower(fast: Sequence[Cell], other: Sequence[Cell]) -> bool:
     """Whether the interval of the ratio says so."""
     found = ratio(decoding(fast), decoding(other))
     return found is not None and found.low is not None and found.low > 1

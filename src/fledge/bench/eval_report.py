@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator
 
+from fledge.bench.depth_plots import lengths_by_depth
 from fledge.bench.evaluate_figures import EvalRow, eval_rows, workloads_of
 from fledge.bench.part import Part
-from fledge.bench.plots import LENGTHS, MORE, accepted_chart, bars, lengths_chart
+from fledge.bench.plot_parts import coloured
+from fledge.bench.plots import LENGTHS, MORE, accepted_chart, lengths_chart
 from fledge.bench.tables import DASH, with_interval
-from fledge.bench.verdict import ACCEPTANCE, Verdict, anchor
-from fledge.drift.attention_plots import frame, new_figure, put_legend
+from fledge.bench.verdict import Verdict
+from fledge.bench.words import ACCEPTANCE, anchor
 from fledge.drift.bootstrap import Interval
 from fledge.drift.plots import Chart
-from fledge.drift.svg import STYLE, series_style, short_title
+from fledge.drift.svg import STYLE
 from fledge.drift.verdict import Sentence, Tone, percent
 
 MANY_OUTSIDE = 0.2  # of the misses
@@ -132,7 +134,7 @@ def eval_charts(part: Part) -> list[Chart]:
     number = part.number
     charts = []
     with matplotlib.rc_context(STYLE):
-        figure = _against_depth(rows)
+        figure = _against_depth(part, rows)
         if figure is not None:
             title = "Mean acceptance length against depth"
             charts.append(Chart(name=f"depths-{number}", section=LENGTHS, title=title, figure=figure))
@@ -153,23 +155,11 @@ def eval_charts(part: Part) -> list[Chart]:
     return charts
 
 
-def _against_depth(rows: Sequence[EvalRow]) -> Figure | None:
-    lines: dict[tuple[str, float], list[tuple[int, Interval]]] = {}
+def _against_depth(part: Part, rows: Sequence[EvalRow]) -> Figure | None:
+    lines: dict[str, tuple[dict[str, Any], dict[int, Interval]]] = {}
     for row in sorted(rows, key=lambda row: row.depth):
         if row.mean is not None:
-            lines.setdefault((row.drafter, row.temperature), []).append((row.depth, row.mean))
-    if not any(len(points) > 1 for points in lines.values()):
-        return None
-    figure, axes = new_figure()
-    for number, ((drafter, temperature), points) in enumerate(lines.items()):
-        x = [depth + 0.05 * (number - (len(lines) - 1) / 2) for depth, _ in points]
-        label = short_title(f"{drafter} T={temperature:g}")
-        bars(axes, x, [value for _, value in points], label=label, **series_style(number))
-    depths = sorted({depth for points in lines.values() for depth, _ in points})
-    frame(axes, depths, percent=False)
-    axes.xaxis.set_major_locator(FixedLocator(depths))
-    axes.set_xlabel("tokens drafted ahead (K)")
-    axes.set_ylabel("acceptance length")
-    axes.set_ylim(bottom=1.0)
-    put_legend(figure, axes, columns=2)
-    return figure
+            label = f"{row.drafter} T={row.temperature:g}"
+            _, values = lines.setdefault(label, (coloured(part, row.contender, len(lines)), {}))
+            values[row.depth] = row.mean
+    return lengths_by_depth(lines)

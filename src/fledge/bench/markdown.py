@@ -28,7 +28,9 @@ def markdown(report: Report) -> str:
 def _speed_markdown(part: Part, workload: str) -> str:
     """Loads as columns; the baseline in tokens per second, the others as times that."""
     loads = [load for load in part.loads if any(row.workload == workload and row.load == load for row in part.rows)]
-    lines = [f"| {_cell(workload)}, per user | " + " | ".join(str(load) for load in loads) + " |"]
+    lines = [
+        f"| {_cell(f'{workload}, per user{_all_inflated(part)}')} | " + " | ".join(str(load) for load in loads) + " |"
+    ]
     lines.append("|---" * (len(loads) + 1) + "|")
     for name in part.names:
         cells = []
@@ -53,7 +55,11 @@ def _acceptance_markdown(part: Part) -> str | None:
     if not lengths:
         return None
     workloads = [workload for workload in part.workloads if any(key[1] == workload for key in lengths)]
-    lines = ["| acceptance length | " + " | ".join(_cell(workload) for workload in workloads) + " |"]
+    lines = [
+        f"| {_cell(f'acceptance length{_all_inflated(part)}')} | "
+        + " | ".join(_cell(workload) for workload in workloads)
+        + " |"
+    ]
     lines.append("|---" * (len(workloads) + 1) + "|")
     for name in [name for name in part.names if any(key[0] == name for key in lengths)]:
         cells = [with_interval(lengths.get((name, workload)), "{:.2f}") for workload in workloads]
@@ -61,9 +67,16 @@ def _acceptance_markdown(part: Part) -> str | None:
     return "\n".join(lines)
 
 
+def _all_inflated(part: Part) -> str:
+    """What a table's heading says where it holds for every row, so that it stays when a table is quoted."""
+    shapes = {one.inflated for one in part.results.contenders}
+    shape = next(iter(shapes)) if len(shapes) == 1 else None
+    return f" (inflated: {shape})" if shape else ""
+
+
 def _name(part: Part, name: str) -> str:
     shape = part.contender(name).inflated
-    return _cell(f"{name} (inflated: {shape})" if shape else name)
+    return _cell(f"{name} (inflated: {shape})" if shape and not _all_inflated(part) else name)
 
 
 def _cell(text: str) -> str:

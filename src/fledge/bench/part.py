@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from fledge.bench.families import Bests, Family, best_depths, group_by_drafter
 from fledge.bench.figures import (
     Agreement,
     Key,
@@ -75,6 +76,23 @@ class Part:
     @cached_property
     def warnings(self) -> list[str]:
         return warnings(self.results, self.rows, self.agreements)
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """All but the baseline, those of one drafter together."""
+        return group_by_drafter([one for one in self.results.contenders if one.name != self.baseline])
+
+    @property
+    def deep_families(self) -> list[Family]:
+        """Drafters at so many depths that a picture shows only the one that matters."""
+        return [family for family in self.families if family.has_many_depths]
+
+    @cached_property
+    def best_depths(self) -> Bests:
+        return best_depths(self.deep_families, self.rows, self.ratios, self.cells)
+
+    def family(self, name: str) -> Family:
+        return next(family for family in self.families if name in family.names)
 
     @property
     def names(self) -> list[str]:

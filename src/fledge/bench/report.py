@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from markupsafe import Markup
@@ -13,21 +14,12 @@ from fledge.bench.evaluate_tables import lossless
 from fledge.bench.explain import disappointments, round_cost
 from fledge.bench.figures import RatioRow, Row, is_greedy
 from fledge.bench.part import Part, Reference, workload_facts
-from fledge.bench.plots import LENGTHS, MORE, charts, colour_number
+from fledge.bench.plot_parts import colour_number
+from fledge.bench.plots import LENGTHS, MORE, charts
 from fledge.bench.results import Contender
-from fledge.bench.tables import DASH, number, with_interval
-from fledge.bench.verdict import (
-    ACCEPTANCE,
-    ANSWERS,
-    CAPACITY,
-    LATENCY,
-    SPEED,
-    WHY,
-    Verdict,
-    load_text,
-    overall,
-    verdicts,
-)
+from fledge.bench.tables import DASH, answers_by_contender, number, with_interval
+from fledge.bench.verdict import Verdict, leaders, overall, verdicts
+from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, load_text
 from fledge.drift.bootstrap import RESAMPLES, Interval
 from fledge.drift.page import finished, page_style, page_template, visible
 from fledge.drift.plots import Chart
@@ -36,7 +28,9 @@ from fledge.drift.svg import SERIES, save_png, to_svg
 from fledge.errors import ConfigError
 from fledge.training.data.files import written_whole
 
-SHOWN_CARDS = 4  # of a part's contenders, the fastest first; the others are folded away
+SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
+_TITLE_WIDTH = 50  # letters of a picture's title that fit beside each other
+_TITLE_INCHES = 0.18  # of each of its lines
 KINDS = {"serve": "Servers under load", "offline": "Engines without a server", "eval": "Acceptance"}
 
 
@@ -62,8 +56,10 @@ def write_report(report: Report, page: Path, *, pictures: Path | None = None) ->
             pictures.mkdir(parents=True, exist_ok=True)
             for part, several in zip(report.parts, drawn, strict=True):
                 for chart in several:
-                    title = f"{part.results.title}: {chart.title}" if len(report.parts) > 1 else chart.title
-                    save_png(chart.figure, pictures / f"{chart.name}.png", title)
+                    titles = (part.results.title, chart.title) if len(report.parts) > 1 else (chart.title,)
+                    lines = [line for title in titles for line in wrap(title, _TITLE_WIDTH)]
+                    chart.figure.set_figheight(chart.figure.get_figheight() + _TITLE_INCHES * len(lines))
+                    save_png(chart.figure, pictures / f"{chart.name}.png", "\n".join(lines))
     except OSError as error:
         raise ConfigError(f"{error.filename or page}: cannot be written: {error.strerror or error}") from None
 
@@ -78,7 +74,6 @@ def render(report: Report, drawn: Sequence[Sequence[Chart]]) -> str:
         notes=[visible(note) for note in report.notes],
         resamples=RESAMPLES,
         dash=DASH,
-        shown_cards=SHOWN_CARDS,
     )
     return finished(page)
 
@@ -99,14 +94,17 @@ def _part(part: Part, drawn: Sequence[Chart], report: Report) -> dict[str, Any]:
     for chart in drawn:
         svg = Markup(to_svg(chart.figure, chart.name, chart.title))
         sections[chart.section].append({"title": chart.title, "svg": svg})
+    shown, folded = _cards(part)
     return {
         "number": part.number,
         "title": visible(part.results.title),
         "kind": KINDS[part.results.kind],
         "baseline": part.baseline,
         "has_speed": part.has_speed,
-        "verdicts": verdicts_of(part),
+        "verdicts": shown,
+        "more_verdicts": folded,
         "overall": overall(part),
+        "has_many_depths": bool(part.deep_families),
         "tables": [] if part.has_speed else eval_tables(part),
         "lossless": None if part.has_speed else lossless(part.results),
         "warnings": [visible(line) for line in part.warnings],
@@ -119,11 +117,20 @@ def _part(part: Part, drawn: Sequence[Chart], report: Report) -> dict[str, Any]:
         "costs": _cost_rows(part),
         "disappointments": disappointments(part, report.references),
         "answers": part.agreements,
+        "answers_in_all": answers_by_contender(part.agreements),
         "is_greedy": is_greedy(part.results),
         "anchors": {name: f"{name}-{part.number}" for name in (SPEED, CAPACITY, LATENCY, ACCEPTANCE, WHY, ANSWERS)},
         "setup": {name: visible(value) for name, value in setup(part).items()},
         "contenders": [(one.name, visible(_described(one))) for one in part.results.contenders],
     }
+
+
+def _cards(part: Part) -> tuple[list[Verdict], list[Verdict]]:
+    """Those shown and those folded away: other depths of a drafter that is shown say little more."""
+    found = verdicts_of(part)
+    leading = leaders(part) if part.has_speed else [one.contender for one in found]
+    shown = [one for one in found if one.contender in leading][:SHOWN_CARDS]
+    return shown, found[len(shown) :]
 
 
 def colour(part: Part, name: str) -> str:

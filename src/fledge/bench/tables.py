@@ -101,8 +101,9 @@ def warnings(results: Results, rows: Sequence[Row], compared: Sequence[Agreement
     lines += _few_repeats(results, rows)
     for shape in dict.fromkeys(contender.inflated for contender in results.contenders if contender.inflated):
         names = [contender.name for contender in results.contenders if contender.inflated == shape]
+        who = "all contenders" if len(names) == len(results.contenders) > 1 else ", ".join(names)
         lines.append(
-            f"Inflated to the shape {shape}: {', '.join(names)}. They cost as much as a model of that shape and say "
+            f"Inflated to the shape {shape}: {who}. They cost as much as a model of that shape and say "
             "what their small originals say; drafts of a trained model of that size may be accepted more or less often."
         )
     lines += _other_answers(results, compared)
@@ -110,18 +111,41 @@ def warnings(results: Results, rows: Sequence[Row], compared: Sequence[Agreement
 
 
 def _other_answers(results: Results, compared: Sequence[Agreement]) -> list[str]:
-    """One line for each contender that did not say the same as the baseline."""
-    lines = []
-    in_16_bits = results.settings.get("dtype") in ("bfloat16", "float16")
-    for name in dict.fromkeys(one.contender for one in compared):
-        mine = [one for one in compared if one.contender == name]
-        if different := sum(one.different for one in mine):
-            total, baseline = sum(one.compared for one in mine), mine[0].baseline
-            line = f"{name}: {different:,} of {total:,} answers differ from those of {baseline} at temperature 0."
-            if in_16_bits:
-                line += " In 16 bits several tokens at once round in another way than one, which decides near-ties."
-            lines.append(line)
-    return lines
+    """One line, however many contenders did not say the same as the baseline."""
+    totals = answers_by_contender(compared)
+    differing = {name: counts for name, counts in totals.items() if counts[1]}
+    if not differing:
+        return []
+    baseline = compared[0].baseline
+    if len(differing) == 1:
+        ((name, (total, different)),) = differing.items()
+        line = f"{name}: {different:,} of {total:,} answers differ from those of {baseline} at temperature 0."
+    else:
+        total, different = (sum(column) for column in zip(*totals.values(), strict=True))
+        of, differing_each = (_range(column) for column in zip(*differing.values(), strict=True))
+        who = f"each of {len(totals)} contenders"
+        if len(differing) < len(totals):
+            who = f"{len(differing)} of {len(totals)} contenders; the others gave the same answers"
+        line = f"{different:,} of {total:,} answers differ from those of {baseline} at temperature 0"
+        line += f" ({differing_each} of {of} for {who})."
+    if results.settings.get("dtype") in ("bfloat16", "float16"):
+        line += " In 16 bits several tokens at once round in another way than one, which decides near-ties."
+    return [line]
+
+
+def answers_by_contender(compared: Sequence[Agreement]) -> dict[str, tuple[int, int]]:
+    """Answers compared and answers that differ, over all workloads and loads."""
+    found: dict[str, tuple[int, int]] = {}
+    for one in compared:
+        total, different = found.get(one.contender, (0, 0))
+        found[one.contender] = total + one.compared, different + one.different
+    return found
+
+
+def _range(values: Sequence[int]) -> str:
+    """Write "135 to 174", or the one value where all are the same."""
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _few_repeats(results: Results, rows: Sequence[Row]) -> list[str]:

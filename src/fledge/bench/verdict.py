@@ -3,19 +3,17 @@
 Nothing is called faster or slower unless the interval of the ratio says so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from fledge.bench.figures import decoding, ratio
 from fledge.bench.part import Part
 from fledge.bench.results import Load
-from fledge.bench.tables import number, with_interval
+from fledge.bench.side_by_side import accepted_more, best_against_best, fastest, same_answers
+from fledge.bench.tables import with_interval
+from fledge.bench.words import ACCEPTANCE, CAPACITY, SPEED, anchor, load_text, loads_text, times_text
 from fledge.drift.bootstrap import Interval
 from fledge.drift.verdict import Sentence, Tone, ratio_tone, sign_of
-
-SPEED, ACCEPTANCE, LATENCY, CAPACITY = "speed", "acceptance", "latency", "capacity"
-WHY, ANSWERS = "why", "answers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +28,20 @@ class Verdict:
 
 
 def verdicts(part: Part) -> list[Verdict]:
-    """One for each contender that a ratio or an acceptance length can be given for, the fastest first."""
-    names = part.challengers
-    found = [_verdict(part, name) for name in sorted(names, key=lambda name: -_mean_ratio(part, name))]
-    return [one for one in found if one.sentences]
+    """One for each contender that a ratio or an acceptance length can be given for, the most telling first."""
+    leading = leaders(part)
+    rest = [name for name in part.challengers if name not in leading]
+    names = leading + sorted(rest, key=lambda name: -_mean_ratio(part, name))
+    return [one for one in (_verdict(part, name) for name in names) if one.sentences]
+
+
+def leaders(part: Part) -> list[str]:
+    """Of a drafter with many depths the fastest one, and every other contender; the fastest first."""
+    found = []
+    for family in part.families:
+        several = sorted(family.names, key=lambda name: -_mean_ratio(part, name))
+        found += several[:1] if family.has_many_depths else several
+    return sorted(found, key=lambda name: -_mean_ratio(part, name))
 
 
 def _mean_ratio(part: Part, name: str) -> float:
@@ -44,30 +52,8 @@ def _mean_ratio(part: Part, name: str) -> float:
 
 def overall(part: Part) -> list[Sentence]:
     """What holds between contenders: which is the fastest where, and which drafter is accepted more."""
-    sentences = [s for workload in part.workloads for s in _fastest(part, workload)] if part.has_speed else []
-    return sentences + accepted_more(part) + _same_answers(part)
-
-
-def load_text(load: Load) -> str:
-    return f"concurrency {load.concurrency}" if load.rate is None else f"{load.rate:g} requests per second"
-
-
-def _loads_text(loads: Sequence[Load]) -> str:
-    """Write "concurrency 1, 4, 16"."""
-    if all(load.rate is None for load in loads):
-        return f"concurrency {', '.join(str(load.concurrency) for load in loads)}"
-    return ", ".join(map(load_text, loads))
-
-
-def times_text(interval: Interval) -> str:
-    """Write "1.90 times [1.80, 2.00]"."""
-    if interval.low is None or interval.high is None:
-        return f"{interval.value:.2f} times (measured once: no interval)"
-    return f"{interval.value:.2f} times [{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def anchor(section: str, part: Part) -> str:
-    return f"{section}-{part.number}"
+    speeds = [*best_against_best(part), *fastest(part)] if part.has_speed else []
+    return [*speeds, *accepted_more(part), *same_answers(part)]
 
 
 def _verdict(part: Part, name: str) -> Verdict:
@@ -130,7 +116,7 @@ def _speed(part: Part, name: str, workload: str) -> list[Sentence]:
     if rest:
         text += _continued(several, is_whole=not missing)
     if missing:
-        text += f"; there is no ratio at {_loads_text(missing)}"
+        text += f"; there is no ratio at {loads_text(missing)}"
     sentences = [Sentence(text=f"{text}.", section=section, tone=ratio_tone(first))]
     whole = part.ratio(name, workload, several[-1][0])
     if whole is not None and whole.total is not None and rest:
@@ -156,9 +142,7 @@ def _continued(several: Sequence[tuple[Load, Interval]], *, is_whole: bool) -> s
         return f", and stops paying above {load_text(end)}: at {load_text(load)} {how}, {times_text(value)}"
     paying = [load for (load, _), sign in zip(several, signs, strict=True) if sign > 0]
     if paying:
-        return (
-            f"; it pays at {_loads_text(paying)} only, and at {load_text(last_load)} it is {times_text(last)} as fast"
-        )
+        return f"; it pays at {loads_text(paying)} only, and at {load_text(last_load)} it is {times_text(last)} as fast"
     return f"; no gain shows under any load up to {load_text(last_load)} ({times_text(last)} there)"
 
 
@@ -192,65 +176,3 @@ def _lengths(part: Part, name: str) -> list[tuple[str, Interval]]:
         if row.contender == name and row.figures.acceptance_length is not None and not row.figures.partial:
             found.setdefault(row.workload, row.figures.acceptance_length)
     return list(found.items())
-
-
-def _fastest(part: Part, workload: str) -> Iterable[Sentence]:
-    """Which contender decodes the fastest under each load, and which cannot be told from it."""
-    by_winner: dict[str, list[tuple[Load, float]]] = {}
-    for load in part.loads:
-        panels = {
-            name: decoding(part.cells[name, workload, load])
-            for name in part.names
-            if (row := part.row(name, workload, load)) is not None and not row.figures.partial
-        }
-        values = {
-            row.contender: row.figures.per_user_tokens_per_second.value
-            for row in part.rows
-            if row.key == (row.contender, workload, load)
-            and row.contender in panels
-            and row.figures.per_user_tokens_per_second is not None
-        }
-        if len(values) < 2:
-            continue
-        best = max(values, key=lambda name: values[name])
-        against = {name: ratio(panels[best], panels[name]) for name in values if name != best}
-        near = [name for name, value in against.items() if value is None or sign_of(value, around=1.0) <= 0]
-        text = f"{best}" + (f" (not to be told from {', '.join(near)})" if near else "")
-        by_winner.setdefault(text, []).append((load, values[best]))
-    if by_winner:
-        parts = []
-        for name, where in by_winner.items():
-            speeds = ", ".join(number(speed) for _, speed in where)
-            parts.append(f"{name} at {_loads_text([load for load, _ in where])} ({speeds} tokens/s)")
-        yield Sentence(text=f"Fastest per user on {workload}: {'; '.join(parts)}.", section=anchor(SPEED, part))
-
-
-def accepted_more(part: Part) -> list[Sentence]:
-    """Drafters of the same target that draft in the same way, against the first of them, over all workloads."""
-    groups: dict[str, list[str]] = {}
-    for one in part.results.contenders:
-        if one.drafter is not None and one.speculation is not None:
-            way = {key: value for key, value in one.speculation.items() if key not in ("model", "method")}
-            same = (one.kind, one.target, one.inflated, one.temperature, sorted(way.items()))
-            groups.setdefault(repr(same), []).append(one.name)
-    sentences = []
-    for first, *others in groups.values():
-        for name in others:
-            value = part.acceptance_ratio(name, first)
-            if value is not None:
-                end = "" if sign_of(value, around=1.0) else ", which is no difference beyond noise"
-                text = f"The acceptance length of {name} is {times_text(value)} that of {first}{end}."
-                sentences.append(Sentence(text=text, section=anchor(ACCEPTANCE, part)))
-    return sentences
-
-
-def _same_answers(part: Part) -> list[Sentence]:
-    compared, different = (sum(getattr(one, what) for one in part.agreements) for what in ("compared", "different"))
-    if not compared:
-        return []
-    section = anchor(ANSWERS, part)
-    if not different:
-        text = f"All contenders gave the same answers as {part.baseline} at temperature 0 ({compared:,} compared)."
-        return [Sentence(text=text, section=section, tone="good")]
-    text = f"{different:,} of {compared:,} answers differ from those of {part.baseline} at temperature 0."
-    return [Sentence(text=text, section=section, tone="bad")]

@@ -172,7 +172,7 @@ def test_markdown_is_tables_and_what_must_be_known(written):
     assert ratio is not None
     assert ratio.per_user is not None
     assert f"{ratio.per_user.value:.2f}x [{ratio.per_user.low:.2f}, {ratio.per_user.high:.2f}]" in text
-    assert "| EAGLE-3 K=3 (inflated: 8b) |" in text
+    assert "| coding, per user (inflated: 8b) | C=1 | C=16 | C=64 |" in text
     assert "\N{EN DASH} |" in text  # the ratio that cannot be given
     assert "> - This run is partial" in text
     assert "<script" not in text

@@ -9,6 +9,7 @@ from fledge.layers.block import DecoderLayer
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.norm import RMSNorm
 from fledge.layers.rope import Rotation
+from fledge.layers.stack import DecoderStack
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.fusion import FeatureFusion
@@ -32,12 +33,16 @@ class Eagle3FirstLayer(nn.Module):
         self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
     ) -> tuple[Tensor, Tensor]:
         """Tokens [*lead], what embeds them, feature [*lead, hidden]. Returns (update, stream) like `DecoderLayer`."""
-        both = self._read(tokens, embed, feature)
-        stream = both[..., feature.shape[-1] :] if self.norm_before_residual else feature
+        both, stream = self.read(tokens, embed, feature)
         normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
         return self.mlp(normed), stream
 
-    def _read(self, tokens: Tensor, embed: nn.Module, feature: Tensor) -> Tensor:
+    def read(self, tokens: Tensor, embed: nn.Module, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention reads, [*lead, 2 * hidden], and where the residual stream starts."""
+        both = self._side_by_side(tokens, embed, feature)
+        return both, both[..., feature.shape[-1] :] if self.norm_before_residual else feature
+
+    def _side_by_side(self, tokens: Tensor, embed: nn.Module, feature: Tensor) -> Tensor:
         """[*lead, 2 * hidden_size]: embedding and feature, normed, the embedding first."""
         if type(embed) is nn.Embedding:
             norms = self.input_layernorm.weight, self.hidden_norm.weight
@@ -57,6 +62,11 @@ class Eagle3Drafter(Drafter):
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
+        self._stack: DecoderStack | None = None
+
+    def pack(self) -> None:
+        """Make the layers one call, where they can be. Inference on a CPU only."""
+        self._stack = DecoderStack.of(self.layers, self.norm)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -71,6 +81,13 @@ class Eagle3Drafter(Drafter):
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         rotation = self.rope(positions, features.dtype)
         assert self.embed_tokens is not None, "share_with(target) first"
+        if self._stack is not None and (paged := self._stack.paged(features, storage)) is not None:
+            first = self.layers[0]
+            assert isinstance(first, Eagle3FirstLayer)
+            both, start = first.read(tokens, self.embed_tokens, features)
+            stream = start.clone(memory_format=torch.contiguous_format)
+            normed, _ = self._stack.run(stream, rotation, paged, first_input=both)
+            return DraftStates(head=normed, feature=normed if self.config.norm_output else stream)
         update, stream = self.layers[0](tokens, self.embed_tokens, features, rotation, storage)
         for layer in self.layers[1:]:
             update, stream = layer(update, stream, rotation, storage)

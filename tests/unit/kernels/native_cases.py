@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.native.decoder import LayerWeights, NativeDecoder, PagedTokens, Turns
-from fledge.kernels.native.matrix import pack_matrix
+from fledge.kernels.native.matrix import PackedMatrix, Unpacked, pack_matrices
 from fledge.kernels.paged_attention import paged_attention_reference
 from fledge.kernels.prefill_attention import paged_prefill_attention_reference
 from fledge.kernels.rms_norm import rms_norm_reference
@@ -15,6 +15,11 @@ from fledge.kernels.rope_store import rope_and_store_reference
 from fledge.kernels.swiglu import swiglu_reference
 
 EPS = 1e-5
+
+
+def pack(weight: Tensor, bias: Tensor | None, *, paired: bool = False) -> PackedMatrix | None:
+    (packed,) = pack_matrices([Unpacked(weight=weight, bias=bias, paired=paired)])
+    return packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +62,7 @@ def make_layer(shape: Shape, *, first: bool) -> Plain:
         "gate_up": matrix(2 * shape.intermediate, shape.hidden),
         "down": matrix(shape.hidden, shape.intermediate),
     }
-    packed = {name: pack_matrix(*pair, paired=name == "gate_up") for name, pair in matrices.items()}
+    packed = {name: pack(*pair, paired=name == "gate_up") for name, pair in matrices.items()}
     native = LayerWeights(
         heads=shape.heads,
         kv_heads=shape.kv_heads,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.kernels.native.library import library
-from fledge.kernels.native.matrix import pack_matrix, packed_linear
-from tests.unit.kernels.native_cases import SHAPES, make_case
+from fledge.kernels.native.matrix import packed_linear
+from tests.unit.kernels.native_cases import SHAPES, make_case, pack
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 
@@ -43,7 +43,7 @@ def test_a_packed_matrix_multiplies_like_any(rows, columns, size, is_bfloat16, p
     if is_bfloat16:
         weight = weight.bfloat16().float()
     x = torch.randn(rows, size)
-    packed = pack_matrix(weight, bias, paired=paired)
+    packed = pack(weight, bias, paired=paired)
     assert packed is not None
     assert packed.panels.element_size() == (2 if is_bfloat16 else 4)
     expected = F.linear(x, weight, bias)
@@ -54,7 +54,7 @@ def test_a_packed_matrix_multiplies_like_any(rows, columns, size, is_bfloat16, p
 @pytest.mark.usefixtures("threads")
 def test_a_row_of_a_product_is_the_same_bits_in_any_company(is_bfloat16: bool) -> None:
     weight = torch.randn(100, 48)
-    packed = pack_matrix(weight.bfloat16().float() if is_bfloat16 else weight, None)
+    packed = pack(weight.bfloat16().float() if is_bfloat16 else weight, None)
     assert packed is not None
     x = torch.randn(3, 20, 48)
     together = packed_linear(x, packed)
@@ -65,8 +65,8 @@ def test_a_row_of_a_product_is_the_same_bits_in_any_company(is_bfloat16: bool) -
 
 
 def test_other_dtypes_are_left_to_torch() -> None:
-    assert pack_matrix(torch.randn(32, 32).bfloat16(), None) is None
-    assert pack_matrix(torch.randn(32, 32), torch.randn(32).half()) is None
+    assert pack(torch.randn(32, 32).bfloat16(), None) is None
+    assert pack(torch.randn(32, 32), torch.randn(32).half()) is None
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #define QUERIES 16 /* rows of a tile: keys are turned once for all of them */
+#define OFFSET_FLOATS ((int64_t)(sizeof(int64_t) / sizeof(float)))
 #define TOGETHER 4 /* rows whose sums are in registers at the same time */
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -73,16 +74,17 @@ int64_t attention_scratch(const Pass *pass, const Heads *shape) {
     int64_t longest = 0;
     for (int64_t s = 0; s < pass->sequences; s++)
         longest = larger(longest, pass->contexts[s] + rows_of(pass, s));
-    return QUERIES * padded(longest) + LANES * padded(shape->head_dim);
+    return (QUERIES + OFFSET_FLOATS) * padded(longest) + LANES * padded(shape->head_dim);
 }
 
 /* Some queries of one sequence that share a KV head: row r of them is head r % group of token r / group. */
 typedef struct {
     const Pass *pass;
     const Heads *shape;
-    const float *keys, *values; /* of this layer and KV head: slot * row_stride floats on */
+    const float *keys, *values; /* of this layer and KV head; the next slot's are row_stride floats on */
     int64_t row_stride, sequence, kv_head, row, rows;
     int64_t from, to; /* keys that any of them sees, from a multiple of LANES on */
+    int64_t *offsets; /* [to - from]: where in `keys` and `values` each of them is */
 } Tile;
 
 static int64_t token_of(const Tile *tile, int64_t row) {
@@ -95,9 +97,12 @@ static int64_t offset_of(const Tile *tile, int64_t row) {
     return token * all + tile->kv_head * group + (tile->row + row) % group;
 }
 
-INLINE int64_t slot_of(const Tile *tile, int64_t key) {
-    int64_t size = tile->pass->block_size;
-    return tile->pass->tables[tile->sequence * tile->pass->table_stride + key / size] * size + key % size;
+static void find_keys(const Tile *tile) {
+    int64_t size = tile->pass->block_size, key = tile->from;
+    const int32_t *table = tile->pass->tables + tile->sequence * tile->pass->table_stride;
+    for (int64_t block = key / size; key < tile->to; block++)
+        for (int64_t end = smaller(tile->to, (block + 1) * size); key < end; key++)
+            tile->offsets[key - tile->from] = (table[block] * size + key - block * size) * tile->row_stride;
 }
 
 /* Whether new token `token` of a tree sees key `key`, which is not after the pass. */
@@ -116,7 +121,7 @@ static void turn_keys(const Tile *tile, int64_t key, float *turned) {
     int64_t dim = tile->shape->head_dim;
     const float *rows[LANES];
     for (int i = 0; i < LANES; i++)
-        rows[i] = tile->keys + slot_of(tile, smaller(key + i, tile->to - 1)) * tile->row_stride;
+        rows[i] = tile->keys + tile->offsets[smaller(key + i, tile->to - 1) - tile->from];
     for (int64_t d = 0; d < dim; d += LANES) {
         vec square[LANES];
         for (int i = 0; i < LANES; i++) square[i] = load_part(rows[i] + d, dim - d);
@@ -182,7 +187,7 @@ INLINE void mix(const Tile *tile, const float *weights, int64_t weights_stride, 
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < width; v++) sums[r][v] = (vec){0};
     for (int64_t key = tile->from; key < tile->to; key++) {
-        const float *value = tile->values + slot_of(tile, key) * tile->row_stride + d;
+        const float *value = tile->values + tile->offsets[key - tile->from] + d;
         for (int v = 0; v < width; v++) {
             vec part = width > 1 ? load(value + v * LANES) : load_part(value, left);
             for (int r = 0; r < rows; r++) sums[r][v] += weights[r * weights_stride + key - tile->from] * part;
@@ -204,8 +209,10 @@ INLINE void mix(const Tile *tile, const float *weights, int64_t weights_stride, 
         default: { enum { R = TOGETHER }; call; } \
     }
 
-static void attend_tile(const Tile *tile, const float *qkv, float *mixed, float *scratch) {
+static void attend_tile(Tile *tile, const float *qkv, float *mixed, float *scratch) {
     int64_t dim = tile->shape->head_dim, count = padded(tile->to - tile->from);
+    tile->offsets = (int64_t *)scratch;
+    scratch += OFFSET_FLOATS * count;
     int64_t token_stride = tile->shape->heads + 2 * tile->shape->kv_heads, heads = tile->shape->heads;
     float *turned = scratch, *scores = scratch + LANES * padded(dim), factors[QUERIES];
     const float *queries[QUERIES];
@@ -217,6 +224,7 @@ static void attend_tile(const Tile *tile, const float *qkv, float *mixed, float 
         if (tile->to <= tile->from) memset(out[r], 0, (size_t)dim * sizeof(float));
     }
     if (tile->to <= tile->from) return;
+    find_keys(tile);
     for (int64_t key = tile->from; key < tile->to; key += LANES) {
         turn_keys(tile, key, turned);
         for (int64_t r = 0; r < tile->rows; r += TOGETHER)

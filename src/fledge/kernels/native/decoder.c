@@ -90,8 +90,3 @@ int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, cons
     free(memory);
     return 0;
 }
-
-void fledge_rms_norm(const float *x, int64_t x_stride, const float *weight, float eps, float *out, int64_t out_stride,
-                     int64_t rows, int64_t size) {
-    for (int64_t row = 0; row < rows; row++) normalise(x + row * x_stride, weight, out + row * out_stride, size, eps);
-}

@@ -149,15 +149,15 @@ class NativeDecoder:
         described, held = _pass_struct(tokens, turns, paged)
         failed = loaded.fledge_decode(
             self._structs,
-            _int64(len(self._structs)),
+            len(self._structs),
             ctypes.byref(described),
             _at(first_input),
             _at(stream),
             (_int64 * len(aux_layer_ids))(*aux_layer_ids),
-            _int64(len(aux_layer_ids)),
+            len(aux_layer_ids),
             _at(aux),
             _at(self._final_norm),
-            _float(self._eps),
+            self._eps,
             _at(final),
             torch.get_num_threads(),
         )
@@ -167,8 +167,8 @@ class NativeDecoder:
         return final, aux
 
 
-def _at(tensor: Tensor | None) -> ctypes.c_void_p:
-    return _address(None if tensor is None else tensor.data_ptr())
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _layer_struct(layer: LayerWeights) -> _LayerStruct:

@@ -16,6 +16,23 @@ from fledge.folders import cache_directory
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
 
+# The arguments of each function, in groups for the eye: p is a pointer, l an int64, i an int, f a float.
+_ARGUMENTS = {
+    "fledge_lanes": "",
+    "fledge_want_large_pages": "pl",
+    "fledge_pack": "p pp",
+    "fledge_linear": "p pll p i",
+    "fledge_decode": "pl p pp plp pf p i",
+    "fledge_rms_norm": "pl pf pl ll",
+    "fledge_add_rms_norm": "pp pf pp ll",
+    "fledge_draft_input": "pp pl ppf p ll",
+    "fledge_argmax": "pll p p i",
+    "fledge_accept": "pl p p ll ppp",
+    "fledge_open_round": "plll p pl pp pl pppppp",
+    "fledge_settle_round": "pllll p pl pp pp ppp pppp",
+}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+
 _log = logging.getLogger("fledge.kernels")
 
 
@@ -46,12 +63,15 @@ def _load() -> ctypes.CDLL:
         if not path.exists():
             _compile([folder / name for name in sources if name.endswith(".c")], compiler, path)
         # torch is loaded already, and with it the one OpenMP whose threads both use.
-        return ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr).strip().splitlines()
         raise _UnavailableError(f"{compiler}: {lines[0] if lines else error}") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise _UnavailableError(str(error)) from None
+    for name, letters in _ARGUMENTS.items():
+        getattr(loaded, name).argtypes = [_TYPES[letter] for letter in letters if letter != " "]
+    return loaded
 
 
 def _key(sources: dict[str, bytes], compiler: str) -> str:

@@ -1,10 +1,15 @@
 #include "matmul.h"
 
+#include <sys/mman.h>
+
 #if LANES == 8
 #define TILE 6 /* rows at once: 12 of 16 registers hold sums */
 #else
 #define TILE 12 /* 24 of 32 registers */
 #endif
+
+/* Words to be read so much later. With one or two rows the processor runs ahead far enough by itself. */
+#define AHEAD 128
 
 int64_t panel_count(const Matrix *matrix) {
     int64_t columns = matrix->paired ? matrix->columns / 2 : matrix->columns;
@@ -82,6 +87,7 @@ INLINE void tile(const Matrix *matrix, int64_t panel, const float *x, int64_t x_
         const uvec *words = (const uvec *)matrix->panels + panel * size;
         for (int64_t k = 0; k < size; k++) {
             uvec both = words[k];
+            if (rows > 2) __builtin_prefetch(words + k + AHEAD);
             vec w_low = (vec)(both << 16), w_high = (vec)(both & 0xFFFF0000u);
             for (int r = 0; r < rows; r++) {
                 low[r] += x[r * x_stride + k] * w_low;
@@ -130,4 +136,7 @@ void fledge_linear(const Matrix *matrix, const float *x, int64_t x_stride, int64
     multiply(matrix, x, x_stride, rows, out, matrix->columns, STORE, thread_number(), thread_count());
 }
 
-int32_t fledge_panel(void) { return PANEL; }
+int32_t fledge_lanes(void) { return LANES; }
+
+/* A wish: where the system does not have them, nothing changes. */
+void fledge_want_large_pages(void *memory, int64_t size) { madvise(memory, (size_t)size, MADV_HUGEPAGE); }

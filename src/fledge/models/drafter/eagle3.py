@@ -64,7 +64,7 @@ class Eagle3Drafter(Drafter):
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
         self._stack: DecoderStack | None = None
 
-    def pack(self) -> None:
+    def stack(self) -> None:
         """Make the layers one call, where they can be. Inference on a CPU only."""
         self._stack = DecoderStack.of(self.layers, self.norm)
 

@@ -41,7 +41,7 @@ class TargetModel(nn.Module):
 
         self._stack: DecoderStack | None = None
 
-    def pack(self) -> None:
+    def stack(self) -> None:
         """Make the layers one call, where they can be. Inference on a CPU only."""
         self._stack = DecoderStack.of(self.layers, self.norm)
 

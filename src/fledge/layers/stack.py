@@ -77,7 +77,7 @@ class DecoderStack:
     """The layers of a model and its final norm, if it has one, as the kernel wants them."""
 
     def __init__(self, layers: Sequence[LayerWeights], final_norm: RMSNorm | None) -> None:
-        self._decoder = NativeDecoder(layers, _weight(final_norm), 0.0 if final_norm is None else final_norm.eps)
+        self.decoder = NativeDecoder(layers, _weight(final_norm), 0.0 if final_norm is None else final_norm.eps)
 
     @classmethod
     def of(cls, layers: nn.ModuleList, final_norm: RMSNorm | None) -> Self | None:
@@ -103,12 +103,15 @@ class DecoderStack:
         aux_layer_ids: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """As `NativeDecoder.run`, which changes `stream` in place."""
-        turns = Turns(
-            positions=rotation.positions,
-            inverse_frequencies=rotation.inverse_frequencies,
-            magnitude=rotation.magnitude,
-        )
-        return self._decoder.run(stream, turns, paged, first_input=first_input, aux_layer_ids=aux_layer_ids)
+        return self.decoder.run(stream, turns_of(rotation), paged, first_input=first_input, aux_layer_ids=aux_layer_ids)
+
+
+def turns_of(rotation: Rotation) -> Turns:
+    return Turns(
+        positions=rotation.positions,
+        inverse_frequencies=rotation.inverse_frequencies,
+        magnitude=rotation.magnitude,
+    )
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:

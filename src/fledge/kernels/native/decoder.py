@@ -30,7 +30,7 @@ class _HeadsStruct(ctypes.Structure):
     )
 
 
-class _LayerStruct(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """`Layer` of decoder.c."""
 
     _fields_ = (
@@ -118,9 +118,9 @@ class NativeDecoder:
 
     def __init__(self, layers: Sequence[LayerWeights], final_norm: Tensor | None, eps: float) -> None:
         self._layers = tuple(layers)
-        self._final_norm = final_norm
-        self._eps = eps
-        self._structs = (_LayerStruct * len(layers))(*map(_layer_struct, layers))
+        self.final_norm = final_norm
+        self.eps = eps
+        self.structs = (LayerStruct * len(layers))(*map(_layer_struct, layers))
 
     def run(
         self,
@@ -142,23 +142,23 @@ class NativeDecoder:
         assert stream.is_contiguous()
         assert stream.dtype == torch.float32
         tokens, hidden = stream.shape
-        final = stream if self._final_norm is None else torch.empty_like(stream)
+        final = stream if self.final_norm is None else torch.empty_like(stream)
         aux = torch.empty(tokens, len(aux_layer_ids) * hidden) if aux_layer_ids else None
         if first_input is not None:
             first_input = first_input.contiguous()
-        described, held = _pass_struct(tokens, turns, paged)
+        described, held = pass_struct(tokens, turns, paged)
         failed = loaded.fledge_decode(
-            self._structs,
-            len(self._structs),
+            self.structs,
+            len(self.structs),
             ctypes.byref(described),
-            _at(first_input),
-            _at(stream),
+            address_of(first_input),
+            address_of(stream),
             (_int64 * len(aux_layer_ids))(*aux_layer_ids),
             len(aux_layer_ids),
-            _at(aux),
-            _at(self._final_norm),
-            self._eps,
-            _at(final),
+            address_of(aux),
+            address_of(self.final_norm),
+            self.eps,
+            address_of(final),
             torch.get_num_threads(),
         )
         del held
@@ -167,19 +167,19 @@ class NativeDecoder:
         return final, aux
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _layer_struct(layer: LayerWeights) -> _LayerStruct:
-    return _LayerStruct(
+def _layer_struct(layer: LayerWeights) -> LayerStruct:
+    return LayerStruct(
         heads=_HeadsStruct(
             heads=layer.heads,
             kv_heads=layer.kv_heads,
             head_dim=layer.head_dim,
             window=layer.window or 0,
-            q_norm=_at(layer.q_norm),
-            k_norm=_at(layer.k_norm),
+            q_norm=address_of(layer.q_norm),
+            k_norm=address_of(layer.k_norm),
             eps=layer.eps,
             scale=layer.scale,
         ),
@@ -187,13 +187,13 @@ def _layer_struct(layer: LayerWeights) -> _LayerStruct:
         output=layer.output.struct,
         gate_up=layer.gate_up.struct,
         down=layer.down.struct,
-        input_norm=_at(layer.input_norm),
-        post_norm=_at(layer.post_norm),
+        input_norm=address_of(layer.input_norm),
+        post_norm=address_of(layer.post_norm),
         eps=layer.eps,
     )
 
 
-def _pass_struct(tokens: int, turns: Turns, paged: PagedTokens) -> tuple[_PassStruct, list[Tensor | None]]:
+def pass_struct(tokens: int, turns: Turns, paged: PagedTokens) -> tuple[_PassStruct, list[Tensor | None]]:
     """Return the addresses, and the tensors that must live as long as they are used."""
     keys, values = paged.keys, paged.values
     assert keys.is_contiguous()
@@ -209,7 +209,7 @@ def _pass_struct(tokens: int, turns: Turns, paged: PagedTokens) -> tuple[_PassSt
         _flat(paged.depths, torch.int64),
         _flat(turns.inverse_frequencies, torch.float32),
     ]
-    starts, positions, slots, contexts, tables, tree, depths, frequencies = map(_at, held)
+    starts, positions, slots, contexts, tables, tree, depths, frequencies = map(address_of, held)
     struct = _PassStruct(
         tokens=tokens,
         sequences=len(paged.contexts),

@@ -23,6 +23,7 @@ _ARGUMENTS = {
     "fledge_pack": "p pp",
     "fledge_linear": "p pll p i",
     "fledge_decode": "pl p pp plp pf p i",
+    "fledge_draft": "p p pp p ppl pp i",
     "fledge_rms_norm": "pl pf pl ll",
     "fledge_add_rms_norm": "pp pf pp ll",
     "fledge_draft_input": "pp pl ppf p ll",

@@ -27,4 +27,7 @@ int64_t panel_count(const Matrix *matrix);
 void multiply(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride,
               Ending ending, int thread, int threads);
 
+/* out [rows, columns] = x W^T + bias, by threads of its own. */
+void fledge_linear(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *out, int threads);
+
 #endif

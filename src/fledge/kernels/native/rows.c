@@ -1,5 +1,7 @@
 /* What a round does to rows outside its layers: norms, the drafter's input, choices, and the bookkeeping at both ends.
    The Python file that calls each function tells what it computes. */
+#include "rows.h"
+
 #include <math.h>
 
 #include "attention.h"

@@ -25,7 +25,6 @@ class EagleDrafter(Drafter):
         self.layers = nn.ModuleList(
             DecoderLayer(config.layer, layer=i, input_norm=i > 0) for i in range(config.num_layers)
         )
-        self._stack: DecoderStack | None = None
 
     def stack(self) -> None:
         """Make the layers one call, where they can be. Inference on a CPU only."""

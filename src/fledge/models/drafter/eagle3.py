@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.draft_input import draft_input
+from fledge.kernels.native.drafting import DrafterWeights, NativeDrafter
+from fledge.kernels.native.rows import runs_native
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.mlp import SwiGLU
@@ -62,11 +64,35 @@ class Eagle3Drafter(Drafter):
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
-        self._stack: DecoderStack | None = None
 
     def stack(self) -> None:
         """Make the layers one call, where they can be. Inference on a CPU only."""
         self._stack = DecoderStack.of(self.layers, self.norm)
+        self._native = None if self._stack is None else self._native_drafter(self._stack)
+
+    def _native_drafter(self, stack: DecoderStack) -> NativeDrafter | None:
+        """Return what drafts in one call; None where a part is not in float32 on a CPU or not packed."""
+        first, fusion, head, embed = self.layers[0], self.fusion, self.lm_head, self.embed_tokens
+        assert isinstance(first, Eagle3FirstLayer)
+        norms = [] if fusion.fc_norm is None else [norm.get_parameter("weight").detach() for norm in fusion.fc_norm]
+        if fusion.fc.packed is None or head is None or head.packed is None or type(embed) is not nn.Embedding:
+            return None
+        if not runs_native(embed.weight.detach(), *norms) or not embed.weight.is_contiguous():
+            return None
+        weights = DrafterWeights(
+            embedding=embed.weight.detach(),
+            embedding_norm=first.input_layernorm.weight.detach(),
+            feature_norm=first.hidden_norm.weight.detach(),
+            states_norm=None if fusion.input_norm is None else fusion.input_norm.weight.detach(),
+            state_norms=norms,
+            states=self.config.num_aux_states,
+            fuse=fusion.fc.packed,
+            head=head.packed,
+            offsets=None if self.vocabulary is None else self.vocabulary.d2t,
+            residual_is_normed=self.config.norm_before_residual,
+            feeds_normed=self.config.norm_output,
+        )
+        return NativeDrafter(stack.decoder, weights)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:

@@ -1,8 +1,11 @@
-"""All decoder layers of a model as one native call, for a storage that keeps its keys and values in plain blocks."""
+"""All decoder layers of a model as one native call, for a storage that keeps its keys and values in plain blocks.
 
-from collections.abc import Sequence
+Such a storage says where everything is by a method `paged`, and its `attend` need not be called.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +16,6 @@ from fledge.layers.block import DecoderLayer
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.norm import RMSNorm
 from fledge.layers.rope import Rotation
-
-
-@runtime_checkable
-class PagedStorage(Protocol):
-    """A `KeyValueStorage` that can say where everything is, so that its `attend` need not be called."""
-
-    def paged(self) -> PagedTokens: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +84,11 @@ class DecoderStack:
 
     def paged(self, x: Tensor, storage: KeyValueStorage) -> PagedTokens | None:
         """Return where the keys and values of a pass over x [tokens, hidden] are; None where only `attend` knows."""
-        if torch.is_grad_enabled() or x.dtype != torch.float32 or x.dim() != 2 or not isinstance(storage, PagedStorage):
+        # Not a protocol that isinstance could ask for: that takes Python 3.11 as long as a layer.
+        describe: Callable[[], PagedTokens] | None = getattr(storage, "paged", None)
+        if describe is None or torch.is_grad_enabled() or x.dtype != torch.float32 or x.dim() != 2:
             return None
-        paged = storage.paged()
+        paged = describe()
         return paged if paged.keys.dtype == torch.float32 and paged.keys.device.type == "cpu" else None
 
     def run(

@@ -233,4 +233,6 @@ def pass_struct(tokens: int, turns: Turns, paged: PagedTokens) -> tuple[_PassStr
 
 
 def _flat(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype).contiguous()
+    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
+        return tensor
+    return tensor.to(dtype).contiguous()

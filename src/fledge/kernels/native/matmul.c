@@ -9,7 +9,7 @@
 #endif
 
 /* Words to be read so much later. With one or two rows the processor runs ahead far enough by itself. */
-#define AHEAD 128
+#define AHEAD 256
 
 int64_t panel_count(const Matrix *matrix) {
     int64_t columns = matrix->paired ? matrix->columns / 2 : matrix->columns;
@@ -87,7 +87,7 @@ INLINE void tile(const Matrix *matrix, int64_t panel, const float *x, int64_t x_
         const uvec *words = (const uvec *)matrix->panels + panel * size;
         for (int64_t k = 0; k < size; k++) {
             uvec both = words[k];
-            if (rows > 2) __builtin_prefetch(words + k + AHEAD);
+            if (rows > 2) __builtin_prefetch(words + k + AHEAD, 0, 2);
             vec w_low = (vec)(both << 16), w_high = (vec)(both & 0xFFFF0000u);
             for (int r = 0; r < rows; r++) {
                 low[r] += x[r * x_stride + k] * w_low;

@@ -13,17 +13,15 @@ def runs_native(*tensors: Tensor | None) -> bool:
 
     Neighbours in the last dimension must be neighbours in memory.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
-    if given[0].is_cuda or torch.compiler.is_compiling():
-        return False
-    for tensor in given:
-        if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
+    wants_gradient = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.device.type != "cpu" or (tensor.dtype != torch.float32 and tensor.is_floating_point()):
             return False
-        if tensor.stride()[-1:] not in ((1,), ()):
+        if (wants_gradient and tensor.requires_grad) or (tensor.dim() > 0 and tensor.stride(-1) != 1):
             return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return False
-    return library() is not None
+    return library() is not None and not torch.compiler.is_compiling()
 
 
 def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -96,12 +94,21 @@ def argmax_rows_native(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
     return out
 
 
-def accept_chain_native(drafts: Tensor, choices: Tensor, draft_lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, accepted and last as `ChainOutcome` has them."""
+def accept_chain_native(
+    drafts: Tensor, choices: Tensor, draft_lengths: Tensor | None, logits: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, accepted and last as `ChainOutcome` has them.
+
+    With `logits` [batch, places, vocab] the choices are found there, and `choices` is what they are written to.
+    """
     batch, places = choices.shape
-    choices = choices.contiguous()
+    assert choices.is_contiguous()
     tokens = torch.empty(batch, places, dtype=torch.int64)
-    accepted, last = torch.empty(batch, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)
+    accepted, last = torch.empty(2, batch, dtype=torch.int64)
+    if logits is not None:
+        assert logits.is_contiguous()
+        rows, vocab = batch * places, logits.shape[-1]
+        _call().fledge_argmax(logits.data_ptr(), rows, vocab, None, choices.data_ptr(), torch.get_num_threads())
     _call().fledge_accept(
         drafts.data_ptr(),
         drafts.stride(0),

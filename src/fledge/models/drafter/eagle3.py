@@ -74,7 +74,7 @@ class Eagle3Drafter(Drafter):
         """Return what drafts in one call; None where a part is not in float32 on a CPU or not packed."""
         first, fusion, head, embed = self.layers[0], self.fusion, self.lm_head, self.embed_tokens
         assert isinstance(first, Eagle3FirstLayer)
-        norms = [] if fusion.fc_norm is None else [norm.get_parameter("weight").detach() for norm in fusion.fc_norm]
+        norms = [weight.detach() for weight in fusion.state_norms()]
         if fusion.fc.packed is None or head is None or head.packed is None or type(embed) is not nn.Embedding:
             return None
         if not runs_native(embed.weight.detach(), *norms) or not embed.weight.is_contiguous():

@@ -23,11 +23,15 @@ class FeatureFusion(nn.Module):
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(states)) if config.fc_norm else None
         self.fc = Linear(states * width, config.hidden_size, bias=config.fc_bias)
 
+    def state_norms(self) -> list[Tensor]:
+        """Return the weights [target_hidden] of the norms of the aux states; none without `fc_norm`."""
+        return [norm.weight for norm in self.fc_norm or () if isinstance(norm, RMSNorm)]
+
     def forward(self, aux: Tensor) -> Tensor:
         """Aux [*lead, states * target_hidden] -> [*lead, hidden]."""
         if self.input_norm is not None:
             aux = self.input_norm(aux)
         if self.fc_norm is not None:
-            aux = rms_norm_parts(aux, [norm.get_parameter("weight") for norm in self.fc_norm], self.eps)
+            aux = rms_norm_parts(aux, self.state_norms(), self.eps)
         out: Tensor = self.fc(aux)
         return out

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.native.decoder import PagedTokens
 from fledge.kernels.paged_attention import paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
@@ -95,6 +96,18 @@ class RoundPass:
     depths: Tensor | None = None  # [batch, rows]: position of each new row less the context, with a tree mask
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
+    def paged(self) -> PagedTokens:
+        return PagedTokens(
+            keys=self.cache.keys,
+            values=self.cache.values,
+            block_tables=self.block_tables,
+            contexts=self.context_lens,
+            slots=self.slots,
+            rows=self.rows,
+            tree_mask=self.tree_mask,
+            depths=self.depths,
+        )
+
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query = self.cache.store(heads, spec, self.slots)
         if not query.is_cuda:
@@ -162,6 +175,16 @@ class ChunkPass:
     query_starts: Tensor  # [chunks + 1] int32
     slots: Tensor  # [tokens]
     max_chunk: int
+
+    def paged(self) -> PagedTokens:
+        return PagedTokens(
+            keys=self.cache.keys,
+            values=self.cache.values,
+            block_tables=self.block_tables,
+            contexts=self.context_lens,
+            slots=self.slots,
+            starts=self.query_starts,
+        )
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query = self.cache.store(heads, spec, self.slots)

@@ -19,6 +19,7 @@ from fledge.engine.round_clock import Mark, RoundClock, mark
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.kernels.accept import accept_chain, accept_greedy
+from fledge.kernels.native.drafting import ChainPlaces
 from fledge.kernels.round_rows import OpenedRound, SettledRound, open_round, settle_round, slots_of
 from fledge.models.drafter.base import DraftStates
 from fledge.models.target.decoder import TargetStates
@@ -209,6 +210,14 @@ def _extend_and_draft(
     drafter, cache = models.require_drafter()
     width = verified.tokens.shape[1]
     storage = models.storage(cache, settled.places.tables, opened.context, opened.slots, rows=width)
+    if models.tree is None and not models.sample_drafts:
+        steps = settled.places
+        places = ChainPlaces(last_rows=settled.last_rows, positions=steps.positions, slots=steps.slots)
+        drafted = drafter.draft_settled(verified.states, settled.tokens, opened.positions, storage, places, depth)
+        if drafted is not None:
+            drafts, deepest = drafted
+            state.drafts[rows, :depth] = drafts.T
+            return deepest
     out = drafter(settled.tokens, drafter.fuse(verified.states), opened.positions, storage)
     head = out.head[settled.last_rows]
     feature = head if out.feature is out.head else out.feature[settled.last_rows]

@@ -15,6 +15,7 @@ from torch import Tensor
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.argmax import argmax_rows_reference, chunk_maxima, first_of_chunks
+from fledge.kernels.native.rows import accept_chain_native, runs_native
 
 PADDING = -1
 
@@ -35,6 +36,9 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
     """
     if runs_triton(choices):
         return accept_chain_triton(drafts, choices, draft_lengths=draft_lengths)
+    if runs_native(drafts, choices, draft_lengths):
+        tokens, accepted, last = accept_chain_native(drafts, choices.contiguous(), draft_lengths)
+        return ChainOutcome(tokens=tokens, accepted=accepted, last=last)
     return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
 
 
@@ -42,6 +46,10 @@ def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | Non
     """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
     if runs_triton(logits):
         return accept_greedy_triton(drafts, logits, draft_lengths=draft_lengths)
+    if runs_native(logits, drafts, draft_lengths) and logits.is_contiguous():
+        choices = torch.empty(logits.shape[:2], dtype=torch.int64)
+        tokens, accepted, last = accept_chain_native(drafts, choices, draft_lengths, logits)
+        return ChainOutcome(tokens=tokens, accepted=accepted, last=last)
     choices = argmax_rows_reference(logits.flatten(0, 1)).view(logits.shape[:2])
     return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
 

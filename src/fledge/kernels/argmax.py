@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.native.rows import argmax_rows_native, runs_native
 
 CHUNK = 4096  # logits of one program: 32 programs share a row of a vocabulary of 128k
 
@@ -19,6 +20,8 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
     """
     if runs_triton(logits):
         return argmax_rows_triton(logits, offsets)
+    if runs_native(logits, offsets) and logits.is_floating_point():
+        return argmax_rows_native(logits, offsets)
     return argmax_rows_reference(logits, offsets)
 
 

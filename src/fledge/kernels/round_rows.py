@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.native.rounds import open_round_native, settle_round_native
+from fledge.kernels.native.rows import runs_native
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,28 @@ def open_round(
         return _open_round_triton(
             rows, last_token, drafts, length, draft_count, block_tables, verify=verify, block_size=block_size
         )
+    if runs_native(rows, drafts, block_tables):
+        opened = _empty_opening(rows, width=verify + 1, max_blocks=block_tables.shape[1])
+        state = (last_token, drafts, length, draft_count, block_tables)
+        written = (opened.tokens, opened.positions, opened.slots, opened.tables, opened.context, opened.drafted)
+        open_round_native(rows, state, written, width=verify + 1, block_size=block_size)
+        return opened
+    return open_round_reference(
+        rows, last_token, drafts, length, draft_count, block_tables, verify=verify, block_size=block_size
+    )
+
+
+def open_round_reference(
+    rows: Tensor,
+    last_token: Tensor,
+    drafts: Tensor,
+    length: Tensor,
+    draft_count: Tensor,
+    block_tables: Tensor,
+    *,
+    verify: int,
+    block_size: int,
+) -> OpenedRound:
     tables, context = block_tables[rows], length[rows]
     positions = context[:, None] + torch.arange(verify + 1, device=rows.device)
     return OpenedRound(
@@ -105,6 +129,42 @@ def settle_round(
             depth=depth,
             block_size=block_size,
         )
+    if runs_native(rows, tokens, accepted, opened.context):
+        settled = _empty_settlement(rows, opened, width=tokens.shape[1], depth=depth)
+        state = (last_token, length, draft_count)
+        written = (settled.tokens, settled.last_rows, settled.places.positions, settled.places.slots)
+        read = (opened.context, opened.tables, tokens.contiguous(), accepted, draft_until, draft_limit)
+        settle_round_native(rows, read, state, written, depth=depth, block_size=block_size)
+        return settled
+    return settle_round_reference(
+        rows,
+        opened,
+        tokens,
+        accepted,
+        last_token,
+        length,
+        draft_count,
+        draft_until,
+        draft_limit,
+        depth=depth,
+        block_size=block_size,
+    )
+
+
+def settle_round_reference(
+    rows: Tensor,
+    opened: OpenedRound,
+    tokens: Tensor,
+    accepted: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    draft_count: Tensor,
+    draft_until: Tensor,
+    draft_limit: Tensor,
+    *,
+    depth: int,
+    block_size: int,
+) -> SettledRound:
     batch, width = tokens.shape
     new_length = opened.context + accepted + 1
     last_token[rows] = tokens.gather(1, accepted[:, None]).squeeze(1)
@@ -131,6 +191,32 @@ def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor
     return blocks.long() * block_size + positions % block_size
 
 
+def _empty_opening(rows: Tensor, *, width: int, max_blocks: int) -> OpenedRound:
+    batch = len(rows)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=rows.device)
+
+    return OpenedRound(
+        tokens=empty(batch * width),
+        positions=empty(batch * width),
+        slots=empty(batch * width),
+        tables=empty(batch, max_blocks, dtype=torch.int32),
+        context=empty(batch),
+        drafted=empty(batch),
+    )
+
+
+def _empty_settlement(rows: Tensor, opened: OpenedRound, *, width: int, depth: int) -> SettledRound:
+    batch, steps = len(rows), max(depth - 1, 0)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=rows.device)
+
+    places = DraftPlaces(positions=empty(steps, batch), slots=empty(steps, batch), tables=opened.tables)
+    return SettledRound(tokens=empty(batch * width), last_rows=empty(batch), places=places)
+
+
 def _open_round_triton(
     rows: Tensor,
     last_token: Tensor,
@@ -143,18 +229,7 @@ def _open_round_triton(
     block_size: int,
 ) -> OpenedRound:
     batch, width, max_blocks = len(rows), verify + 1, block_tables.shape[1]
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=rows.device)
-
-    opened = OpenedRound(
-        tokens=empty(batch * width),
-        positions=empty(batch * width),
-        slots=empty(batch * width),
-        tables=empty(batch, max_blocks, dtype=torch.int32),
-        context=empty(batch),
-        drafted=empty(batch),
-    )
+    opened = _empty_opening(rows, width=width, max_blocks=max_blocks)
     _open_kernel[(batch,)](
         rows,
         last_token,
@@ -196,12 +271,8 @@ def _settle_round_triton(
 ) -> SettledRound:
     batch, width = tokens.shape
     steps = max(depth - 1, 0)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=rows.device)
-
-    places = DraftPlaces(positions=empty(steps, batch), slots=empty(steps, batch), tables=opened.tables)
-    settled = SettledRound(tokens=empty(batch * width), last_rows=empty(batch), places=places)
+    settled = _empty_settlement(rows, opened, width=width, depth=depth)
+    places = settled.places
     _settle_kernel[(batch,)](
         rows,
         opened.context,

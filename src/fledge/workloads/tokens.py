@@ -13,20 +13,13 @@ import transformers
 from fledge.checkpoints.source import resolve
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import PromptError
+from fledge.folders import cache_directory
 from fledge.training.data.target_files import tokenizer_digests
 from fledge.workloads.base import Workload
 
 FORMAT = 1
 
 TokenIds = tuple[tuple[int, ...], ...]
-
-
-def cache_directory() -> Path:
-    """FLEDGE_CACHE, or `fledge` in XDG_CACHE_HOME, or ~/.cache/fledge."""
-    if given := os.environ.get("FLEDGE_CACHE"):
-        return Path(given).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fledge"
 
 
 def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> TokenIds:

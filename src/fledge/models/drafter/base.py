@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.argmax import argmax_rows
+from fledge.kernels.native.drafting import ChainPlaces, NativeDrafter
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.linear import Linear
 from fledge.layers.rope import RotaryEmbedding
+from fledge.layers.stack import DecoderStack, turns_of
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
@@ -40,6 +42,9 @@ class Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.vocab_size) if config.reduced_vocab else None
+        # Made by `stack`, where there is one, for inference on a CPU: the layers as one call, and all of drafting.
+        self._stack: DecoderStack | None = None
+        self._native: NativeDrafter | None = None
 
     def share_with(self, target: TargetModel) -> None:
         """Use the target's embedding and head where the drafter has none of its own."""
@@ -60,6 +65,27 @@ class Drafter(nn.Module):
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         """tokens, positions [*lead]; features [*lead, hidden] from `fuse` or from the previous draft step."""
         raise NotImplementedError
+
+    def draft_settled(
+        self,
+        states: TargetStates,
+        tokens: Tensor,
+        positions: Tensor,
+        storage: KeyValueStorage,
+        places: ChainPlaces,
+        depth: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Do all of a round's drafting in one call: `fuse`, `forward` over settled rows, `depth` likeliest tokens.
+
+        Returns the drafts [depth, n] and the states [n, hidden] behind the last; None where it takes several calls.
+        """
+        if self._stack is None or self._native is None or states.aux is None:
+            return None
+        paged = self._stack.paged(states.aux, storage)
+        if paged is None:
+            return None
+        turns = turns_of(self.rope(positions, states.aux.dtype))
+        return self._native.draft(states.aux, tokens, turns, paged, places, depth)
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "share_with(target) first"

@@ -18,7 +18,7 @@ def demo(
         list[str] | None, typer.Argument(help="What to ask; a few questions of our own if left out.")
     ] = None,
     *,
-    depth: Annotated[int, typer.Option(help="Tokens to draft ahead, 1 to 16.")] = 4,
+    depth: Annotated[int, typer.Option(help="Tokens to draft ahead, 1 to 16.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 120,
     repeats: Annotated[int, typer.Option(help="How often the answers are timed.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -27,7 +27,7 @@ def demo(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Answer a few questions with the bundled models, with and without speculation, and compare."""
+    """Answer a few questions with the bundled models, with and without speculation, and compare; transformers too."""
     for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats), ("--threads", threads)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}: found {value}, allowed is 1 or more")
@@ -46,16 +46,18 @@ def demo(
     contenders = shown.load_contenders(settings)  # refuses what cannot be run
     console.print(INTRODUCTION)
     identical = shown.stream_answers(contenders, settings, console)
-    with console.status("timing"):
-        shown.time_answers(contenders, settings)
-    figures = shown.report(contenders, settings)
+    with console.status("timing, beside transformers"):
+        generate = shown.Generate(contenders[0].llm)
+        shown.time_answers(contenders, generate, settings)
+    figures = shown.report(contenders, generate, settings)
     if as_json:
         print(json.dumps(figures))
     else:
         console.print()
         console.print(shown.table(figures))
     if identical:
-        console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters.")
+        others = ", and from transformers" if figures["identical_to_transformers"] else ""
+        console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters{others}.")
         return
     if figures["device"] == "cpu":
         console.print("[red]Not lossless: the tokens differ.[/red] This is a bug; please report it.")

@@ -1,13 +1,13 @@
 #!/bin/sh
 # The servers of Fledge and vLLM on a CPU, with the bundled pair and without its drafter, under the same load, in turns.
 #
-#     [VLLM_PYTHON=.venv-vllm/bin/python] [FLEDGE=.venv/bin/fledge] [OUT=build/servers-cpu.json] [THREADS=2] [DEPTH=4] \
+#     [VLLM_PYTHON=.venv-vllm/bin/python] [FLEDGE=.venv/bin/fledge] [OUT=build/servers-cpu.json] [THREADS=2] [DEPTH=3] \
 #         sh benchmarks/serve_peers.sh [options of bench serve ...]
 #
 # All four servers run all the time; those that nobody asks sleep. float32 and greedy, so the texts must be the same.
 set -eu
 VLLM_PYTHON=${VLLM_PYTHON:-.venv-vllm/bin/python} FLEDGE=${FLEDGE:-.venv/bin/fledge} OUT=${OUT:-build/servers-cpu.json}
-DEPTH=${DEPTH:-4} LOGS=${LOGS:-build/servers} OMP_NUM_THREADS=${THREADS:-2}
+DEPTH=${DEPTH:-3} LOGS=${LOGS:-build/servers} OMP_NUM_THREADS=${THREADS:-2}
 MODELS=${MODELS:-src/fledge/bundled}
 export OMP_NUM_THREADS
 mkdir -p "$LOGS" "$(dirname "$OUT")"

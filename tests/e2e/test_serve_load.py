@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from fledge import SamplingParams
+from fledge.engine.engine import Update
 from tests.serving import MODEL, Serving, make_llm, make_service, pair_directory
 
 CHAT = "/v1/chat/completions"
@@ -138,7 +139,15 @@ def test_too_many_requests_get_429_and_when_to_come_back() -> None:
 
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
-    with Serving(make_service(request_timeout=0.15)) as serving:
+    llm = make_llm()
+    step = llm.engine.step
+
+    def slowly() -> list[Update]:
+        time.sleep(0.01)
+        return step()
+
+    llm.engine.step = slowly  # type: ignore[method-assign]
+    with Serving(make_service(llm, request_timeout=0.15)) as serving:
         whole = httpx.post(serving.url + CHAT, json=LONG, timeout=30)
         assert whole.status_code == 408
         assert whole.json()["error"]["code"] == "timeout"
@@ -154,15 +163,18 @@ def test_a_drafter_that_fails_is_given_up_and_every_stream_goes_on() -> None:
     llm = make_llm(max_num_seqs=8)
     drafter, calls = llm.engine.runner.models.drafter, [0]
     assert drafter is not None
-    forward = drafter.forward
 
-    def failing(*arguments: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > 30:
-            raise RuntimeError("no kernel image is available")
-        return forward(*arguments)
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > 30:
+                raise RuntimeError("no kernel image is available")
+            return method(*arguments)
 
-    drafter.forward = failing  # type: ignore[method-assign]
+        return call
+
+    for name in ("forward", "draft_settled"):  # the second is all of a round's drafting, where it is one call
+        setattr(drafter, name, failing(getattr(drafter, name)))
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
         body = {**LONG, "messages": [{"role": "user", "content": f"Hello {number}"}], "max_tokens": 60, "stream": True}

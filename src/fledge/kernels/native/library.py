@@ -43,7 +43,9 @@ def library() -> ctypes.CDLL | None:
     try:
         return _load()
     except _UnavailableError as reason:
-        _log.info("CPU kernels of our own are not used, torch's are: %s", reason)
+        # Who switched it off knows; anybody else would wonder why it is slow.
+        level = logging.INFO if _is_switched_off() else logging.WARNING
+        _log.log(level, "CPU kernels of our own are not used, torch's are, which are slower: %s", reason)
         return None
 
 
@@ -52,7 +54,7 @@ class _UnavailableError(Exception):
 
 
 def _load() -> ctypes.CDLL:
-    if os.environ.get("FLEDGE_NATIVE") == "0":
+    if _is_switched_off():
         raise _UnavailableError("FLEDGE_NATIVE=0")
     if sys.platform != "linux":
         raise _UnavailableError(f"they have been tried on Linux only, this is {sys.platform}")
@@ -66,13 +68,17 @@ def _load() -> ctypes.CDLL:
         # torch is loaded already, and with it the one OpenMP whose threads both use.
         loaded = ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
-        lines = str(error.stderr).strip().splitlines()
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
         raise _UnavailableError(f"{compiler}: {lines[0] if lines else error}") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise _UnavailableError(str(error)) from None
     for name, letters in _ARGUMENTS.items():
         getattr(loaded, name).argtypes = [_TYPES[letter] for letter in letters if letter != " "]
     return loaded
+
+
+def _is_switched_off() -> bool:
+    return os.environ.get("FLEDGE_NATIVE") == "0"
 
 
 def _key(sources: dict[str, bytes], compiler: str) -> str:
@@ -100,5 +106,5 @@ def _compile(sources: list[Path], compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
-        subprocess.run(command, capture_output=True, check=True, text=True, timeout=_COMPILE_SECONDS)
+        subprocess.run(command, capture_output=True, check=True, timeout=_COMPILE_SECONDS)
         made.replace(path)

@@ -29,7 +29,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from fledge.bench.closed_loop import ClosedLoop, Question, asked, token_digest
 from fledge.bench.offline_engines import Mode, Models, entrants, load_models, make_engine, titles
-from fledge.bench.provenance import bench_provenance
 from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, write_results
 from fledge.bench.tables import print_results
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
@@ -37,7 +36,8 @@ from fledge.checkpoints.source import resolve
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.sizing import EngineConfig
-from fledge.workloads import load_workload, tokenised
+from fledge.evaluation.workloads import load_workload, tokenised
+from fledge.provenance import run_provenance
 
 PLAIN = "transformers"
 LOOKUP_TOKENS = 10  # what transformers' documentation uses
@@ -397,7 +397,7 @@ def main() -> None:
         "depth": options.depth,
         "workloads": [{"name": w.name, "digest": w.digest, "source": w.source} for w in workloads],
     }
-    run = Run(options, local_peers(options, models, asking, longest), settings, bench_provenance())
+    run = Run(options, local_peers(options, models, asking, longest), settings, run_provenance())
     complete = False
     log_file = options.out.with_suffix(".vllm.log")
     log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -21,9 +21,9 @@ from rich.table import Table
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.devices import choose_device
+from fledge.evaluation.workloads import load_workload
 from fledge.training.evaluation import Question, Turn, answer_questions, release
 from fledge.training.recipe import DataSection, EvalSection, Recipe, TargetSection
-from fledge.workloads import load_workload
 
 SETS = ("mt_bench", "humaneval", "gsm8k", "math500", "chat_dialogue", "docs_qa", "instructions")
 

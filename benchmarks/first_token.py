@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fledge.bench.offline_engines import Mode, entrants, load_models, make_engine
-from fledge.bench.provenance import bench_provenance
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.sizing import EngineConfig
+from fledge.provenance import run_provenance
 
 
 def seconds_to_first_token(engine: Engine, prompt: list[int], number: int) -> float:
@@ -70,7 +70,7 @@ def main() -> None:
             "milliseconds": {length: {name: 1000 * v for name, v in by.items()} for length, by in found.items()},
             "depth": arguments.depth,
             "inflated": arguments.inflate,
-            "provenance": bench_provenance(),
+            "provenance": run_provenance(),
         }
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -11,8 +11,8 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from fledge.training.data.files import json_line, read_json_lines
-from fledge.workloads.catalogue import DATA, SETS
+from fledge.evaluation.workloads.catalogue import DATA, SETS
+from fledge.files import json_line, read_json_lines
 
 # Natural-instructions tasks carry their source's licence. These sources forbid redistribution (Yelp), allow no
 # commercial use (ASSET, AirDialogue) or state no licence (overruling, TimeTravel).

@@ -12,9 +12,9 @@ import torch
 
 from fledge.checkpoints.target import save_target
 from fledge.models.config import TargetConfig
+from fledge.progress import Progress
 from fledge.training.batch import PackedBatch
 from fledge.training.data.store import TokenStore
-from fledge.training.progress import Progress
 from fledge.training.recipe import (
     CaptureSection,
     DataSection,

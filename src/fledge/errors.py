@@ -25,6 +25,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint works, but probably not as well as its author meant. The command line prints it as one line."""
 
 
+class DataError(FledgeError):
+    """Data (conversations, workloads, stored examples) cannot be read, or is not what it should be."""
+
+
 class PromptError(FledgeError):
     """A request cannot be served: empty, too long, or not expressible with this tokenizer."""
 

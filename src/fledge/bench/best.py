@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from fledge.bench.figures import cells_by_key, decoding, ratio, ratio_reason, ratios
 from fledge.bench.results import Cell, Load, Results
-from fledge.drift.bootstrap import Interval
-from fledge.drift.result import Plain
+from fledge.records import Record
+from fledge.report.intervals import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best(Plain):
+class Best(Record):
     """Of the ways to use one drafter, in one workload and load."""
 
     drafter: str

@@ -31,9 +31,9 @@ from fledge.bench.resampling import (
     value_of,
 )
 from fledge.bench.results import Cell, Load, Results
-from fledge.drift.bootstrap import Bootstrap, Interval
-from fledge.drift.result import Plain
 from fledge.drift.verdict import sign_of
+from fledge.records import Record
+from fledge.report.intervals import Bootstrap, Interval
 
 THRESHOLD, LEVEL = 0.05, 0.95
 LEAST_REPEATS = 2  # of each side: one repeat says nothing about how much the machine varies
@@ -73,7 +73,7 @@ METRICS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change(Plain):
+class Change(Record):
     """One figure on both sides. `ratio` is B over A; None where it cannot be given, and `reason` says why."""
 
     contender: str
@@ -88,7 +88,7 @@ class Change(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Plain):
+class Comparison(Record):
     """Everything that `fledge bench compare` says. `is_relative`: speeds are ratios to each file's own baseline."""
 
     is_relative: bool

@@ -13,8 +13,8 @@ from fledge.bench.part import Part
 from fledge.bench.plot_parts import bars, legend, style
 from fledge.bench.results import Load
 from fledge.drift.attention_plots import SIZE, frame, new_figure
-from fledge.drift.bootstrap import Interval
-from fledge.drift.svg import INK, MUTED, PAPER, series_style, short_title
+from fledge.report.charts import INK, MUTED, PAPER, series_style, short_title
+from fledge.report.intervals import Interval
 
 _ABREAST = 2  # panels
 _LABEL = 7.5  # points

@@ -15,10 +15,10 @@ from fledge.bench.plots import LENGTHS, MORE, accepted_chart, lengths_chart
 from fledge.bench.tables import DASH, with_interval
 from fledge.bench.verdict import Verdict
 from fledge.bench.words import ACCEPTANCE, anchor
-from fledge.drift.bootstrap import Interval
 from fledge.drift.plots import Chart
-from fledge.drift.svg import STYLE
 from fledge.drift.verdict import Sentence, Tone, percent
+from fledge.report.charts import STYLE
+from fledge.report.intervals import Interval
 
 MANY_OUTSIDE = 0.2  # of the misses
 

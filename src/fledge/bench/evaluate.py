@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from fledge.bench.evaluate_turns import Asked, different_turns, open_turns, request_record
-from fledge.bench.provenance import bench_provenance
 from fledge.bench.results import Cell, Contender, Difference, Load, RequestRecord, Results, Status, write_results
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
 from fledge.engine.llm import LLM
 from fledge.engine.speculative_config import MAX_DEPTH
 from fledge.errors import CheckpointError, ConfigError, FledgeError
-from fledge.training.data.files import distinct_names
+from fledge.evaluation.workloads import Prompt, Workload, tokenised
+from fledge.files import distinct_names, read_json
+from fledge.progress import Progress
+from fledge.provenance import run_provenance
 from fledge.training.evaluation import (
     TIE,
     Question,
@@ -30,10 +32,7 @@ from fledge.training.evaluation import (
     clear_differences,
     release,
 )
-from fledge.training.progress import Progress
 from fledge.training.recipe import DataSection, EvalSection, Recipe, TargetSection
-from fledge.training.workspace import read_json
-from fledge.workloads import Prompt, Workload, tokenised
 
 # A step of a bfloat16 number between 16 and 32, where logits often lie, is 0.125; two ways to compute one may differ by
 # two of them.
@@ -106,7 +105,7 @@ class _Run:
         self.workloads = workloads
         self.progress = progress
         self.out = out
-        self.provenance = bench_provenance()
+        self.provenance = run_provenance()
         self.names = dict(zip(settings.drafters, distinct_names(settings.drafters), strict=True))
         self.asked: dict[tuple[str, float], Asked] = {}  # by workload and temperature
         self.too_long: dict[str, list[str]] = {}  # prompts by workload

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from fledge.bench.results import Cell, Contender, RequestRecord, Results
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.bootstrap import Bootstrap, Interval
-from fledge.drift.result import Plain
-from fledge.workloads import LENGTH_BUCKETS, length_bucket
+from fledge.evaluation.workloads import LENGTH_BUCKETS, length_bucket
+from fledge.records import Record
+from fledge.report.intervals import Bootstrap, Interval
 
-Record = tuple[str, RequestRecord]  # with its workload
+NamedRecord = tuple[str, RequestRecord]  # with its workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalRow(Plain):
+class EvalRow(Record):
     """One drafter at one depth and temperature. Lengths are acceptance lengths, pooled over a group's rounds."""
 
     contender: str
@@ -57,7 +57,7 @@ def eval_rows(results: Results, bootstrap: Bootstrap | None = None) -> list[Eval
 def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRow:
     cells = [cell for cell in results.cells if cell.contender == contender.name]
     good = [cell for cell in cells if cell.status == "complete"]
-    records: list[Record] = [(cell.workload, record) for cell in good for record in cell.good]
+    records: list[NamedRecord] = [(cell.workload, record) for cell in good for record in cell.good]
     categories = {
         (name, prompt): category
         for name, facts in results.settings["workloads"].items()
@@ -95,7 +95,9 @@ def _is_failed(cell: Cell) -> bool:
     return cell.status != "complete"
 
 
-def _lengths(records: Iterable[Record], key: Callable[[Record], str], bootstrap: Bootstrap) -> dict[str, Interval]:
+def _lengths(
+    records: Iterable[NamedRecord], key: Callable[[NamedRecord], str], bootstrap: Bootstrap
+) -> dict[str, Interval]:
     """Acceptance length by group, resampling prompts: all turns of a prompt go together."""
     counts: dict[str, dict[str, tuple[float, float]]] = {}
     for workload, record in records:

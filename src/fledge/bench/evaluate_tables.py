@@ -8,8 +8,8 @@ from rich.table import Table
 
 from fledge.bench.evaluate_figures import EvalRow, eval_rows, half_width, workloads_of
 from fledge.bench.results import Results
-from fledge.drift.bootstrap import Interval
-from fledge.training.data.files import written_whole
+from fledge.files import atomic_file
+from fledge.report.intervals import Interval
 
 NOTHING = "-"
 _BORDER = 3  # columns that a cell takes besides its text
@@ -58,7 +58,7 @@ def markdown(results: Results) -> str:
 
 def write_markdown(results: Results, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as file:
+    with atomic_file(path) as file:
         file.write(markdown(results))
 
 

@@ -9,8 +9,8 @@ import torch
 
 from fledge.bench.results import RequestRecord, tally_triples
 from fledge.engine.outputs import RequestOutput
+from fledge.evaluation.workloads import Prompt
 from fledge.training.evaluation import Turn, first_difference
-from fledge.workloads import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,16 @@ from typing import Literal
 from fledge.bench.resampling import Panel, interval, mean_ratio, pooled, quantiles, together
 from fledge.bench.results import Cell, Load, RequestRecord, Results
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.bootstrap import Interval
-from fledge.drift.result import Plain
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.records import Record
+from fledge.report.intervals import Interval
 
 Key = tuple[str, str, Load]  # contender, workload, load
 Latency = Literal["ttft", "tpot"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread(Plain):
+class Spread(Record):
     """A latency over requests, in milliseconds."""
 
     mean: Interval
@@ -35,7 +35,7 @@ class Spread(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures(Plain):
+class Figures(Record):
     """Of one contender on one workload under one load, all repeats pooled. None: nothing there to derive it from."""
 
     per_user_tokens_per_second: Interval | None
@@ -54,7 +54,7 @@ class Figures(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Plain):
+class Row(Record):
     contender: str
     workload: str
     load: Load
@@ -66,7 +66,7 @@ class Row(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RatioRow(Plain):
+class RatioRow(Record):
     """A contender over the baseline, in the same workload and load and the same repeats."""
 
     contender: str
@@ -83,7 +83,7 @@ class RatioRow(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement(Plain):
+class Agreement(Record):
     """Whether a contender said the same as the baseline, where it must: at temperature 0."""
 
     contender: str

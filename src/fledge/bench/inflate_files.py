@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fledge.bench.inflate import TargetPlan
 from fledge.bench.inflate_drafter import drafter_config, inflate_drafter
-from fledge.bench.provenance import bench_provenance
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.reading import PROVENANCE_FILE
@@ -21,12 +20,13 @@ from fledge.checkpoints.stacking import unstack
 from fledge.checkpoints.target import hf_config, hf_name, load_target
 from fledge.checkpoints.tensors import new_directory, write_json
 from fledge.errors import CheckpointError
+from fledge.files import read_json
 from fledge.layers.block import DecoderLayer
 from fledge.layers.norm import RMSNorm
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetModel
-from fledge.training.workspace import read_json
+from fledge.provenance import run_provenance
 
 _COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "*.model")
 
@@ -148,7 +148,7 @@ def _ends(plan: TargetPlan, small: TargetModel, dtype: torch.dtype) -> TargetMod
 
 
 def _provenance(inflation: Inflation, source: str) -> dict[str, Any]:
-    return {**bench_provenance(), "inflated": inflation.label(source)}
+    return {**run_provenance(), "inflated": inflation.label(source)}
 
 
 def _target_facts(plan: TargetPlan) -> list[str]:

@@ -3,8 +3,8 @@
 from fledge.bench.part import Part
 from fledge.bench.report import Report
 from fledge.bench.tables import DASH, number, times, with_interval
-from fledge.drift.bootstrap import Interval
-from fledge.drift.page import visible
+from fledge.report.intervals import Interval
+from fledge.report.page import visible
 
 
 def markdown(report: Report) -> str:

@@ -23,15 +23,15 @@ from fledge.bench.offline_engines import (
     load_models,
     make_engine,
 )
-from fledge.bench.provenance import bench_provenance
 from fledge.bench.results import Cell, Load, Results, Status, write_results
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.recovery import DeadEngineError
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
-from fledge.training.progress import Progress
-from fledge.workloads import Workload, tokenised
+from fledge.evaluation.workloads import Workload, tokenised
+from fledge.progress import Progress
+from fledge.provenance import run_provenance
 
 LEAST_REQUESTS = 8
 ROUNDS_OF_LOAD = 2  # requests for each place in flight
@@ -114,7 +114,7 @@ class OfflineRun:
 
     def run(self) -> Results:
         settings, started = self.settings, time.monotonic()
-        self._provenance = bench_provenance()
+        self._provenance = run_provenance()
         self._notes += settings.notes
         self.progress.say(f"loading {settings.target}" + (f" as {settings.inflate}" if settings.inflate else ""))
         models = load_models(

@@ -21,10 +21,10 @@ from fledge.engine.sizing import EngineConfig
 from fledge.engine.speculative_config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError
+from fledge.files import read_json
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetModel
-from fledge.training.workspace import read_json
 from fledge.version import __version__
 
 NO_SPECULATION = "no speculation"

@@ -21,8 +21,8 @@ from fledge.bench.figures import (
 from fledge.bench.resampling import interval, mean_ratio, together
 from fledge.bench.results import Cell, Contender, Load, Results
 from fledge.bench.tables import warnings
-from fledge.drift.bootstrap import Interval
 from fledge.errors import ConfigError
+from fledge.report.intervals import Interval
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from fledge.bench.families import drafter_of
 from fledge.bench.part import Part
 from fledge.bench.results import Load
-from fledge.drift.bootstrap import Floats, Interval
-from fledge.drift.svg import INK, SERIES, series_style
+from fledge.report.charts import INK, SERIES, series_style
+from fledge.report.intervals import Floats, Interval
 
 _ROW_INCHES = 0.17  # of a legend
 _ROWS_WITHIN = 2  # of a legend that the usual size of a figure has room for

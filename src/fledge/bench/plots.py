@@ -16,9 +16,9 @@ from fledge.bench.results import Load
 from fledge.bench.speed_plots import shown_names, speed_charts
 from fledge.bench.words import ACCEPTANCE, LATENCY, load_text
 from fledge.drift.attention_plots import SIZE, frame, new_figure
-from fledge.drift.bootstrap import Interval
 from fledge.drift.plots import Chart
-from fledge.drift.svg import STYLE, short_title
+from fledge.report.charts import STYLE, short_title
+from fledge.report.intervals import Interval
 
 MORE = "latency-more"  # charts of loads between the lowest and the highest
 LENGTHS = "lengths"

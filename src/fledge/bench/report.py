@@ -20,13 +20,13 @@ from fledge.bench.results import Contender
 from fledge.bench.tables import DASH, answers_by_contender, number, with_interval
 from fledge.bench.verdict import Verdict, leaders, overall, verdicts
 from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, load_text
-from fledge.drift.bootstrap import RESAMPLES, Interval
-from fledge.drift.page import finished, page_style, page_template, visible
 from fledge.drift.plots import Chart
 from fledge.drift.report import ratio_bar
-from fledge.drift.svg import SERIES, save_png, to_svg
 from fledge.errors import ConfigError
-from fledge.training.data.files import written_whole
+from fledge.files import atomic_file
+from fledge.report.charts import SERIES, save_png, to_svg
+from fledge.report.intervals import RESAMPLES, Interval
+from fledge.report.page import finished, page_style, page_template, visible
 
 SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
 _TITLE_WIDTH = 50  # letters of a picture's title that fit beside each other
@@ -50,7 +50,7 @@ def write_report(report: Report, page: Path, *, pictures: Path | None = None) ->
     text = render(report, drawn)
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(page) as file:
+        with atomic_file(page) as file:
             file.write(text)
         if pictures is not None:
             pictures.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fledge.bench.results import conversation_of
-from fledge.drift.bootstrap import Bootstrap, Floats, Interval
+from fledge.report.intervals import Bootstrap, Floats, Interval
 
 BOOTSTRAP = Bootstrap()
 Side: TypeAlias = tuple[Floats, Floats]  # totals [..., repeats, columns] and the repeats' weights [..., repeats]

@@ -16,9 +16,9 @@ from fledge.bench.plot_parts import bars, legend, load_axis, place, style
 from fledge.bench.results import Load
 from fledge.bench.words import CAPACITY, SPEED
 from fledge.drift.attention_plots import frame, new_figure
-from fledge.drift.bootstrap import Floats, Interval
 from fledge.drift.plots import Chart
-from fledge.drift.svg import INK, MUTED, short_title
+from fledge.report.charts import INK, MUTED, short_title
+from fledge.report.intervals import Floats, Interval
 
 _LABEL = 7.5  # points: text at a point of a picture
 _NEAR = 0.06  # of the width or height of the axes: two labels within it would be written over each other

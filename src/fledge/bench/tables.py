@@ -8,7 +8,7 @@ from rich.text import Text
 
 from fledge.bench.figures import Agreement, RatioRow, Row, agreements, ratios, summarise
 from fledge.bench.results import Results
-from fledge.drift.bootstrap import Interval
+from fledge.report.intervals import Interval
 
 DASH = "\N{EN DASH}"  # no such figure
 _WARNING = "yellow"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fledge.bench.part import Part
 from fledge.bench.results import Load
-from fledge.drift.bootstrap import Interval
+from fledge.report.intervals import Interval
 
 SPEED, ACCEPTANCE, LATENCY, CAPACITY = "speed", "acceptance", "latency", "capacity"
 WHY, ANSWERS = "why", "answers"

@@ -76,7 +76,7 @@ def drift(
     from fledge.drift.report import REPORT_FILE, make_report, read_results, write_report  # noqa: PLC0415
     from fledge.drift.suite import run_suite  # noqa: PLC0415
     from fledge.drift.workloads import load_workload  # noqa: PLC0415
-    from fledge.training.progress import Progress  # noqa: PLC0415
+    from fledge.progress import Progress  # noqa: PLC0415
 
     conditions = fail_if or []
     perturbations = [*(default_suite(names.suite) if names.suite != "none" else ()), *names.single]
@@ -174,7 +174,7 @@ def _setup(suite: "SuiteResult", facts: dict[str, Any], seconds: float) -> dict[
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
-    from fledge.training.provenance import device_name, git_commit  # noqa: PLC0415
+    from fledge.provenance import device_name, git_commit  # noqa: PLC0415
     from fledge.version import __version__  # noqa: PLC0415
 
     commit = git_commit()

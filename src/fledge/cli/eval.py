@@ -68,8 +68,8 @@ def evaluate(
     from fledge.bench.evaluate import EvalSettings, run_eval  # noqa: PLC0415 - torch takes seconds
     from fledge.bench.evaluate_tables import summary, write_markdown  # noqa: PLC0415
     from fledge.bench.results import check_writable  # noqa: PLC0415
-    from fledge.training.progress import Progress  # noqa: PLC0415
-    from fledge.workloads import load_workloads  # noqa: PLC0415
+    from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
+    from fledge.progress import Progress  # noqa: PLC0415
 
     for option, path in (("--out", out), ("--markdown", markdown)):
         if path is not None:

@@ -58,8 +58,8 @@ def train(
             if first:
                 _plan(loaded, as_json=as_json)
             return
+        from fledge.progress import Progress  # noqa: PLC0415
         from fledge.training.pipeline import Selection, run_pipeline  # noqa: PLC0415 - torch takes seconds to import
-        from fledge.training.progress import Progress  # noqa: PLC0415
 
         selection = Selection(only=only, from_stage=from_stage, until=until, force=tuple(force or ()))
         report = run_pipeline(loaded, selection=selection, progress=Progress(quiet=quiet))

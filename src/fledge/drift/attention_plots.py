@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fledge.drift.result import DriftResult
 from fledge.drift.summary import PROMPT_SEGMENTS
-from fledge.drift.svg import GRID, INK, PAPER
+from fledge.report.charts import GRID, INK, PAPER
 
 # From the bottom up: what drafts gain and what the first token loses both have a straight edge to be read from.
 STACKED = ("drafted", "output", "prompt", "user", "assistant", "tool", "system", "template", "sink")

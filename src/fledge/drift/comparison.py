@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from fledge.drift.bootstrap import Bootstrap, Comparison, Counts, Interval
 from fledge.drift.figures import cells_of
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.result import DriftResult, PromptRow
@@ -18,6 +17,7 @@ from fledge.drift.verdict import (
     percent,
     sign_of,
 )
+from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
 
 
 def comparison(suite: SuiteResult, results: Results) -> tuple[Sentence, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.drift.perturb_messages import NotApplicableError, PerturbationContext
 from fledge.drift.probe import ProbeNames, ProbeSettings, open_llm, probe, trained_depth
@@ -16,7 +17,6 @@ from fledge.drift.result import DriftResult
 from fledge.drift.segments import Conversation, Message
 from fledge.drift.suite import ProbeProgress
 from fledge.engine.llm import LLM
-from fledge.training.data.target_files import tokenizer_digests, weights_digest
 
 
 @dataclass(frozen=True, kw_only=True)

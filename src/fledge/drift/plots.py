@@ -19,11 +19,11 @@ from fledge.drift.attention_plots import (
     percentages,
     put_legend,
 )
-from fledge.drift.bootstrap import Bootstrap
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
 from fledge.drift.summary import SuiteResult
-from fledge.drift.svg import MUTED, PAPER, STYLE, series_style, short_title
+from fledge.report.charts import MUTED, PAPER, STYLE, series_style, short_title
+from fledge.report.intervals import Bootstrap
 
 FEW_DRAFTS = 10  # their calibration is all chance
 

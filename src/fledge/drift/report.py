@@ -10,16 +10,13 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from fledge.drift.bootstrap import RESAMPLES, Interval
 from fledge.drift.comparison import comparison
 from fledge.drift.figures import FIGURES, all_figures, cells_of, worst_cell
-from fledge.drift.page import finished, page_style, page_template, visible
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.plots import FEW_DRAFTS, Chart, charts
-from fledge.drift.result import DriftResult, Example, Plain
+from fledge.drift.result import DriftResult, Example
 from fledge.drift.suite import read_cell
 from fledge.drift.summary import DRIFT_SHARE, CellSummary, SuiteResult
-from fledge.drift.svg import SERIES, save_png, to_svg
 from fledge.drift.verdict import (
     ACCEPTANCE,
     ATTENTION,
@@ -35,7 +32,11 @@ from fledge.drift.verdict import (
     verdicts,
     worst_of,
 )
-from fledge.training.data.files import written_whole
+from fledge.files import atomic_file
+from fledge.records import Record
+from fledge.report.charts import SERIES, save_png, to_svg
+from fledge.report.intervals import RESAMPLES, Interval
+from fledge.report.page import finished, page_style, page_template, visible
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
 TASK_KINDS = frozenset({"json", "switch", "temperature"})  # they ask for another answer
@@ -44,7 +45,7 @@ SHOWN_EXAMPLES = 3  # of each run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Plain):
+class Report(Record):
     """What a report says, for those who do not read HTML."""
 
     schema: int = 1
@@ -95,9 +96,9 @@ def write_report(directory: Path, report: Report, results: Results) -> None:
         title = chart.title if chart.drafter is None else f"{titles[chart.drafter]}: {_lower(chart.title)}"
         save_png(chart.figure, pictures / f"{chart.name}.png", title)
     values = {**report.to_dict(), "unperturbed": {name: result.to_dict() for name, result in base.items()}}
-    with written_whole(directory / RESULTS_FILE) as file:
+    with atomic_file(directory / RESULTS_FILE) as file:
         json.dump(values, file, ensure_ascii=True, indent=1, allow_nan=False)
-    with written_whole(directory / REPORT_FILE) as file:
+    with atomic_file(directory / REPORT_FILE) as file:
         file.write(page)
 
 

@@ -1,35 +1,19 @@
 """What a probe found, as plain values: written as JSON, read back the same. `docs/drift.md` has every formula."""
 
-import types
-import typing
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.errors import ConfigError
+from fledge.records import Record
 
 Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds), as `AcceptanceStatistics` counts
 Curve = tuple[float | None, ...]  # one value for each depth; None where no round got there
 TokenStatus = Literal["accepted", "rejected", "outside", "own"]
 
 
-class Plain:
-    """Frozen dataclasses of numbers, text, and more of the same: to JSON values and back."""
-
-    def to_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
-        return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        restored: Self = _restored(cls, values, cls.__name__)
-        return restored
-
-
 @dataclass(frozen=True, kw_only=True)
-class Attention(Plain):
+class Attention(Record):
     """Where attention goes, mean over rounds (and over layers and heads, or of one head)."""
 
     mass: dict[str, float]  # by segment label; sums to 1
@@ -39,14 +23,14 @@ class Attention(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadAttention(Plain):
+class HeadAttention(Record):
     layer: int
     head: int
     attention: Attention
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationBin(Plain):
+class CalibrationBin(Record):
     """Drafts of about the same confidence."""
 
     low: float
@@ -57,7 +41,7 @@ class CalibrationBin(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration(Plain):
+class Calibration(Record):
     """Is a draft of 80 % confidence right in 80 % of cases? Of drafts whose predecessors all stood."""
 
     bins: tuple[CalibrationBin, ...]
@@ -65,7 +49,7 @@ class Calibration(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthMetrics(Plain):
+class DepthMetrics(Record):
     """One draft depth. Means are over all rounds that drafted this deep, whether their drafts stood or not."""
 
     depth: int  # from 1
@@ -91,7 +75,7 @@ class DepthMetrics(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusionShare(Plain):
+class FusionShare(Record):
     """The part of one input in the sum that fc forms."""
 
     part: str  # "layer 2", ...
@@ -100,7 +84,7 @@ class FusionShare(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptRow(Plain):
+class PromptRow(Record):
     """One prompt, for resampling: counts add up, curves are means over its rounds."""
 
     id: str
@@ -134,7 +118,7 @@ class PromptRow(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleToken(Plain):
+class ExampleToken(Record):
     """A token of an answer. `own`: the target's, with no draft to compare; `outside`: no draft could be right here."""
 
     text: str
@@ -143,7 +127,7 @@ class ExampleToken(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example(Plain):
+class Example(Record):
     id: str
     category: str
     acceptance_length: float
@@ -152,7 +136,7 @@ class Example(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DriftResult(Plain):
+class DriftResult(Record):
     """One drafter on one workload, perturbed or not."""
 
     schema: int = 1
@@ -199,12 +183,7 @@ class DriftResult(Plain):
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the fields, and the figures that follow from them, which `from_dict` ignores."""
         return {
-            **{f.name: getattr(self, f.name) for f in fields(self)},
-            "by_depth": [depth.to_dict() for depth in self.by_depth],
-            "fusion_shares": [share.to_dict() for share in self.fusion_shares],
-            "calibration": self.calibration.to_dict(),
-            "prompt_rows": [row.to_dict() for row in self.prompt_rows],
-            "examples": [example.to_dict() for example in self.examples],
+            **super().to_dict(),
             "rounds": self.rounds,
             "outside_vocabulary": self.outside_vocabulary,
             "acceptance": self.acceptance.to_dict(),
@@ -218,26 +197,3 @@ def statistics(tally: Tally) -> AcceptanceStatistics:
 
 def tally_of(acceptance: AcceptanceStatistics) -> Tally:
     return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(acceptance.tally.items()))
-
-
-def _restored(kind: Any, value: Any, where: str) -> Any:
-    """Turn JSON values back into what `kind`, a type as annotated, says. Names that are no fields are ignored."""
-    if is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"drift result: {where} is {type(value).__name__}, expected an object")
-        hints = typing.get_type_hints(kind)
-        names = [f.name for f in fields(kind)]
-        missing = [name for name in names if name not in value]
-        if missing:
-            raise ConfigError(f"drift result: {where} has no '{missing[0]}'; was it written by another version?")
-        assert isinstance(kind, type)
-        return kind(**{name: _restored(hints[name], value[name], f"{where}.{name}") for name in names})
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple and isinstance(value, list | tuple):
-        kinds = [arguments[0]] * len(value) if arguments[1:] == (...,) else arguments
-        return tuple(_restored(one, item, where) for one, item in zip(kinds, value, strict=True))
-    if origin is types.UnionType and value is not None:
-        return _restored(next(one for one in arguments if one is not types.NoneType), value, where)
-    if origin is dict and isinstance(value, Mapping):
-        return dict(value)
-    return value

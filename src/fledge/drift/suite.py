@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fledge.drift.bootstrap import Bootstrap
 from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, perturb
 from fledge.drift.perturb_messages import NotApplicableError, PerturbationContext
 from fledge.drift.result import DriftResult
@@ -24,9 +23,9 @@ from fledge.drift.segments import Conversation, Message
 from fledge.drift.summary import SuiteResult, summarise
 from fledge.drift.workloads import Workload, has_open_turns, with_answers
 from fledge.errors import ConfigError
-from fledge.training.data.files import written_whole
-from fledge.training.progress import Progress
-from fledge.training.stages.base import digest
+from fledge.files import atomic_file, digest
+from fledge.progress import Progress
+from fledge.report.intervals import Bootstrap
 
 VERSION = 1  # of cells: raise it when a probe's figures change their meaning
 SUITE_FILE = "suite.json"
@@ -103,7 +102,7 @@ def run_suite(
         for cell in _run_drafter(drafter, workload, parsed, laboratory, directory, progress)
     ]
     suite = summarise(cells, workload=workload.name, bootstrap=bootstrap or Bootstrap())
-    with written_whole(directory / SUITE_FILE) as file:
+    with atomic_file(directory / SUITE_FILE) as file:
         json.dump(suite.to_dict(), file, ensure_ascii=False, indent=1)
     return suite
 
@@ -194,7 +193,7 @@ def _completed(workload: Workload, drafter: str, laboratory: Laboratory, directo
         with laboratory.open(drafter) as probe:
             completed = with_answers(workload.conversations, probe.answer)
         found = {"key": key, "messages": [conversation.messages for conversation in completed]}
-        with written_whole(path) as file:
+        with atomic_file(path) as file:
             json.dump(found, file, ensure_ascii=False)
     return workload.with_messages(found["messages"])
 
@@ -245,5 +244,5 @@ def _save(directory: Path, cell: Cell, key: str) -> None:
         "skip": cell.skip,
         "result": None if cell.result is None else cell.result.to_dict(),
     }
-    with written_whole(path) as file:
+    with atomic_file(path) as file:
         json.dump(values, file, ensure_ascii=False)

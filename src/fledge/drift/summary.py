@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fledge.drift.bootstrap import Bootstrap, Comparison, Counts, Interval
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, Plain, PromptRow
+from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
 from fledge.drift.segments import Segment
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.records import Record
+from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
 
 # Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
 # keeps a drafter that looks at neither (but at the sink, or at the answer so far) from counting as drifting.
@@ -38,7 +39,7 @@ class Probed(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DriftSummary(Plain):
+class DriftSummary(Record):
     """Where attention went and how states grew, at the first, the middle and the last depth."""
 
     middle_depth: int
@@ -59,7 +60,7 @@ class DriftSummary(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellSummary(Plain):
+class CellSummary(Record):
     """One drafter under one perturbation."""
 
     drafter: str
@@ -76,14 +77,14 @@ class CellSummary(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteDrafter(Plain):
+class SuiteDrafter(Record):
     name: str
     variant: str
     trained_depth: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteResult(Plain):
+class SuiteResult(Record):
     """All cells, drafter by drafter, each drafter's unperturbed one first."""
 
     schema: int = 1

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fledge.drift.bootstrap import Bootstrap, Comparison, Interval
 from fledge.drift.figures import GROUPS, cells_of
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, Plain, PromptRow
+from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
 from fledge.drift.summary import CellSummary, DriftSummary, SuiteResult, has_drifted, own_share, prompt_share
+from fledge.records import Record
+from fledge.report.intervals import Bootstrap, Comparison, Interval
 
 Tone = Literal["good", "bad", "neutral"]
 Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
@@ -37,14 +38,14 @@ GROUP_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sentence(Plain):
+class Sentence(Record):
     text: str
     section: str  # the anchor of what backs it
     tone: Tone = "neutral"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict(Plain):
+class Verdict(Record):
     """On one drafter."""
 
     drafter: str

@@ -1,6 +1,6 @@
 """What drafters are probed on: prompts that come with the package, or a JSON lines file of conversations.
 
-Besides the built-in ones there are those of `fledge.workloads`: mt_bench, humaneval, long_context/4k and so on.
+Besides the built-in ones there are those of `evaluation.workloads`: mt_bench, humaneval, long_context/4k and so on.
 
 A file's records may be
 
@@ -21,12 +21,12 @@ from typing import Any
 
 from fledge.drift.segments import Conversation, Message
 from fledge.drift.texts import builtin_prompts
-from fledge.errors import ConfigError, nearest_name_hint
-from fledge.training.data.conversations import ASKING_ROLES, BadRecordError, parse
-from fledge.training.data.files import DataError, read_json_lines
-from fledge.workloads import Prompt, workload_names
-from fledge.workloads import load_workload as load_packaged
-from fledge.workloads.catalogue import canonical
+from fledge.errors import ConfigError, DataError, nearest_name_hint
+from fledge.evaluation.conversations import ASKING_ROLES, BadRecordError, parse
+from fledge.evaluation.workloads import Prompt, workload_names
+from fledge.evaluation.workloads import load_workload as load_packaged
+from fledge.evaluation.workloads.catalogue import canonical
+from fledge.files import read_json_lines
 
 DEFAULT = "mixed"
 BUILT_IN = (DEFAULT, "chat", "code", "maths", "docs", "dialogue", "instructions", "multi-turn")  # all, or one category

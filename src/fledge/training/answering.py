@@ -15,7 +15,7 @@ from fledge.devices import choose_device
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
 from fledge.errors import CheckpointError, ConfigError
-from fledge.training.data.conversations import Message
+from fledge.evaluation.conversations import Message
 from fledge.training.data.rendering import Renderer, TemplateRefusedError
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import open_renderer

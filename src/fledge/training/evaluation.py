@@ -18,8 +18,8 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
-from fledge.training.data.conversations import ASKING_ROLES, Message, Skipped, read_conversations
-from fledge.training.data.files import read_json_lines
+from fledge.evaluation.conversations import ASKING_ROLES, Message, Skipped, read_conversations
+from fledge.files import read_json_lines
 from fledge.training.recipe import Recipe
 
 # In float32 two ways to compute the same logits differ by about 1e-5; a choice closer than this may fall either way.

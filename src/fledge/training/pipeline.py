@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.progress import Progress
 from fledge.training.processes import Processes
-from fledge.training.progress import Progress
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import Stage, StageContext
 from fledge.training.workspace import Manifest, Workspace

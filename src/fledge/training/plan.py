@@ -17,9 +17,9 @@ import torch
 
 from fledge.checkpoints.source import resolve
 from fledge.devices import choose_device
+from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
 from fledge.training.capture import DTYPES, target_config
 from fledge.training.costs import FitShape, target_flops_per_token, target_parameter_count
-from fledge.training.data.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
 from fledge.training.data.packing import packed_rows
 from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError
 from fledge.training.data.store import TokenStore

@@ -4,9 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import re
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,19 +14,20 @@ import transformers
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import weights_digest
 from fledge.engine.tokenizer import load_tokenizer
-from fledge.training.data.files import distinct_names
-from fledge.training.data.target_files import weights_digest
+from fledge.files import distinct_names, file_digest, read_json, write_json
+from fledge.provenance import device_name, git_commit, shown_command, shown_path
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import StageContext, file_digest
-from fledge.training.workspace import Manifest, Workspace, read_json, write_json_atomically
+from fledge.training.stages.base import StageContext
+from fledge.training.workspace import Manifest, Workspace
 from fledge.version import __version__
 
 
 def write_provenance(context: StageContext, drafter: Path) -> dict[str, Any]:
     """Complete the provenance file beside a drafter's weights, and return all of it."""
     values = {**(read_json(drafter / PROVENANCE_FILE) or {}), **collect(context)}
-    write_json_atomically(drafter / PROVENANCE_FILE, values)
+    write_json(drafter / PROVENANCE_FILE, values)
     return values
 
 
@@ -97,23 +95,6 @@ def base_model(recipe: Recipe) -> str:
     return remembered if isinstance(remembered, str) and remembered.count("/") == 1 else path.name
 
 
-def shown_path(path: str, base: Path) -> str:
-    """An absolute path as others may see it: relative to `base`, or only its name where it lies far from there."""
-    far = len(Path(os.path.commonpath([path, base])).parts) <= 2  # the root, /home and the like
-    return Path(path).name if far else os.path.relpath(path, base)
-
-
-def shown_command(arguments: Sequence[str]) -> str:
-    """The command line of a run, without the paths of the machine: alone, after `key=` and in lists."""
-    base = Path.cwd()
-
-    def shown(argument: str) -> str:
-        return re.sub(r"(?<![^=\[,\s\"'])/[^,\]\"']+", lambda found: shown_path(found[0], base), argument)
-
-    name = Path(arguments[0]).name
-    return shlex.join(["fledge" if name == "__main__.py" else name, *map(shown, arguments[1:])])  # python -m fledge
-
-
 def shown_recipe(recipe: Recipe) -> dict[str, Any]:
     """The recipe in full, its paths relative to where the run's directory lies: a card is read on other machines."""
     base = Path(recipe.output).parent
@@ -127,17 +108,3 @@ def shown_recipe(recipe: Recipe) -> dict[str, Any]:
 
     values: dict[str, Any] = shown(recipe.to_dict())
     return values
-
-
-def git_commit() -> str | None:
-    """The commit of the source tree Fledge runs from; None for an installed package."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def device_name() -> str:
-    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else f"CPU ({platform.machine()})"

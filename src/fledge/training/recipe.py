@@ -7,14 +7,14 @@ names and impossible values in one line that says where.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.errors import ConfigError
+from fledge.records import decode, encode
 
 VARIANTS = ("eagle1", "eagle3", "eagle3.1")
 
@@ -183,7 +183,7 @@ class Recipe:
             _apply_override(changes, override)
             _anchor_paths(changes, Path.cwd())
             _merge(values, changes, override)
-        recipe: Recipe = _parse(cls, values, str(path), "")
+        recipe = decode(cls, values, str(path))
         recipe.check(str(path))
         return recipe
 
@@ -235,8 +235,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as YAML and JSON values."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        values: dict[str, Any] = encode(self)
+        return values
 
 
 # All other numbers must be above zero.
@@ -293,65 +293,3 @@ def _absolute(text: Any, base: Path, *, names: bool) -> Any:
     if not isinstance(text, str) or (names and not (base / text).exists()):
         return text
     return str((base / text).absolute())
-
-
-def _parse(cls: type, values: Mapping[str, Any], where: str, prefix: str) -> Any:
-    hints = get_type_hints(cls)
-    known = {f.name: f for f in fields(cls)}
-    parsed: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"{where}: unknown key '{prefix}{name}'.{nearest_name_hint(str(name), known)}")
-        parsed[name] = _convert(hints[name], value, where, f"{prefix}{name}")
-    for name, known_field in known.items():
-        required = known_field.default is known_field.default_factory  # both MISSING
-        if name not in parsed and required:
-            raise ConfigError(f"{where}: '{prefix}{name}' is missing")
-    return cls(**parsed)
-
-
-def _convert(hint: Any, value: Any, where: str, key: str) -> Any:
-    """Return `value` as the annotated type, or raise ConfigError naming the key and what was expected."""
-    if is_dataclass(hint):
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where}: {key}: found {value!r}, expected a section")
-        return _parse(hint, value, where, f"{key}.")  # type: ignore[arg-type]
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        if value is None:
-            return None
-        (inner,) = [argument for argument in arguments if argument is not type(None)]
-        return _convert(inner, value, where, key)
-    if origin is Literal:
-        value = str(value) if isinstance(value, float) else value  # YAML reads 3.1 and the like as numbers
-        value = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-        if value not in arguments:
-            raise ConfigError(f"{where}: {key}: found {value!r}, allowed is {' or '.join(map(repr, arguments))}")
-        return value
-    if origin is tuple:
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            value = [value]
-        if arguments[-1] is not Ellipsis and len(arguments) != len(value):
-            raise ConfigError(f"{where}: {key}: found {len(value)} values, expected {len(arguments)}")
-        return tuple(_convert(arguments[0], item, where, key) for item in value)
-    if hint is float:
-        try:
-            if isinstance(value, bool):
-                raise ValueError
-            return float(value)  # YAML reads 1e-4 as text
-        except (TypeError, ValueError):
-            raise ConfigError(f"{where}: {key}: found {value!r}, expected a number") from None
-    if type(value) is not hint:
-        raise ConfigError(f"{where}: {key}: found {value!r}, expected {_TYPE_NAMES[hint]}")
-    return value
-
-
-_TYPE_NAMES = {int: "an integer", str: "text", bool: "true or false"}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value

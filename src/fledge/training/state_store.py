@@ -24,10 +24,10 @@ from torch import Tensor
 from fledge.errors import FledgeError
 from fledge.models.config import TargetConfig
 from fledge.models.target.decoder import TargetStates
+from fledge.progress import Progress
 from fledge.training.capture import DTYPES, CaptureModel
 from fledge.training.data.packing import collate
 from fledge.training.data.store import TokenStore
-from fledge.training.progress import Progress
 
 _HEADER, _ENDS = "states.json", "target.safetensors"
 _FREE_BYTES_TO_LEAVE = 1 << 30

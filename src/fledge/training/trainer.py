@@ -25,6 +25,7 @@ from fledge.errors import FledgeError
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetStates
+from fledge.progress import Progress
 from fledge.training import parallel
 from fledge.training.batch import PackedBatch
 from fledge.training.capture import DTYPES, CaptureModel
@@ -33,7 +34,6 @@ from fledge.training.logs import TrainingLog
 from fledge.training.metrics import TttMetrics
 from fledge.training.optimizer import Optimisation
 from fledge.training.parallel import Workers
-from fledge.training.progress import Progress
 from fledge.training.recipe import FitSection
 from fledge.training.state import ResumeState, random_states, restore_random_states
 from fledge.training.teacher import Teacher, TeacherLogits

@@ -10,7 +10,6 @@ output/
 """
 
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -23,6 +22,7 @@ from typing import Any
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.errors import FledgeError
+from fledge.files import read_json, write_json
 
 MANIFEST, STARTED, LOCK = "manifest.json", "started.json", "lock"
 DRAFTER = "drafter"
@@ -53,7 +53,7 @@ class Manifest:
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 
     def write(self, directory: Path) -> None:
-        write_json_atomically(directory / MANIFEST, asdict(self))
+        write_json(directory / MANIFEST, asdict(self))
 
 
 class Workspace:
@@ -97,7 +97,7 @@ class Workspace:
         if not resumed:
             self.clear(directory)
             directory.mkdir(parents=True)
-            write_json_atomically(directory / STARTED, {"inputs": dict(inputs)})
+            write_json(directory / STARTED, {"inputs": dict(inputs)})
         (directory / MANIFEST).unlink(missing_ok=True)
         return resumed
 
@@ -131,26 +131,6 @@ class Workspace:
         if place.exists():
             os.rename(place, old)
         os.rename(beside, place)
-        write_json_atomically(self.output / marker, {"published": identity})
+        write_json(self.output / marker, {"published": identity})
         shutil.rmtree(old, ignore_errors=True)
         return place
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None where there is none that can be read."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def write_json_atomically(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file that is either there in full or not at all, even if the machine stops."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -21,11 +21,11 @@ from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.target import save_target
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.bootstrap import Interval
 from fledge.errors import ConfigError
+from fledge.evaluation.workloads import Prompt, Workload
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
-from fledge.training.progress import Progress
-from fledge.workloads import Prompt, Workload
+from fledge.progress import Progress
+from fledge.report.intervals import Interval
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 

@@ -11,8 +11,8 @@ from fledge.bench.resampling import Panel, interval, mean_ratio, pooled, quantil
 from fledge.bench.results import Cell, Load, RequestRecord, turn_name
 from fledge.bench.tables import number, print_results, times, warnings, with_interval
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.bootstrap import Interval
 from fledge.errors import ConfigError
+from fledge.report.intervals import Interval
 from tests.bench_results import ACCEPTED, EAGLE_3, EAGLE_3_1, PLAIN, make_results
 
 ONE = Load(concurrency=1)

@@ -19,7 +19,7 @@ from fledge.bench.report import Report, colour, write_report
 from fledge.bench.results import Contender, Load, Results
 from fledge.bench.tables import print_results
 from fledge.bench.verdict import leaders, overall, verdicts
-from fledge.drift.svg import INK, PAPER
+from fledge.report.charts import INK, PAPER
 from tests.bench_results import PLAIN, make_eval_results, make_results
 from tests.unit.bench.depth_cases import SPEEDS, make_contender, many_depths
 

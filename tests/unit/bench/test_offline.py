@@ -20,7 +20,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.recovery import DeadEngineError
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
-from fledge.workloads import load_workload
+from fledge.evaluation.workloads import load_workload
 from tests.tiny_models import make_target
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fledge.drift.bootstrap import Bootstrap
 from fledge.drift.perturb import UNPERTURBED, parse_perturbation
 from fledge.drift.result import (
     Attention,
@@ -16,6 +15,7 @@ from fledge.drift.result import (
 )
 from fledge.drift.summary import SuiteResult, summarise
 from fledge.drift.verdict import Results
+from fledge.report.intervals import Bootstrap
 from tests.unit.drift.drift_cases import drift_result
 
 

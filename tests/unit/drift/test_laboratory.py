@@ -7,7 +7,6 @@ import pytest
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.drift.bootstrap import Bootstrap
 from fledge.drift.figures import all_figures, check
 from fledge.drift.laboratory import EngineLaboratory
 from fledge.drift.perturb import UNPERTURBED
@@ -15,6 +14,7 @@ from fledge.drift.probe import ProbeSettings
 from fledge.drift.segments import Conversation
 from fledge.drift.suite import read_cell, read_suite, run_suite
 from fledge.drift.workloads import Workload
+from fledge.report.intervals import Bootstrap
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 

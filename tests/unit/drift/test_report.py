@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fledge.drift.bootstrap import Interval
 from fledge.drift.figures import FIGURES
 from fledge.drift.perturb import KINDS, UNPERTURBED
 from fledge.drift.report import Report, make_report, ratio_bar, render, write_report
 from fledge.drift.templates import FAMILIES
+from fledge.report.intervals import Interval
 from tests.html_page import Page
 from tests.unit.drift.report_cases import made_up, with_detail
 

@@ -118,9 +118,9 @@ def test_figures_follow_from_the_tally() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v.pop("tally"), "DriftResult has no 'tally'"),
-        (lambda v: v["by_depth"][0].pop("heads"), r"DriftResult\.by_depth has no 'heads'"),
-        (lambda v: v.update(calibration=3), r"DriftResult\.calibration is int, expected an object"),
+        (lambda v: v.pop("tally"), "DriftResult: 'tally' is missing"),
+        (lambda v: v["by_depth"][0].pop("heads"), r"DriftResult: 'by_depth\.heads' is missing"),
+        (lambda v: v.update(calibration=3), r"DriftResult: calibration: found 3, expected an object"),
     ],
 )
 def test_what_is_no_result_is_refused(change: Any, message: str) -> None:

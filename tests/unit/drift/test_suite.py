@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fledge.drift.bootstrap import Bootstrap
 from fledge.drift.figures import FIGURES, all_figures, check, figures, parse_conditions, worst_cell
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.perturb_messages import NotApplicableError, PerturbationContext
@@ -16,6 +15,7 @@ from fledge.drift.suite import read_cell, read_suite, run_suite
 from fledge.drift.summary import SuiteResult
 from fledge.drift.workloads import Workload
 from fledge.errors import ConfigError
+from fledge.report.intervals import Bootstrap
 from tests.unit.drift.drift_cases import byte_tokenizer, conversation, drift_result
 
 WORKLOAD = Workload(name="made up", conversations=tuple(conversation(f"Question {i}?", id=str(i)) for i in range(12)))

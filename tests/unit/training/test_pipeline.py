@@ -14,8 +14,8 @@ import pytest
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.errors import ConfigError, FledgeError
+from fledge.progress import Progress
 from fledge.training.pipeline import Selection, duration, run_pipeline, stage_states
-from fledge.training.progress import Progress
 from fledge.training.recipe import DataSection, Recipe, TargetSection
 from fledge.training.stages.base import Stage, StageContext
 from fledge.training.workspace import MANIFEST, Manifest, Workspace

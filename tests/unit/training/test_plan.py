@@ -10,11 +10,11 @@ import torch
 from fledge.checkpoints.target import load_target
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
+from fledge.progress import Progress
 from fledge.training.costs import FitShape, parameter_count, target_parameter_count
 from fledge.training.data.store import TokenStore
 from fledge.training.pipeline import run_pipeline
 from fledge.training.plan import Probe, gigabytes, make_plan, measure_speed
-from fledge.training.progress import Progress
 from fledge.training.recipe import FitSection, Recipe, TargetSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run

@@ -13,11 +13,11 @@ from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import load_target
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import FledgeError
+from fledge.evaluation.conversations import Skipped
 from fledge.models.drafter.variants import EAGLE_3_1
+from fledge.progress import Progress
 from fledge.training import evaluation
-from fledge.training.data.conversations import Skipped
 from fledge.training.evaluation import Measurement, Question, Turn
-from fledge.training.progress import Progress
 from fledge.training.recipe import Recipe
 from fledge.training.stages import evaluate
 from fledge.training.stages.base import StageContext

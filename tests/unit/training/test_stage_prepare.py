@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.training.data.files import DataError
+from fledge.errors import DataError
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import STAGE

@@ -13,10 +13,9 @@ from fledge import LLM, SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import CheckpointError, FledgeError
+from fledge.errors import CheckpointError, DataError, FledgeError
 from fledge.training import answering
 from fledge.training.answering import answer_seed, user_turns
-from fledge.training.data.files import DataError
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
 from fledge.training.stages import prepare, regenerate

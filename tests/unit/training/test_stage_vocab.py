@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fledge.errors import ConfigError
-from fledge.training.data.files import DataError
+from fledge.errors import ConfigError, DataError
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import VocabSection
 from fledge.training.stages.regenerate import examples_directory

@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 
 from fledge.errors import FledgeError
+from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.packing import collate, packed_rows
 from fledge.training.data.store import TokenStore
-from fledge.training.progress import Progress
 from fledge.training.recipe import DrafterSection, Recipe
 from fledge.training.state_store import StateStore, plan_states, write_states
 from tests.fit_cases import make_inputs, offline, run_capture, write_store

@@ -5,8 +5,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fledge.training.data.conversations import ASKING_ROLES
-from fledge.workloads import Prompt, Workload
+from fledge.evaluation.conversations import ASKING_ROLES
+from fledge.evaluation.workloads import Prompt, Workload
 
 
 def arrival_times(count: int, rate: float, *, seed: str) -> list[float]:

@@ -13,7 +13,7 @@ from fledge.bench.load.client import Answer, ask
 from fledge.bench.load.lag import TOO_LATE_MS, LagMeter
 from fledge.bench.load.servers import PATHS, Endpoint, Server
 from fledge.bench.results import Cell, Load, RequestRecord, Status, turn_name
-from fledge.workloads import Prompt
+from fledge.evaluation.workloads import Prompt
 
 DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them
 COUNTED = "tokens are pieces of text counted, too few where a piece has several: the server tells no usage"

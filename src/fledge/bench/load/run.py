@@ -18,8 +18,8 @@ from fledge.bench.load.cell import Asking, CellRun, Health, failed_cell
 from fledge.bench.load.servers import Endpoint, Server, ServerSpec, connect
 from fledge.bench.results import Cell, Load, Results, Status, write_results
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.training.progress import Progress
-from fledge.workloads import Prompt, Workload
+from fledge.evaluation.workloads import Prompt, Workload
+from fledge.progress import Progress
 
 LEAST_REQUESTS = 16
 ROUNDS_OF_LOAD = 4  # prompts for each place in flight

@@ -38,7 +38,7 @@ def inflate(
     from fledge.bench.inflate import shape_named  # noqa: PLC0415 - torch takes seconds
     from fledge.bench.inflate_files import Inflation, write_inflated  # noqa: PLC0415
     from fledge.devices import choose_dtype  # noqa: PLC0415
-    from fledge.training.progress import Progress  # noqa: PLC0415
+    from fledge.progress import Progress  # noqa: PLC0415
 
     config = shape_named(shape)
     inflation = Inflation(

@@ -84,8 +84,8 @@ def offline(
     from fledge.bench.results import check_writable  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
     from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
-    from fledge.training.progress import Progress  # noqa: PLC0415
-    from fledge.workloads import distinct_workloads, load_workload  # noqa: PLC0415
+    from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
+    from fledge.progress import Progress  # noqa: PLC0415
 
     depths = integers("depth", depth, 1, MAX_DEPTH)
     modes = [Mode(depth=k) for k in depths]

@@ -85,12 +85,14 @@ def serve(
     from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
-    from fledge.bench.provenance import bench_provenance  # noqa: PLC0415
     from fledge.bench.results import check_writable  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
-    from fledge.training.progress import Progress  # noqa: PLC0415
-    from fledge.training.provenance import shown_command  # noqa: PLC0415
-    from fledge.workloads import distinct_workloads, load_workload  # noqa: PLC0415
+    from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
+    from fledge.progress import Progress  # noqa: PLC0415
+    from fledge.provenance import (
+        run_provenance,
+        shown_command,
+    )
 
     settings = ServeSettings(
         servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
@@ -115,7 +117,7 @@ def serve(
     command = shown_command(_without_secrets(sys.argv))
     run = ServeRun(
         settings=settings,
-        provenance={**bench_provenance(), "command": command, "about": "the load generator and its machine"},
+        provenance={**run_provenance(), "command": command, "about": "the load generator and its machine"},
         out=file,
         progress=Progress(quiet=quiet),
     )

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fledge.folders import cache_directory
+from fledge.files import cache_directory
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120

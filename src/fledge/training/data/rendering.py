@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from fledge.training.data.conversations import ASKING_ROLES, Message
+from fledge.evaluation.conversations import ASKING_ROLES, Message
 
 # Stands for a turn's content when a template is asked what it writes before and after it.
 _STAND_IN = "\u2063stand-in\u2063"

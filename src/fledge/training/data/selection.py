@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fledge.training.data.conversations import Conversation
+from fledge.evaluation.conversations import Conversation
 from fledge.training.recipe import DataSection
 
 _SYSTEM_ROLES = ("system", "developer")

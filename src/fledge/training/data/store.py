@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fledge.training.data.files import DataError, written_whole
+from fledge.errors import DataError
+from fledge.files import atomic_file
 
 INDEX = "index.json"
 _FORMAT = 1
@@ -153,7 +154,7 @@ class TokenStore:
                 "categories": list(self._names),
                 "digest": self._sha.hexdigest()[:16],
             }
-            with written_whole(self._temporary / INDEX) as index_file:
+            with atomic_file(self._temporary / INDEX) as index_file:
                 json.dump(index, index_file, indent=2)
             shutil.rmtree(self.directory, ignore_errors=True)
             self._temporary.rename(self.directory)

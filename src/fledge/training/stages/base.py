@@ -1,13 +1,12 @@
 """What a stage is: a function that fills one directory, and a key that says when its output can be used again."""
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fledge.training.progress import Progress
+from fledge.files import digest
+from fledge.progress import Progress
 from fledge.training.recipe import Recipe
 
 
@@ -36,17 +35,3 @@ class Stage:
         """Changes with anything that the output depends on."""
         parts = [self.name, self.version, self.settings(recipe), {name: input_keys[name] for name in self.depends_on}]
         return digest(parts)
-
-
-def digest(value: Any) -> str:
-    """Sixteen hex digits that follow from JSON values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def file_digest(path: str | Path) -> str:
-    """Sixteen hex digits that follow from a file's bytes."""
-    sha = hashlib.sha256()
-    with Path(path).open("rb") as file:
-        while block := file.read(1 << 20):
-            sha.update(block)
-    return sha.hexdigest()[:16]

@@ -3,10 +3,10 @@
 from typing import Any
 
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import weights_digest
 from fledge.devices import choose_device
 from fledge.training.capture import open_target, target_config
 from fledge.training.data.store import TokenStore
-from fledge.training.data.target_files import weights_digest
 from fledge.training.drafter_setup import drafter_config
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import Stage, StageContext

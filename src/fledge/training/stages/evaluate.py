@@ -17,15 +17,14 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import CheckpointError, FledgeError
+from fledge.evaluation.conversations import Skipped
+from fledge.files import distinct_names, file_digest, read_json, write_json
 from fledge.training import evaluation
 from fledge.training.card import write_card
-from fledge.training.data.conversations import Skipped
-from fledge.training.data.files import distinct_names
 from fledge.training.evaluation import Measurement, Question, Turn
 from fledge.training.provenance import write_provenance
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext, file_digest
-from fledge.training.workspace import read_json, write_json_atomically
+from fledge.training.stages.base import Stage, StageContext
 
 HELD_OUT = "held-out"
 
@@ -51,7 +50,7 @@ def run(context: StageContext) -> dict[str, Any]:
         result: dict[str, Any] = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
     else:
         result = _Evaluation(context, candidates).run()
-    write_json_atomically(context.directory / "evaluation.json", result)
+    write_json(context.directory / "evaluation.json", result)
     _assemble(context, context.inputs["fit"] / "candidates" / result["best"], result)
     if not result["evaluated"]:
         return {"evaluated": False, "reason": reason, "best": result["best"]}
@@ -198,7 +197,7 @@ class _Evaluation:
         found = read_json(path)
         if found is None:
             # What is returned has gone through JSON either way: a resumed run cannot differ.
-            write_json_atomically(path, work())
+            write_json(path, work())
             found = json.loads(path.read_text(encoding="utf-8"))
         return found
 
@@ -213,7 +212,7 @@ def _assemble(context: StageContext, candidate: Path, result: dict[str, Any]) ->
     for old in (beside, place):
         shutil.rmtree(old, ignore_errors=True)
     shutil.copytree(candidate, beside)
-    write_json_atomically(beside / "evaluation.json", result)
+    write_json(beside / "evaluation.json", result)
     plot = context.inputs["fit"] / "training.png"
     if plot.is_file():
         shutil.copy(plot, beside / plot.name)

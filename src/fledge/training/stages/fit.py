@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import weights_digest
 from fledge.errors import CheckpointWarning, ConfigError
+from fledge.files import digest
 from fledge.models.drafter.variants import name_of
 from fledge.training.capture import CaptureModel, open_target, target_config
 from fledge.training.data.store import TokenStore
-from fledge.training.data.target_files import weights_digest
 from fledge.training.drafter_setup import TargetWeights, drafter_config, make_drafter
 from fledge.training.feed import StepFeed
 from fledge.training.logs import FILE, check_available, read_log
@@ -19,7 +20,7 @@ from fledge.training.parallel import Workers
 from fledge.training.plot import plot_training
 from fledge.training.provenance import shown_recipe
 from fledge.training.recipe import FitSection, Recipe
-from fledge.training.stages.base import Stage, StageContext, digest
+from fledge.training.stages.base import Stage, StageContext
 from fledge.training.stages.capture import target_identity
 from fledge.training.stages.regenerate import examples_directory
 from fledge.training.stages.vocab import read_vocabulary

@@ -16,16 +16,17 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
 from fledge.engine.tokenizer import load_tokenizer
-from fledge.training.data.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
-from fledge.training.data.files import DataError, json_line, write_json_lines, written_whole
+from fledge.errors import DataError
+from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
+from fledge.files import atomic_file, file_digest, json_line, write_json_lines
+from fledge.progress import Advance
 from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError
 from fledge.training.data.selection import Varied, choose_held_out, choose_sample, hashed, vary
 from fledge.training.data.store import TokenStore
-from fledge.training.data.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
-from fledge.training.progress import Advance
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext, file_digest
+from fledge.training.stages.base import Stage, StageContext
 
 HELD_OUT, PROMPTS, EXAMPLES = "held_out.jsonl", "prompts.jsonl", "examples"
 _BATCH = 512  # conversations tokenised together
@@ -81,7 +82,7 @@ def run(context: StageContext) -> dict[str, Any]:
 
     with context.progress.task("prepare", total=len(census.topics)) as advance:
         if recipe.regenerate.enabled:
-            with written_whole(directory / PROMPTS) as file:
+            with atomic_file(directory / PROMPTS) as file:
                 for batch in batches(advance):
                     _write_prompts(file, renderer, batch, recipe, tally)
         else:

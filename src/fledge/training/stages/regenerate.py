@@ -18,12 +18,12 @@ from queue import Empty
 from typing import Any
 
 from fledge.checkpoints.source import resolve
-from fledge.errors import FledgeError
+from fledge.checkpoints.target_files import config_stop_ids, tokenizer_digests, vocab_size, weights_digest
+from fledge.errors import DataError, FledgeError
+from fledge.files import read_json_lines, write_json_lines
 from fledge.training.answering import AnswerWorker
-from fledge.training.data.files import DataError, read_json_lines, write_json_lines
 from fledge.training.data.rendering import Turn, chain
 from fledge.training.data.store import TokenStore
-from fledge.training.data.target_files import config_stop_ids, tokenizer_digests, vocab_size, weights_digest
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import Stage, StageContext
 from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_example

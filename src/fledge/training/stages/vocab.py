@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
 from fledge.engine.tokenizer import load_tokenizer
-from fledge.errors import ConfigError
+from fledge.errors import ConfigError, DataError
+from fledge.files import atomic_file
 from fledge.models.drafter.vocab import DraftVocabulary
-from fledge.training.data.files import DataError, written_whole
 from fledge.training.data.store import TokenStore
-from fledge.training.data.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
 from fledge.training.recipe import Recipe
 from fledge.training.stages.base import Stage, StageContext
 from fledge.training.stages.regenerate import examples_directory
@@ -67,7 +67,7 @@ def run(context: StageContext) -> dict[str, Any]:
         "coverage_by_size": {**table, str(full): 1.0},
         "distinct_answer_tokens": int((answers > 0).sum()),
     }
-    with written_whole(context.directory / VOCABULARY) as file:
+    with atomic_file(context.directory / VOCABULARY) as file:
         json.dump(values, file)
     size = full if chosen is None else len(chosen)
     context.progress.say(f"vocab: {size:,} of {full:,} tokens cover {coverage:.2%} of the answers")

@@ -8,7 +8,7 @@ from fledge.bench.load.run import ServeSettings, schedule
 from fledge.bench.load.servers import ServerSpec, parse_url
 from fledge.bench.results import Load
 from fledge.errors import ConfigError
-from fledge.workloads import Prompt, Workload
+from fledge.evaluation.workloads import Prompt, Workload
 
 
 def prompt(name: str, category: str = "a") -> Prompt:

@@ -11,8 +11,8 @@ from fledge.bench.load.run import ServeRun, ServeSettings, run_serve
 from fledge.bench.load.servers import ServerSpec
 from fledge.bench.results import Load, read_results
 from fledge.errors import ConfigError
-from fledge.training.progress import Progress
-from fledge.workloads import Prompt, Workload
+from fledge.evaluation.workloads import Prompt, Workload
+from fledge.progress import Progress
 from tests.odd_server import OddServer
 
 WORKLOAD = Workload(

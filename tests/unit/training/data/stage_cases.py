@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.checkpoints.target import save_target
-from fledge.training.progress import Progress
+from fledge.progress import Progress
 from fledge.training.recipe import DataSection, Recipe, RegenerateSection, TargetSection
 from fledge.training.stages.base import Stage, StageContext
 from tests.tiny_models import TINY_TARGET, make_target

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from fledge.training.data.conversations import Skipped, parse, read_conversations, refuse_if_empty
-from fledge.training.data.files import DataError, distinct_names, read_json_lines, write_json_lines
+from fledge.errors import DataError
+from fledge.evaluation.conversations import Skipped, parse, read_conversations, refuse_if_empty
+from fledge.files import distinct_names, read_json_lines, write_json_lines
 
 LINES = [{"text": "eins"}, {"text": "zwei ü"}]
 

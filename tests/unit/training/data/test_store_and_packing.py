@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.training.data.files import DataError
+from fledge.errors import DataError
 from fledge.training.data.packing import collate, packed_rows, utilisation
 from fledge.training.data.store import TokenStore
 

@@ -1,10 +1,10 @@
 """What models are measured on: the packaged sets, public sets in their own formats, anyone's conversations."""
 
-from fledge.folders import cache_directory
-from fledge.workloads.base import LENGTH_BUCKETS, Message, Prompt, Workload, length_bucket
-from fledge.workloads.catalogue import GROUPS, SETS, expand, workload_names
-from fledge.workloads.loading import distinct_workloads, load_workload, load_workloads
-from fledge.workloads.tokens import tokenised
+from fledge.evaluation.workloads.base import LENGTH_BUCKETS, Message, Prompt, Workload, length_bucket
+from fledge.evaluation.workloads.catalogue import GROUPS, SETS, expand, workload_names
+from fledge.evaluation.workloads.loading import distinct_workloads, load_workload, load_workloads
+from fledge.evaluation.workloads.tokens import tokenised
+from fledge.files import cache_directory
 
 __all__ = [
     "GROUPS",

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.training.data.conversations import BadRecordError, Message, parse
-from fledge.workloads.base import Prompt
+from fledge.evaluation.conversations import BadRecordError, Message, parse
+from fledge.evaluation.workloads.base import Prompt
 
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # how such a turn begins
 _HUMANEVAL_QUESTION = "Complete the following Python function:\n\n```python\n{prompt}```"

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fledge.training.data.conversations import BadRecordError
-from fledge.training.data.files import DataError, read_json_lines
-from fledge.workloads.base import Prompt
-from fledge.workloads.formats import Place, PlaceholderError, prompt_of
+from fledge.errors import DataError
+from fledge.evaluation.conversations import BadRecordError
+from fledge.evaluation.workloads.base import Prompt
+from fledge.evaluation.workloads.formats import Place, PlaceholderError, prompt_of
+from fledge.files import read_json_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson", ".json", ".parquet")
 _MANY_ROWS = 256  # of a parquet file, read at a time

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fledge.drift.result import Plain
+from fledge.records import Record
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -25,7 +25,7 @@ Counts = Mapping[str, tuple[float, float]]  # prompt id -> (total, count): a pro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval(Plain):
+class Interval(Record):
     """A figure and where it may well lie. `low` and `high` are None where there are too few prompts to say."""
 
     value: float
@@ -34,7 +34,7 @@ class Interval(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Plain):
+class Comparison(Record):
     """A perturbed run against the unperturbed one, over the prompts that both have."""
 
     difference: Interval

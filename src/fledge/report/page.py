@@ -7,7 +7,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from fledge.drift.svg import SERIES
+from fledge.report.charts import SERIES
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Co")
 
@@ -21,7 +21,7 @@ def page_template(package: str, name: str) -> Template:
 
 def page_style() -> Markup:
     """The style sheet, in light, dark and print. It knows the colours of `svg.py` by their names."""
-    return Markup(page_template("fledge.drift", "page.css.jinja").render(series=SERIES))
+    return Markup(page_template("fledge.report", "page.css.jinja").render(series=SERIES))
 
 
 def finished(page: str) -> str:

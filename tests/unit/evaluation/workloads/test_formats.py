@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from fledge.errors import FledgeError
-from fledge.training.data.files import DataError
-from fledge.workloads import load_workload
-from fledge.workloads.formats import PLACEHOLDER
+from fledge.errors import DataError, FledgeError
+from fledge.evaluation.workloads import load_workload
+from fledge.evaluation.workloads.formats import PLACEHOLDER
 
 
 def write(path: Path, *records: object) -> Path:

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.workloads.base import Prompt, Workload
-from fledge.workloads.catalogue import DATA, GROUPS, HUB, SETS, canonical, expand, workload_names
-from fledge.workloads.files import plain_name, read_prompts
-from fledge.workloads.hub import PREFIX, fetch
+from fledge.evaluation.workloads.base import Prompt, Workload
+from fledge.evaluation.workloads.catalogue import DATA, GROUPS, HUB, SETS, canonical, expand, workload_names
+from fledge.evaluation.workloads.files import plain_name, read_prompts
+from fledge.evaluation.workloads.hub import PREFIX, fetch
 
 
 def load_workload(

@@ -11,11 +11,11 @@ import numpy as np
 import transformers
 
 from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import tokenizer_digests
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import PromptError
-from fledge.folders import cache_directory
-from fledge.training.data.target_files import tokenizer_digests
-from fledge.workloads.base import Workload
+from fledge.evaluation.workloads.base import Workload
+from fledge.files import cache_directory
 
 FORMAT = 1
 

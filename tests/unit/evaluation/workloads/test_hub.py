@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from fledge.errors import FledgeError
-from fledge.workloads import load_workload
+from fledge.evaluation.workloads import load_workload
 
 Hub = Callable[..., list[str]]
 

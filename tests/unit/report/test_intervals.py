@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fledge.drift.bootstrap import Bootstrap, Comparison, Interval
+from fledge.report.intervals import Bootstrap, Comparison, Interval
 
 QUICK = Bootstrap(resamples=300)
 
@@ -89,7 +89,7 @@ def test_the_seed_decides_and_the_level_widens():
 def test_many_prompts_are_resampled_in_parts(monkeypatch):
     counts = simulated(np.random.default_rng(3))[1]
     whole = QUICK.acceptance_length(counts)
-    monkeypatch.setattr("fledge.drift.bootstrap._HELD", 50 * 7)
+    monkeypatch.setattr("fledge.report.intervals._HELD", 50 * 7)
     assert QUICK.acceptance_length(counts) == whole
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from fledge.errors import PromptError
-from fledge.workloads import Prompt, Workload, cache_directory, tokenised, tokens
+from fledge.evaluation.workloads import Prompt, Workload, cache_directory, tokenised, tokens
 from tests.tiny_tokenizer import CHAT_TEMPLATE, save_tokenizer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.errors import CheckpointError
-from fledge.training.stages.base import digest, file_digest
+from fledge.files import digest, file_digest
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from fledge.errors import ConfigError
-from fledge.training.data.conversations import ASKING_ROLES
+from fledge.evaluation.conversations import ASKING_ROLES
 
 Message = Mapping[str, Any]
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fledge.errors import ConfigError, FledgeError
-from fledge.workloads import (
+from fledge.evaluation.workloads import (
     GROUPS,
     SETS,
     Prompt,
@@ -19,7 +19,7 @@ from fledge.workloads import (
     load_workload,
     load_workloads,
 )
-from fledge.workloads.catalogue import DATA, HUB, canonical, workload_names
+from fledge.evaluation.workloads.catalogue import DATA, HUB, canonical, workload_names
 
 
 @pytest.mark.parametrize("name", SETS)

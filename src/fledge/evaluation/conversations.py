@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fledge.training.data.files import DataError, read_json_lines
+from fledge.errors import DataError
+from fledge.files import read_json_lines
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASKING_ROLES = ("user", "tool")  # what an assistant's turn may answer

@@ -15,9 +15,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from fledge.errors import ConfigError
-from fledge.training.data.files import DataError
-from fledge.workloads.files import SUFFIXES
+from fledge.errors import ConfigError, DataError
+from fledge.evaluation.workloads.files import SUFFIXES
 
 PREFIX = "hf:"
 _SOURCE = re.compile(r"hf:(?P<repo>[\w][\w.\-]*/[\w][\w.\-]*)(:(?P<file>.+))?")

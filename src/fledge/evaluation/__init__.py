@@ -1,0 +1,1 @@
+"""Named workloads, one dialogue loop through an engine, acceptance by workload."""

@@ -1,0 +1,122 @@
+"""Files: written in full or not at all, read line by line, recognised by their digests.
+
+Everything that Fledge writes and somebody may rely on goes through `atomic_path` or one of the writers above it.
+"""
+
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from fledge.errors import DataError
+
+
+def cache_directory() -> Path:
+    """Where Fledge keeps what it can make again: FLEDGE_CACHE, or `fledge` in XDG_CACHE_HOME, or ~/.cache/fledge."""
+    if given := os.environ.get("FLEDGE_CACHE"):
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "fledge"
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; what is written there takes the name when the block ends without an error.
+
+    Two processes may write the same file at once: each has a name of its own, and the last one to finish stays. The
+    content is on the disk before the name is, even if the machine stops. Modes follow the umask, as for any new file.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp{path.suffix}", dir=path.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        temporary.unlink()  # mkstemp's mode is 0600; whoever writes creates the file anew
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[str]]:
+    """Yield a text file that takes its name when the block ends without an error."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        yield file
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_json(path: Path, values: Any) -> None:
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_json_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    with atomic_file(path) as file:
+        for value in values:
+            file.write(json_line(value))
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object, or None where there is none that can be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (line number from 1, value) of a .jsonl, .jsonl.xz or .jsonl.gz file. Blank lines are passed over."""
+    number = 0
+    opener: Callable[..., IO[bytes]] = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)  # type: ignore[assignment]
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
+        raise DataError(f"{path}, line {number}: not a JSON value ({reason}); mend or remove the line") from None
+    except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged after line {number} ({error}); fetch the file again") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def digest(value: Any) -> str:
+    """Sixteen hex digits that follow from JSON values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def file_digest(path: str | Path) -> str:
+    """Sixteen hex digits that follow from a file's bytes."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def distinct_names(paths: Sequence[str | Path]) -> list[str]:
+    """Return a short name for each file: its own, with its directory's where two would be the same, else a number."""
+    names = [Path(path).name for path in paths]
+    names = [f"{Path(path).parent.name}/{n}" if names.count(n) > 1 else n for path, n in zip(paths, names, strict=True)]
+    return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]

@@ -1,0 +1,87 @@
+"""Where an artefact comes from: the code, the machine and the command, enough to make it again or to doubt it."""
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from fledge.version import __version__
+
+
+def run_provenance() -> dict[str, Any]:
+    """The code, the machine and the command. Call it when work begins: `date` is that moment."""
+    return {
+        "fledge_version": __version__,
+        "git_commit": git_commit(),
+        "command": shown_command(sys.argv),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": device_name(),
+        "cpu": _cpu_name(),
+        "cpus": _usable_cpus(),
+        "threads": torch.get_num_threads(),
+        "platform": "-".join([platform.system(), platform.machine(), *filter(None, platform.libc_ver())]),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _usable_cpus() -> int:
+    """Cores that this process may run on, which a container or `taskset` can make fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    """The processor's model where Linux tells it, or else its architecture."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def shown_path(path: str, base: Path) -> str:
+    """An absolute path as others may see it: relative to `base`, or only its name where it lies far from there."""
+    far = len(Path(os.path.commonpath([path, base])).parts) <= 2  # the root, /home and the like
+    return Path(path).name if far else os.path.relpath(path, base)
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    """The command line of a run, without the paths of the machine: alone, after `key=` and in lists."""
+    base = Path.cwd()
+
+    def shown(argument: str) -> str:
+        return re.sub(r"(?<![^=\[,\s\"'])/[^,\]\"']+", lambda found: shown_path(found[0], base), argument)
+
+    name = Path(arguments[0]).name
+    return shlex.join(["fledge" if name == "__main__.py" else name, *map(shown, arguments[1:])])  # python -m fledge
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree Fledge runs from; None for an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def device_name() -> str:
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else f"CPU ({platform.machine()})"

@@ -1,0 +1,161 @@
+"""Frozen dataclasses to JSON or YAML values and back, checked by their annotations.
+
+The one decoder of recipes, benchmark results and drift results. msgspec and cattrs do the same and are not installed
+where only torch and transformers are, which is where these are read and written (see README, "GPU hosts").
+
+Understood annotations: bool, int, float, str, Any, Literal, X | None, tuple[X, ...], tuple[X, Y], dict, Mapping, and
+dataclasses of these. A field that may be left out has a default.
+"""
+
+import math
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fledge.errors import ConfigError, nearest_name_hint
+
+_T = TypeVar("_T")
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+class Record:
+    """Base of frozen dataclasses that are written down."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values: the fields, tuples as lists."""
+        values: dict[str, Any] = encode(self)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str | None = None) -> Self:
+        """Read back what `to_dict` returned. Names that are no fields (derived figures) are ignored."""
+        return decode(cls, values, where or cls.__name__, strict=False)
+
+
+def encode(value: Any) -> Any:
+    """Return JSON values: dataclasses as objects (by their own `to_dict` if they have one), tuples as lists."""
+    if is_dataclass(value):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: _encoded_part(item) for name, item in items}
+    return _encoded_part(value)
+
+
+def _encoded_part(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if is_dataclass(value):
+        return encode(value)
+    if isinstance(value, Mapping):
+        return {key: _encoded_part(item) for key, item in value.items()}
+    return [_encoded_part(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def decode(cls: type[_T], values: Any, where: str, *, strict: bool = True) -> _T:
+    """Make a `cls` of JSON or YAML values, or raise ConfigError that names the key and what was expected.
+
+    `strict` is for what people write: unknown keys are refused with the nearest known one, a lone value stands for a
+    list of one, and numbers may be spelt as YAML 1.1 misreads them (1e-4 as text, on and off as booleans).
+    """
+    return _Decoder(where, strict).record(cls, values, "")  # type: ignore[no-any-return]
+
+
+class _Decoder:
+    def __init__(self, where: str, strict: bool) -> None:
+        self.where = where
+        self.strict = strict
+
+    def error(self, key: str, found: object, expected: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {key.rstrip('.')}: found {found!r:.80}, {expected}")
+
+    def record(self, cls: Any, values: Any, prefix: str) -> Any:
+        if values is None and self.strict:
+            values = {}
+        if not isinstance(values, Mapping):
+            raise self.error(prefix or "it", values, "expected a section" if self.strict else "expected an object")
+        known = _known(cls)
+        if self.strict and (unknown := [name for name in values if name not in known]):
+            hint = nearest_name_hint(str(unknown[0]), known)
+            raise ConfigError(f"{self.where}: unknown key '{prefix}{unknown[0]}'.{hint}")
+        for name, (_, required) in known.items():
+            if required and name not in values:
+                other = "" if self.strict else "; was it written by another version?"
+                raise ConfigError(f"{self.where}: '{prefix}{name}' is missing{other}")
+        parsed = {
+            name: self.value(hint, values[name], f"{prefix}{name}")
+            for name, (hint, _) in known.items()
+            if name in values
+        }
+        return cls(**parsed)
+
+    def value(self, hint: Any, value: Any, key: str) -> Any:
+        if is_dataclass(hint):
+            return self.record(hint, value, f"{key}.")
+        origin, arguments = get_origin(hint), get_args(hint)
+        if origin in (Union, types.UnionType):
+            inner = [argument for argument in arguments if argument is not types.NoneType]
+            if value is None and len(inner) < len(arguments):
+                return None
+            return self.value(_fitting(inner, value), value, key)
+        if origin is Literal:
+            return self.literal(arguments, value, key)
+        if origin is tuple:
+            return self.items(arguments, value, key)
+        if hint is dict or origin in (dict, Mapping):
+            if not isinstance(value, Mapping):
+                raise self.error(key, value, "expected an object")
+            inner_hint = arguments[1] if arguments else Any
+            return {name: self.value(inner_hint, item, f"{key}.{name}") for name, item in value.items()}
+        if hint is Any or hint is object:
+            return value
+        if hint is float:
+            return self.number(value, key)
+        if type(value) is not hint:
+            raise self.error(key, value, f"expected {_TYPE_NAMES.get(hint, hint.__name__)}")
+        return value
+
+    def literal(self, allowed: tuple[Any, ...], value: Any, key: str) -> Any:
+        if self.strict and isinstance(value, bool):
+            value = "on" if value else "off"
+        elif self.strict and isinstance(value, float):
+            value = str(value)  # YAML reads 3.1 and the like as numbers
+        if value not in allowed:
+            raise self.error(key, value, f"allowed is {' or '.join(map(repr, allowed))}")
+        return value
+
+    def items(self, arguments: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            if not self.strict:
+                raise self.error(key, value, "expected a list")
+            value = [value]
+        hints = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+        if len(hints) != len(value):
+            raise ConfigError(f"{self.where}: {key}: found {len(value)} values, expected {len(hints)}")
+        return tuple(self.value(hint, item, key) for hint, item in zip(hints, value, strict=True))
+
+    def number(self, value: Any, key: str) -> float:
+        if self.strict and isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                pass
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, value, "expected a number")
+        if not self.strict and not math.isfinite(value):
+            raise self.error(key, value, "expected a finite number")
+        return float(value)
+
+
+def _fitting(hints: list[Any], value: Any) -> Any:
+    """Of several alternatives the first whose plain type is the value's; else the first, which then says no."""
+    return next((hint for hint in hints if (get_origin(hint) or hint) is type(value)), hints[0])
+
+
+@cache
+def _known(cls: Any) -> dict[str, tuple[Any, bool]]:
+    """By field: its annotation, and whether it must be given."""
+    hints = get_type_hints(cls)
+    return {
+        f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(cls) if f.init
+    }

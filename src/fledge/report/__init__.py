@@ -1,0 +1,1 @@
+"""What bench, drift, eval and the model cards show: intervals, charts, tables, pages."""

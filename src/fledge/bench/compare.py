@@ -31,9 +31,9 @@ from fledge.bench.resampling import (
     value_of,
 )
 from fledge.bench.results import Cell, Load, Results
-from fledge.drift.verdict import sign_of
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Interval
+from fledge.report.prose import sign_of
 
 THRESHOLD, LEVEL = 0.05, 0.95
 LEAST_REPEATS = 2  # of each side: one repeat says nothing about how much the machine varies

@@ -12,8 +12,7 @@ from fledge.bench.families import Family
 from fledge.bench.part import Part
 from fledge.bench.plot_parts import bars, legend, style
 from fledge.bench.results import Load
-from fledge.drift.attention_plots import SIZE, frame, new_figure
-from fledge.report.charts import INK, MUTED, PAPER, series_style, short_title
+from fledge.report.charts import INK, MUTED, PAPER, SIZE, frame, new_figure, series_style, short_title
 from fledge.report.intervals import Interval
 
 _ABREAST = 2  # panels

@@ -15,10 +15,9 @@ from fledge.bench.plots import LENGTHS, MORE, accepted_chart, lengths_chart
 from fledge.bench.tables import DASH, with_interval
 from fledge.bench.verdict import Verdict
 from fledge.bench.words import ACCEPTANCE, anchor
-from fledge.drift.plots import Chart
-from fledge.drift.verdict import Sentence, Tone, percent
-from fledge.report.charts import STYLE
+from fledge.report.charts import STYLE, Chart
 from fledge.report.intervals import Interval
+from fledge.report.prose import Sentence, Tone, percent
 
 MANY_OUTSIDE = 0.2  # of the misses
 

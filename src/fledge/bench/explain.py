@@ -11,7 +11,7 @@ from fledge.bench.part import Part, Reference
 from fledge.bench.results import Load
 from fledge.bench.tables import with_interval
 from fledge.bench.words import SPEED, anchor, load_text, times_text
-from fledge.drift.verdict import Sentence, sign_of
+from fledge.report.prose import Sentence, sign_of
 
 FEW_ACCEPTED = 1.5  # an acceptance length below this is little to live on
 DEARER = 1.25  # times the round's cost at the lowest load: from here on, load is what makes it dear

@@ -15,9 +15,7 @@ from fledge.bench.resampling import interval, pooled
 from fledge.bench.results import Load
 from fledge.bench.speed_plots import shown_names, speed_charts
 from fledge.bench.words import ACCEPTANCE, LATENCY, load_text
-from fledge.drift.attention_plots import SIZE, frame, new_figure
-from fledge.drift.plots import Chart
-from fledge.report.charts import STYLE, short_title
+from fledge.report.charts import SIZE, STYLE, Chart, frame, new_figure, short_title
 from fledge.report.intervals import Interval
 
 MORE = "latency-more"  # charts of loads between the lowest and the highest

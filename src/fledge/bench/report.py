@@ -20,13 +20,11 @@ from fledge.bench.results import Contender
 from fledge.bench.tables import DASH, answers_by_contender, number, with_interval
 from fledge.bench.verdict import Verdict, leaders, overall, verdicts
 from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, load_text
-from fledge.drift.plots import Chart
-from fledge.drift.report import ratio_bar
 from fledge.errors import ConfigError
 from fledge.files import atomic_file
-from fledge.report.charts import SERIES, save_png, to_svg
+from fledge.report.charts import SERIES, Chart, save_png, to_svg
 from fledge.report.intervals import RESAMPLES, Interval
-from fledge.report.page import finished, page_style, page_template, visible
+from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
 
 SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
 _TITLE_WIDTH = 50  # letters of a picture's title that fit beside each other

@@ -8,8 +8,8 @@ from fledge.bench.part import Part
 from fledge.bench.results import Load
 from fledge.bench.tables import number
 from fledge.bench.words import ACCEPTANCE, ANSWERS, SPEED, anchor, load_text, loads_text, names_text, times_text
-from fledge.drift.verdict import Sentence, sign_of
 from fledge.report.intervals import Interval
+from fledge.report.prose import Sentence, sign_of
 
 
 def best_against_best(part: Part) -> list[Sentence]:

@@ -15,9 +15,7 @@ from fledge.bench.part import Part, Reference
 from fledge.bench.plot_parts import bars, legend, load_axis, place, style
 from fledge.bench.results import Load
 from fledge.bench.words import CAPACITY, SPEED
-from fledge.drift.attention_plots import frame, new_figure
-from fledge.drift.plots import Chart
-from fledge.report.charts import INK, MUTED, short_title
+from fledge.report.charts import INK, MUTED, Chart, frame, new_figure, short_title
 from fledge.report.intervals import Floats, Interval
 
 _LABEL = 7.5  # points: text at a point of a picture

@@ -12,8 +12,8 @@ from fledge.bench.results import Load
 from fledge.bench.side_by_side import accepted_more, best_against_best, fastest, same_answers
 from fledge.bench.tables import with_interval
 from fledge.bench.words import ACCEPTANCE, CAPACITY, SPEED, anchor, load_text, loads_text, times_text
-from fledge.drift.verdict import Sentence, Tone, ratio_tone, sign_of
 from fledge.report.intervals import Interval
+from fledge.report.prose import Sentence, Tone, ratio_tone, sign_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,12 @@
 """Pictures of one drafter's attention, and what all pictures have in common."""
 
-from collections.abc import Sequence
-
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from fledge.drift.result import DriftResult
 from fledge.drift.summary import PROMPT_SEGMENTS
-from fledge.report.charts import GRID, INK, PAPER
+from fledge.report.charts import INK, PAPER, SIZE, frame, new_figure, percentages, put_legend, unframed
 
 # From the bottom up: what drafts gain and what the first token loses both have a straight edge to be read from.
 STACKED = ("drafted", "output", "prompt", "user", "assistant", "tool", "system", "template", "sink")
@@ -35,7 +32,6 @@ SEGMENT_TITLES = {
     "template": "template",
     "sink": "first token",
 }
-SIZE = (4.4, 3.0)
 _MANY_HEADS = 24
 
 
@@ -81,7 +77,7 @@ def draw_heat_map(result: DriftResult) -> Figure:
     axes.set_yticks(np.arange(len(names)) + 0.5, [SEGMENT_TITLES[name] for name in names])
     axes.set_xticks(np.arange(len(depths)) + 0.5, [str(depth) for depth in depths])
     axes.invert_yaxis()
-    _plain(axes)
+    unframed(axes)
     axes.set_xlabel("draft depth (cells: % of attention)")
     return figure
 
@@ -105,7 +101,7 @@ def draw_heads(result: DriftResult) -> Figure:
         )
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-        _plain(axes)
+        unframed(axes)
     panels[1].set_xlabel("draft depth")
     step = 1 + (len(heads) - 1) // _MANY_HEADS
     panels[0].set_yticks(
@@ -115,40 +111,3 @@ def draw_heads(result: DriftResult) -> Figure:
     bar = figure.colorbar(image, ax=panels, fraction=0.05, format=percentages())
     bar.outline.set_visible(False)
     return figure
-
-
-def percentages() -> PercentFormatter:
-    """For an axis of shares, written as in the text."""
-    return PercentFormatter(1.0, decimals=0, symbol=" %")
-
-
-def new_figure(size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained")  # without pyplot, which wants a display or a global choice
-    return figure, figure.subplots()
-
-
-def frame(axes: Axes, depths: Sequence[int] | None, *, percent: bool) -> None:
-    axes.grid(True, color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if depths is not None:
-        axes.set_xlabel("draft depth")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=min(len(depths), 12), integer=True))
-        axes.set_xlim(depths[0] - 0.3, depths[-1] + 0.3)
-    if percent:
-        axes.yaxis.set_major_formatter(percentages())
-
-
-def _plain(axes: Axes) -> None:
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_xlabel("draft depth")
-
-
-def put_legend(figure: Figure, axes: Axes, *, columns: int) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if max(map(len, labels), default=0) > 20:
-        columns = 1
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, handlelength=2.4
-    )

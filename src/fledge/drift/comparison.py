@@ -6,18 +6,9 @@ from fledge.drift.figures import cells_of
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.result import DriftResult, PromptRow
 from fledge.drift.summary import SuiteResult
-from fledge.drift.verdict import (
-    ACCEPTANCE,
-    ATTENTION,
-    GROUP_NAMES,
-    PERTURBATIONS,
-    Results,
-    Sentence,
-    interval_text,
-    percent,
-    sign_of,
-)
+from fledge.drift.verdict import ACCEPTANCE, ATTENTION, GROUP_NAMES, PERTURBATIONS, Results
 from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
+from fledge.report.prose import Sentence, interval_text, percent, sign_of
 
 
 def comparison(suite: SuiteResult, results: Results) -> tuple[Sentence, ...]:

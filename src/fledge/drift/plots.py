@@ -9,34 +9,26 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fledge.drift.attention_plots import (
+from fledge.drift.attention_plots import draw_attention, draw_heads, draw_heat_map
+from fledge.drift.perturb import UNPERTURBED
+from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
+from fledge.drift.summary import SuiteResult
+from fledge.report.charts import (
+    MUTED,
+    PAPER,
     SIZE,
-    draw_attention,
-    draw_heads,
-    draw_heat_map,
+    STYLE,
+    Chart,
     frame,
     new_figure,
     percentages,
     put_legend,
+    series_style,
+    short_title,
 )
-from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
-from fledge.drift.summary import SuiteResult
-from fledge.report.charts import MUTED, PAPER, STYLE, series_style, short_title
 from fledge.report.intervals import Bootstrap
 
 FEW_DRAFTS = 10  # their calibration is all chance
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A picture, its section of the report (none: it is a file only), and the drafter it is about (None: all)."""
-
-    name: str
-    section: str
-    title: str
-    figure: Figure
-    drafter: str | None = None
 
 
 def charts(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[Chart]:

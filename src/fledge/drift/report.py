@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from fledge.drift.comparison import comparison
 from fledge.drift.figures import FIGURES, all_figures, cells_of, worst_cell
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.plots import FEW_DRAFTS, Chart, charts
+from fledge.drift.plots import FEW_DRAFTS, charts
 from fledge.drift.result import DriftResult, Example
 from fledge.drift.suite import read_cell
 from fledge.drift.summary import DRIFT_SHARE, CellSummary, SuiteResult
@@ -24,19 +24,16 @@ from fledge.drift.verdict import (
     PERTURBATIONS,
     STATES,
     Results,
-    Sentence,
-    Tone,
     Verdict,
-    percent,
-    ratio_tone,
     verdicts,
     worst_of,
 )
 from fledge.files import atomic_file
 from fledge.records import Record
-from fledge.report.charts import SERIES, save_png, to_svg
+from fledge.report.charts import SERIES, Chart, save_png, to_svg
 from fledge.report.intervals import RESAMPLES, Interval
-from fledge.report.page import finished, page_style, page_template, visible
+from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
+from fledge.report.prose import Sentence, Tone, percent, ratio_tone
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
 TASK_KINDS = frozenset({"json", "switch", "temperature"})  # they ask for another answer
@@ -207,24 +204,6 @@ def _line(cell: CellSummary, end: float) -> dict[str, Any]:
 
 def _range(interval: Interval) -> str:
     return "" if interval.low is None or interval.high is None else f"{interval.low:.2f} to {interval.high:.2f}"
-
-
-def ratio_bar(ratio: Interval, end: float, what: str = "the unperturbed acceptance length") -> Markup:
-    """Draw a ratio and its interval on a line from 0 to `end`, as SVG. It is read out as "1.20 times `what`"."""
-
-    def place(value: float) -> str:
-        return f"{4 + 124 * min(max(value, 0.0), end) / end:.1f}"
-
-    tone = ratio_tone(ratio)
-    low, high = (ratio.value if edge is None else edge for edge in (ratio.low, ratio.high))
-    label = escape(f"{ratio.value:.2f} times {what}")
-    return Markup(
-        f'<svg class="bar" viewBox="0 0 132 18" role="img" aria-label="{label}">'
-        f'<line class="axis" x1="4" x2="128" y1="9" y2="9"/>'
-        f'<line class="one" x1="{place(1)}" x2="{place(1)}" y1="1" y2="17"/>'
-        f'<line class="range {tone}" x1="{place(low)}" x2="{place(high)}" y1="9" y2="9"/>'
-        f'<circle class="{tone}" cx="{place(ratio.value)}" cy="9" r="4"/></svg>'
-    )
 
 
 def _left_out(suite: SuiteResult) -> list[str]:

@@ -5,7 +5,6 @@ Nothing is called better or worse unless the interval of the difference says so.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from fledge.drift.figures import GROUPS, cells_of
 from fledge.drift.perturb import UNPERTURBED
@@ -13,8 +12,8 @@ from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
 from fledge.drift.summary import CellSummary, DriftSummary, SuiteResult, has_drifted, own_share, prompt_share
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Interval
+from fledge.report.prose import Sentence, Tone, interval_text, percent, sign_of
 
-Tone = Literal["good", "bad", "neutral"]
 Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
 
 # Sections of the report, by their anchors.
@@ -38,13 +37,6 @@ GROUP_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sentence(Record):
-    text: str
-    section: str  # the anchor of what backs it
-    tone: Tone = "neutral"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Verdict(Record):
     """On one drafter."""
 
@@ -58,12 +50,6 @@ class Verdict(Record):
 def verdicts(suite: SuiteResult, results: Results) -> tuple[Verdict, ...]:
     """One for each drafter. `results` has at least the unperturbed ones."""
     return tuple(_verdict(suite, name, results[name, UNPERTURBED]) for name in suite.names)
-
-
-def percent(share: float) -> str:
-    """Write 0.61 as "61 %", and what would round to nothing with a digit more."""
-    digits = 1 if 0 < abs(share) < 0.0095 else 0
-    return f"{100 * share + 0.0:.{digits}f} %"  # adding 0 turns -0 into 0
 
 
 def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> Verdict:
@@ -256,26 +242,6 @@ def _misses(drift: DriftSummary) -> list[Sentence]:
         text = f"{percent(drift.outside_vocabulary)} of its misses are tokens that its vocabulary does not have."
         sentences.append(Sentence(text=text, section=ACCEPTANCE, tone="bad"))
     return sentences
-
-
-def sign_of(interval: Interval, around: float = 0.0) -> int:
-    """1 or -1 where all of the interval is on one side; 0 where it is not, or where there is none."""
-    if interval.low is None or interval.high is None:
-        return 0
-    return 1 if interval.low > around else -1 if interval.high < around else 0
-
-
-def ratio_tone(ratio: Interval) -> Tone:
-    """Good or bad where all of the interval is above or below 1."""
-    sign = sign_of(ratio, around=1.0)
-    return "bad" if sign < 0 else "good" if sign > 0 else "neutral"
-
-
-def interval_text(interval: Interval, level: float, before: str = "") -> str:
-    """Return " (95 % interval 1.2 to 1.4)", or nothing where there is none."""
-    if interval.low is None or interval.high is None:
-        return ""
-    return f" ({before}{percent(level)} interval {interval.low:.2f} to {interval.high:.2f})"
 
 
 def _percents(interval: Interval, level: float) -> str:

@@ -2,17 +2,22 @@
 
 import io
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 # Colours that the page knows by a name and changes with the scheme; the value is that of the light scheme.
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b6471", "#d9dde3", "#fffffe"
 SERIES = ("#d55e00", "#0072b2", "#009e73", "#b8508f", "#a67100", "#3a8fc0")  # after Okabe and Ito, but darker ends
 _MARKERS, _DASHES = "osD^vP", ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
+SIZE = (4.4, 3.0)
 _LONGEST = 34  # of a name in a legend
 _NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {c: f"series-{i}" for i, c in enumerate(SERIES)}
 
@@ -85,3 +90,51 @@ def _own_ids(text: str, name: str) -> str:
 def _themed(match: re.Match[str]) -> str:
     name = _NAMES.get(match[0])
     return f"var(--{name}, {match[0]})" if name else match[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A picture, its section of the report (none: it is a file only), and the drafter it is about (None: all)."""
+
+    name: str
+    section: str
+    title: str
+    figure: Figure
+    drafter: str | None = None
+
+
+def percentages() -> PercentFormatter:
+    """For an axis of shares, written as in the text."""
+    return PercentFormatter(1.0, decimals=0, symbol=" %")
+
+
+def new_figure(size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")  # without pyplot, which wants a display or a global choice
+    return figure, figure.subplots()
+
+
+def frame(axes: Axes, depths: Sequence[int] | None, *, percent: bool) -> None:
+    axes.grid(True, color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if depths is not None:
+        axes.set_xlabel("draft depth")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=min(len(depths), 12), integer=True))
+        axes.set_xlim(depths[0] - 0.3, depths[-1] + 0.3)
+    if percent:
+        axes.yaxis.set_major_formatter(percentages())
+
+
+def unframed(axes: Axes) -> None:
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("draft depth")
+
+
+def put_legend(figure: Figure, axes: Axes, *, columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if max(map(len, labels), default=0) > 20:
+        columns = 1
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, handlelength=2.4
+    )

@@ -9,9 +9,10 @@ import pytest
 
 from fledge.drift.figures import FIGURES
 from fledge.drift.perturb import KINDS, UNPERTURBED
-from fledge.drift.report import Report, make_report, ratio_bar, render, write_report
+from fledge.drift.report import Report, make_report, render, write_report
 from fledge.drift.templates import FAMILIES
 from fledge.report.intervals import Interval
+from fledge.report.page import ratio_bar
 from tests.html_page import Page
 from tests.unit.drift.report_cases import made_up, with_detail
 

@@ -7,7 +7,8 @@ import pytest
 from fledge.drift.comparison import comparison
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.report import make_report
-from fledge.drift.verdict import Verdict, percent, verdicts
+from fledge.drift.verdict import Verdict, verdicts
+from fledge.report.prose import percent
 from tests.unit.drift.report_cases import made_up
 
 

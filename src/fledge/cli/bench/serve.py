@@ -89,10 +89,7 @@ def serve(
     from fledge.bench.tables import print_results  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
-    from fledge.provenance import (
-        run_provenance,
-        shown_command,
-    )
+    from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
 
     settings = ServeSettings(
         servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),

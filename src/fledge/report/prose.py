@@ -1,0 +1,42 @@
+"""Figures in sentences. Nothing is called better or worse unless its interval says so."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fledge.records import Record
+from fledge.report.intervals import Interval
+
+Tone = Literal["good", "bad", "neutral"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence(Record):
+    text: str
+    section: str  # the anchor of what backs it
+    tone: Tone = "neutral"
+
+
+def percent(share: float) -> str:
+    """Write 0.61 as "61 %", and what would round to nothing with a digit more."""
+    digits = 1 if 0 < abs(share) < 0.0095 else 0
+    return f"{100 * share + 0.0:.{digits}f} %"  # adding 0 turns -0 into 0
+
+
+def sign_of(interval: Interval, around: float = 0.0) -> int:
+    """1 or -1 where all of the interval is on one side; 0 where it is not, or where there is none."""
+    if interval.low is None or interval.high is None:
+        return 0
+    return 1 if interval.low > around else -1 if interval.high < around else 0
+
+
+def ratio_tone(ratio: Interval) -> Tone:
+    """Good or bad where all of the interval is above or below 1."""
+    sign = sign_of(ratio, around=1.0)
+    return "bad" if sign < 0 else "good" if sign > 0 else "neutral"
+
+
+def interval_text(interval: Interval, level: float, before: str = "") -> str:
+    """Return " (95 % interval 1.2 to 1.4)", or nothing where there is none."""
+    if interval.low is None or interval.high is None:
+        return ""
+    return f" ({before}{percent(level)} interval {interval.low:.2f} to {interval.high:.2f})"

@@ -3,15 +3,14 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from fledge.errors import ConfigError
-from fledge.evaluation.conversations import ASKING_ROLES
+from fledge.evaluation.conversations import Message, split_turns
 
-Message = Mapping[str, Any]
 _T = TypeVar("_T")
 
 # Upper ends of the input-length buckets, in prompt tokens. From 1k on they are those of SPEED-Bench, and 4k.
@@ -32,11 +31,7 @@ class Prompt:
     @property
     def first_messages(self) -> tuple[Message, ...]:
         """The messages that can be given before anything is answered: all, or up to the first open turn."""
-        for i, message in enumerate(self.messages):
-            following = self.messages[i + 1]["role"] if i + 1 < len(self.messages) else "user"
-            if message["role"] in ASKING_ROLES and following not in ("assistant", "tool"):
-                return self.messages[: i + 1]
-        return self.messages
+        return next(iter(split_turns(self.messages, keep_answers=True)), self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,16 @@ LONGEST = "longer"
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """User turns to be answered one after another, or a history that ends with a user turn."""
+    """User turns to be answered one after another, or a history that ends with a user turn.
+
+    Where there are no messages, a text or ids to go on from: what training holds out may be such.
+    """
 
     id: str  # unique in its workload
     category: str  # what reports group by: SPEED-Bench's names where they fit
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()
     bucket: str | None = None  # of input length in words, where the workload has such: 2k, 4k, 8k, 16k
     sub_category: str | None = None  # the set's own, finer division
 
@@ -47,7 +52,10 @@ class Workload:
     @cached_property
     def digest(self) -> str:
         """sha256 of the content: the same for the same prompts in the same order, whatever they are called."""
-        values = [[p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages]] for p in self.prompts]
+        values = [
+            [p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages] or [p.text, p.token_ids]]
+            for p in self.prompts
+        ]
         text = json.dumps(values, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -77,7 +85,11 @@ class Workload:
         if count < 1:
             raise ConfigError(f"sample: found {count}, allowed is an integer of at least 1")
         place = {prompt.id: i for i, prompt in enumerate(self.prompts)}
-        keys = (_bucket, _category, _sub_category)
+        keys: tuple[Callable[[Prompt], object], ...] = (
+            lambda prompt: prompt.bucket,
+            lambda prompt: prompt.category,
+            lambda prompt: prompt.sub_category,
+        )
         chosen = _spread(self.prompts, keys, random.Random(seed))[:count]
         return replace(self, prompts=tuple(sorted(chosen, key=lambda prompt: place[prompt.id])))
 
@@ -85,18 +97,6 @@ class Workload:
 def length_bucket(tokens: int) -> str:
     """The input-length bucket of a prompt of so many tokens: the name of the smallest that holds it."""
     return next((name for name, limit in LENGTH_BUCKETS.items() if tokens <= limit), LONGEST)
-
-
-def _bucket(prompt: Prompt) -> str | None:
-    return prompt.bucket
-
-
-def _category(prompt: Prompt) -> str:
-    return prompt.category
-
-
-def _sub_category(prompt: Prompt) -> str | None:
-    return prompt.sub_category
 
 
 def _spread(items: Sequence[_T], keys: Sequence[Callable[[_T], object]], draw: random.Random) -> list[_T]:

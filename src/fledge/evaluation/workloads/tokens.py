@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from fledge.checkpoints.target_files import tokenizer_digests
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import PromptError
 from fledge.evaluation.workloads.base import Workload
-from fledge.files import cache_directory
+from fledge.files import atomic_path, cache_directory
 
 FORMAT = 1
 
@@ -59,15 +58,10 @@ def _read(path: Path, prompts: int) -> TokenIds | None:
 
 
 def _write(path: Path, ids: Sequence[Sequence[int]]) -> None:
-    """Whole or not at all, also where several processes write."""
+    """Whole or not at all, also where several processes write. A cache that cannot be written is none."""
     tokens = np.concatenate([np.asarray(one, dtype=np.int32) for one in ids])
     lengths = np.array([len(one) for one in ids], dtype=np.int64)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, tokens=tokens, lengths=lengths)
-        os.replace(temporary, path)
-    except OSError:  # a cache that cannot be written is none
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        with atomic_path(path) as temporary:
+            np.savez_compressed(temporary, tokens=tokens, lengths=lengths)

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from fledge.bench import evaluate
-from fledge.bench.results import read_results
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
+from fledge.evaluation.results import read_results
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
 from tests.command_line import fledge
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from fledge.bench.evaluate_turns import Asked, different_turns, open_turns, request_record
-from fledge.bench.results import Cell, Contender, Difference, Load, RequestRecord, Results, Status, write_results
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
 from fledge.engine.llm import LLM
 from fledge.engine.speculative_config import MAX_DEPTH
 from fledge.errors import CheckpointError, ConfigError, FledgeError
+from fledge.evaluation.results import Cell, Contender, Difference, Load, RequestRecord, Results, Status, write_results
 from fledge.evaluation.workloads import Prompt, Workload, tokenised
 from fledge.files import distinct_names, read_json
 from fledge.progress import Progress

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fledge.bench.results import Cell, Contender, RequestRecord, Results
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Results
 from fledge.evaluation.workloads import LENGTH_BUCKETS, length_bucket
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Interval

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from fledge.bench.evaluate_figures import EvalRow, eval_rows, half_width, workloads_of
-from fledge.bench.results import Results
+from fledge.evaluation.results import Results
 from fledge.files import atomic_file
 from fledge.report.intervals import Interval
 

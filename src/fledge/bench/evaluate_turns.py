@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fledge.bench.results import RequestRecord, tally_triples
 from fledge.engine.outputs import RequestOutput
+from fledge.evaluation.results import RequestRecord, tally_triples
 from fledge.evaluation.workloads import Prompt
 from fledge.training.evaluation import Turn, first_difference
 

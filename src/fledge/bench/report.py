@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from markupsafe import Markup
@@ -16,19 +15,17 @@ from fledge.bench.figures import RatioRow, Row, is_greedy
 from fledge.bench.part import Part, Reference, workload_facts
 from fledge.bench.plot_parts import colour_number
 from fledge.bench.plots import LENGTHS, MORE, charts
-from fledge.bench.results import Contender
 from fledge.bench.tables import DASH, answers_by_contender, number, with_interval
 from fledge.bench.verdict import Verdict, leaders, overall, verdicts
 from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, load_text
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Contender
 from fledge.files import atomic_file
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
 from fledge.report.intervals import RESAMPLES, Interval
 from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
 
 SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
-_TITLE_WIDTH = 50  # letters of a picture's title that fit beside each other
-_TITLE_INCHES = 0.18  # of each of its lines
 KINDS = {"serve": "Servers under load", "offline": "Engines without a server", "eval": "Acceptance"}
 
 
@@ -55,9 +52,7 @@ def write_report(report: Report, page: Path, *, pictures: Path | None = None) ->
             for part, several in zip(report.parts, drawn, strict=True):
                 for chart in several:
                     titles = (part.results.title, chart.title) if len(report.parts) > 1 else (chart.title,)
-                    lines = [line for title in titles for line in wrap(title, _TITLE_WIDTH)]
-                    chart.figure.set_figheight(chart.figure.get_figheight() + _TITLE_INCHES * len(lines))
-                    save_png(chart.figure, pictures / f"{chart.name}.png", "\n".join(lines))
+                    save_png(chart.figure, pictures / f"{chart.name}.png", "\n".join(titles))
     except OSError as error:
         raise ConfigError(f"{error.filename or page}: cannot be written: {error.strerror or error}") from None
 

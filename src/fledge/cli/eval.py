@@ -11,7 +11,7 @@ from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fledge.bench.results import Results
+    from fledge.evaluation.results import Results
 
 INTERRUPTED = 130
 _WIDE = 160  # columns, where no terminal says how many it has
@@ -67,7 +67,7 @@ def evaluate(
 
     from fledge.bench.evaluate import EvalSettings, run_eval  # noqa: PLC0415 - torch takes seconds
     from fledge.bench.evaluate_tables import summary, write_markdown  # noqa: PLC0415
-    from fledge.bench.results import check_writable  # noqa: PLC0415
+    from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 

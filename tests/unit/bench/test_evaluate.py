@@ -16,12 +16,12 @@ from fledge.bench.evaluate import EvalSettings, run_eval
 from fledge.bench.evaluate_figures import EvalRow, eval_rows, half_width
 from fledge.bench.evaluate_tables import lossless, markdown, summary, tables
 from fledge.bench.evaluate_turns import request_record
-from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, read_results, write_results
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.target import save_target
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results, write_results
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
 from fledge.progress import Progress

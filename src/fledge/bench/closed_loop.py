@@ -10,7 +10,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.request import Request
 from fledge.evaluation.results import RequestRecord, tally_triples
-from fledge.training.evaluation import spread
+from fledge.evaluation.workloads import spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fledge.bench.eval_report import eval_charts, eval_tables, eval_verdicts
-from fledge.bench.evaluate_tables import lossless
 from fledge.bench.explain import disappointments, round_cost
 from fledge.bench.figures import RatioRow, Row, is_greedy
 from fledge.bench.part import Part, Reference, workload_facts
@@ -17,8 +15,10 @@ from fledge.bench.plot_parts import colour_number
 from fledge.bench.plots import LENGTHS, MORE, charts
 from fledge.bench.tables import DASH, answers_by_contender, number, with_interval
 from fledge.bench.verdict import Verdict, leaders, overall, verdicts
-from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, load_text
+from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, anchor, load_text
 from fledge.errors import ConfigError
+from fledge.evaluation.report import MORE as MORE_LENGTHS
+from fledge.evaluation.report import EvalReport
 from fledge.evaluation.results import Contender
 from fledge.files import atomic_file
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
@@ -73,16 +73,21 @@ def render(report: Report, drawn: Sequence[Sequence[Chart]]) -> str:
 
 def verdicts_of(part: Part) -> list[Verdict]:
     """On each contender where speed was measured, and on each drafter where acceptance alone was."""
-    return verdicts(part) if part.has_speed else eval_verdicts(part)
+    if part.has_speed:
+        return verdicts(part)
+    return [
+        Verdict(contender=card.name, headline=card.headline, tone=card.tone, tiles=card.tiles, sentences=card.sentences)
+        for card in EvalReport(part.results).cards(anchor(ACCEPTANCE, part))
+    ]
 
 
 def _charts(part: Part, report: Report) -> list[Chart]:
-    return charts(part, report.references) if part.has_speed else eval_charts(part)
+    return charts(part, report.references) if part.has_speed else EvalReport(part.results).charts(part.number)
 
 
 def _part(part: Part, drawn: Sequence[Chart], report: Report) -> dict[str, Any]:
     sections: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in (SPEED, CAPACITY, LATENCY, MORE, ACCEPTANCE, LENGTHS)
+        name: [] for name in (SPEED, CAPACITY, LATENCY, MORE, ACCEPTANCE, LENGTHS, MORE_LENGTHS)
     }
     for chart in drawn:
         svg = Markup(to_svg(chart.figure, chart.name, chart.title))
@@ -98,8 +103,8 @@ def _part(part: Part, drawn: Sequence[Chart], report: Report) -> dict[str, Any]:
         "more_verdicts": folded,
         "overall": overall(part),
         "has_many_depths": bool(part.deep_families),
-        "tables": [] if part.has_speed else eval_tables(part),
-        "lossless": None if part.has_speed else lossless(part.results),
+        "tables": [] if part.has_speed else EvalReport(part.results).tables(),
+        "lossless": None if part.has_speed else EvalReport(part.results).lossless,
         "warnings": [visible(line) for line in part.warnings],
         "colours": {name: colour(part, name) for name in part.names},  # what is no contender has none
         "inflated": {one.name: one.inflated for one in part.results.contenders},

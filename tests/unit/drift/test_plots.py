@@ -6,9 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fledge.drift.attention_plots import segments_of
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.plots import charts
+from fledge.drift.plots import charts, segments_of
 from fledge.report.charts import save_png, to_svg
 from tests.unit.drift.drift_cases import drift_result
 from tests.unit.drift.report_cases import counts, made_up, with_detail

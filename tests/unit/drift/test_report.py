@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fledge.drift.changes import FAMILIES
 from fledge.drift.figures import FIGURES
 from fledge.drift.perturb import KINDS, UNPERTURBED
-from fledge.drift.report import Report, make_report, render, write_report
-from fledge.drift.templates import FAMILIES
+from fledge.drift.report import DriftReport, make_report, render, write_report
 from fledge.report.intervals import Interval
 from fledge.report.page import ratio_bar
 from tests.html_page import Page
@@ -115,7 +115,7 @@ def test_the_table_has_losses_skips_and_the_warning_about_tasks(written):
 def test_json_says_the_same(written):
     directory, report, _, _ = written
     values = json.loads((directory / "results.json").read_text())
-    assert Report.from_dict(values) == report
+    assert DriftReport.from_dict(values) == report
     assert set(values["unperturbed"]) == {"a3", "<b>3.1"}
     assert values["verdicts"][0]["sentences"][0]["section"] == "attention"
 

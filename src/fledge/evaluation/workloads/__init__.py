@@ -1,6 +1,6 @@
 """What models are measured on: the packaged sets, public sets in their own formats, anyone's conversations."""
 
-from fledge.evaluation.workloads.base import LENGTH_BUCKETS, Prompt, Workload, length_bucket
+from fledge.evaluation.workloads.base import LENGTH_BUCKETS, Prompt, Workload, length_bucket, spread
 from fledge.evaluation.workloads.catalogue import (
     GROUPS,
     SETS,
@@ -11,7 +11,7 @@ from fledge.evaluation.workloads.catalogue import (
     load_workloads,
     workload_names,
 )
-from fledge.evaluation.workloads.tokens import tokenised
+from fledge.evaluation.workloads.tokens import tokenised, with_token_ids
 
 __all__ = [
     "GROUPS",
@@ -25,6 +25,8 @@ __all__ = [
     "length_bucket",
     "load_workload",
     "load_workloads",
+    "spread",
     "tokenised",
+    "with_token_ids",
     "workload_names",
 ]

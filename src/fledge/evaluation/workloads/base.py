@@ -29,7 +29,7 @@ class Prompt:
     category: str  # what reports group by: SPEED-Bench's names where they fit
     messages: tuple[Message, ...] = ()
     text: str | None = None
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # of the first turn as the target reads it, where they are known
     bucket: str | None = None  # of input length in words, where the workload has such: 2k, 4k, 8k, 16k
     sub_category: str | None = None  # the set's own, finer division
 
@@ -37,6 +37,11 @@ class Prompt:
     def first_messages(self) -> tuple[Message, ...]:
         """The messages that can be given before anything is answered: all, or up to the first open turn."""
         return next(iter(split_turns(self.messages, keep_answers=True)), self.messages)
+
+    @property
+    def num_turns(self) -> int:
+        """How many answers it takes where the target writes all of them."""
+        return len(split_turns(self.messages)) or int(bool(self.text or self.token_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ class Workload:
     def digest(self) -> str:
         """sha256 of the content: the same for the same prompts in the same order, whatever they are called."""
         values = [
-            [p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages] or [p.text, p.token_ids]]
+            [p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages], *([p.text] if p.text else [])]
             for p in self.prompts
         ]
         text = json.dumps(values, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
@@ -90,7 +95,7 @@ class Workload:
             lambda prompt: prompt.category,
             lambda prompt: prompt.sub_category,
         )
-        chosen = _spread(self.prompts, keys, random.Random(seed))[:count]
+        chosen = _mixed(self.prompts, keys, random.Random(seed))[:count]
         return replace(self, prompts=tuple(sorted(chosen, key=lambda prompt: place[prompt.id])))
 
 
@@ -99,11 +104,18 @@ def length_bucket(tokens: int) -> str:
     return next((name for name, limit in LENGTH_BUCKETS.items() if tokens <= limit), LONGEST)
 
 
-def _spread(items: Sequence[_T], keys: Sequence[Callable[[_T], object]], draw: random.Random) -> list[_T]:
+def spread(items: Sequence[_T], count: int) -> list[_T]:
+    """Return `count` items evenly over the whole list: files are often sorted by subject."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def _mixed(items: Sequence[_T], keys: Sequence[Callable[[_T], object]], draw: random.Random) -> list[_T]:
     """All items in an order whose every beginning is spread evenly over the groups of the first key, then the next."""
     if not keys:
         return draw.sample(items, len(items))
-    groups = [_spread(group, keys[1:], draw) for group in _grouped(items, keys[0]).values()]
+    groups = [_mixed(group, keys[1:], draw) for group in _grouped(items, keys[0]).values()]
     draw.shuffle(groups)
     longest = max(map(len, groups), default=0)
     return [group[i] for i in range(longest) for group in groups if i < len(group)]

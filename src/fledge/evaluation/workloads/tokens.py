@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import tokenizer_digests
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import PromptError
+from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.workloads.base import Workload
 from fledge.files import atomic_path, cache_directory
 
@@ -38,6 +40,16 @@ def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = N
     ids = tuple(tuple(encode_chat(tokenizer, prompt.first_messages)) for prompt in workload.prompts)
     _write(path, ids)
     return ids
+
+
+def with_token_ids(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> Workload:
+    """Return the workload with `token_ids` of its first turns, but for prompts that bring answers of their own."""
+    ids = tokenised(workload, target, cache_dir)
+    prompts = [
+        replace(prompt, token_ids=own) if prompt.first_messages in split_turns(prompt.messages)[:1] else prompt
+        for prompt, own in zip(workload.prompts, ids, strict=True)
+    ]
+    return replace(workload, prompts=tuple(prompts))
 
 
 def _key(workload: Workload, directory: Path) -> str:

@@ -54,6 +54,7 @@ class PerturbationKind:
     read: Callable[[str, list[str]], Any] | None = None  # (the whole name, its parts after the first); None: no parts
     change: Callable[[ProbePrompt, random.Random, PerturbationContext, Any], ProbePrompt] | None = None
     stage: int = 0  # of the kinds that must not come in the order they were written in
+    changes_task: bool = False  # asks for another answer, so that part of a loss is the task's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +214,11 @@ KINDS = {
     "pad": PerturbationKind(usage="pad:4k:before or pad:4k:after", read=_read_padding, change=pad, stage=1),
     "history": PerturbationKind(usage="history:2", read=_read_exchanges, change=put_history),
     "tools": PerturbationKind(usage="tools", change=describe_tools),
-    "json": PerturbationKind(usage="json", change=ask_for_json),
-    "switch": PerturbationKind(usage=f"switch:{'|'.join(SWITCHES)}", read=_one_of(*SWITCHES), change=ask_for_switch),
-    "temperature": PerturbationKind(usage="temperature:0.7", read=_number(up_to=2)),
+    "json": PerturbationKind(usage="json", change=ask_for_json, changes_task=True),
+    "switch": PerturbationKind(
+        usage=f"switch:{'|'.join(SWITCHES)}", read=_one_of(*SWITCHES), change=ask_for_switch, changes_task=True
+    ),
+    "temperature": PerturbationKind(usage="temperature:0.7", read=_number(up_to=2), changes_task=True),
 }
 
 

@@ -23,6 +23,7 @@ from fledge.report.charts import (
     STYLE,
     Chart,
     frame,
+    interval_edges,
     new_figure,
     percentages,
     put_legend,
@@ -30,7 +31,7 @@ from fledge.report.charts import (
     short_title,
     unframed,
 )
-from fledge.report.intervals import Bootstrap
+from fledge.report.intervals import Bootstrap, Floats
 
 FEW_DRAFTS = 10  # their calibration is all chance
 _MANY_HEADS = 24
@@ -138,19 +139,18 @@ def _by_depth(
     return draw
 
 
-def _band(result: DriftResult, level: float, accepted_of: str) -> tuple[list[float], list[float]]:
+def _band(result: DriftResult, level: float, accepted_of: str) -> tuple[Floats, Floats]:
     """Where the rate at each depth may well lie, by resampling prompts."""
     bootstrap = Bootstrap(level=level, resamples=1000)
-    low, high = [], []
+    rates = []
     for depth in range(len(result.by_depth)):
         counts = {}
         for row in result.prompt_rows:
             accepted, of = row.acceptance.accepted_by_depth, getattr(row.acceptance, accepted_of)
             counts[row.id] = (accepted[depth], of[depth]) if depth < len(of) else (0, 0)
-        found = bootstrap.pooled(counts)
-        low.append(np.nan if found is None or found.low is None else found.low)
-        high.append(np.nan if found is None or found.high is None else found.high)
-    return low, high
+        rates.append(bootstrap.pooled(counts))
+    middle, below, above = interval_edges(rates)
+    return middle - below, middle + above
 
 
 def _mark_trained(axes: Axes, series: Sequence[_Series]) -> None:
@@ -226,19 +226,13 @@ def _reliability(series: Sequence[_Series], _: float) -> Figure | None:
 def _forest(suite: SuiteResult) -> Figure:
     names = [name for name in suite.perturbations if name != UNPERTURBED]
     figure, axes = new_figure((6.0, 1.1 + 0.3 * len(names) * max(1, 0.5 * len(suite.names))))
+    titles = [short_title(title) for title in suite.titles.values()]
     for number, drafter in enumerate(suite.names):
         offset = (number - (len(suite.names) - 1) / 2) * 0.7 / len(suite.names)
-        style = {key: series_style(number)[key] for key in ("color", "marker", "markersize")}
-        label: str | None = short_title(suite.titles[drafter])
-        for place, name in enumerate(names):
-            compared = suite.cell(drafter, name).compared
-            if compared is None:
-                continue
-            ratio = compared.ratio
-            low, high = (ratio.value if end is None else end for end in (ratio.low, ratio.high))
-            axes.plot([low, high], [place + offset] * 2, color=style["color"], linewidth=1.8)
-            axes.plot([ratio.value], [place + offset], linestyle="", label=label, **style)
-            label = None
+        compared = [suite.cell(drafter, name).compared for name in names]
+        ratios, *reach = interval_edges([None if one is None else one.ratio for one in compared])
+        style = series_style(number) | {"linestyle": "", "elinewidth": 1.8}
+        axes.errorbar(ratios, np.arange(len(names)) + offset, xerr=reach, label=titles[number], **style)
     axes.axvline(1.0, color=MUTED, linewidth=1, linestyle=":")
     axes.set_yticks(range(len(names)), [short_title(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)

@@ -11,10 +11,9 @@ from typing import Any
 from markupsafe import Markup
 
 from fledge.drift.figures import FIGURES, cells_of, figures, worst_cell
-from fledge.drift.perturb import UNPERTURBED
+from fledge.drift.perturb import KINDS, UNPERTURBED
 from fledge.drift.plots import FEW_DRAFTS, charts
-from fledge.drift.result import DRIFT_SHARE
-from fledge.drift.suite import Results
+from fledge.drift.result import DRIFT_SHARE, Results
 from fledge.drift.summary import SuiteResult
 from fledge.drift.verdict import (
     ACCEPTANCE,
@@ -35,7 +34,6 @@ from fledge.report.page import finished, page_style, page_template, ratio_bar, v
 from fledge.report.prose import Sentence, Tone, percent, ratio_tone
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
-TASK_KINDS = ("json", "switch", "temperature")  # they ask for another answer
 LONGEST_PROMPT = 1200  # characters of a prompt that are shown, from both ends
 SHOWN_EXAMPLES = 3  # of each run
 
@@ -102,7 +100,7 @@ def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str
         percent=percent,
         visible=visible,
         shortened=_shortened,
-        task_kinds=TASK_KINDS,
+        task_kinds=[name for name, kind in KINDS.items() if kind.changes_task],
         left_out=_left_out(suite),
         figures=FIGURES,
         examples=_examples(suite, results),

@@ -1,6 +1,7 @@
 """What a probe found, as plain values: written as JSON, read back the same. `docs/drift.md` has every formula."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -230,6 +231,9 @@ class SuiteCell(Record):
     left_out: dict[str, str]  # prompt id -> reason
     skip: str | None
     result: DriftResult | None
+
+
+Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
 
 
 def statistics(tally: Tally) -> AcceptanceStatistics:

@@ -9,14 +9,14 @@ it stopped, and a changed drafter, workload or setting is probed anew.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from fledge.drift.changes import NotApplicableError
 from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, perturb
 from fledge.drift.probe import PhaseProgress, Prober
-from fledge.drift.result import DriftResult, SuiteCell
+from fledge.drift.result import Results, SuiteCell
 from fledge.drift.segments import ProbePrompt
 from fledge.drift.summary import SuiteResult, summarise
 from fledge.drift.workloads import has_open_turns, probe_prompts
@@ -28,8 +28,6 @@ from fledge.report.intervals import Bootstrap
 
 VERSION = 1  # of cells: raise it when a probe's figures change their meaning
 SUITE_FILE = "suite.json"
-
-Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
 
 
 def run_suite(

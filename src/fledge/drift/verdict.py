@@ -3,12 +3,12 @@
 Nothing is called better or worse unless the interval of the difference says so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fledge.drift.figures import cells_of
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
+from fledge.drift.result import DepthMetrics, DriftResult, PromptRow, Results
 from fledge.drift.summary import CellSummary, DriftSummary, SuiteResult, acceptance_counts, own_attention_counts
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Interval
@@ -50,49 +50,40 @@ def verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVer
     """`result` is the drafter's unperturbed one."""
     cell = suite.cell(drafter)
     headline, attention = _attention(result, cell.drift)
-    sentences = [
-        *attention,
-        *(_states(result, cell.drift) if cell.drift is not None else ()),
-        *_acceptance(suite, cell, result),
-        *_perturbations(suite, drafter),
-        *(_misses(cell.drift) if cell.drift is not None else ()),
-    ]
-    return DrafterVerdict(
-        drafter=drafter,
-        title=suite.titles[drafter],
-        headline=headline,
-        tone=attention[0].tone,
-        sentences=tuple(sentences),
-    )
+    states = () if cell.drift is None else _states(result, cell.drift)
+    misses = () if cell.drift is None else _misses(cell.drift)
+    sentences = (*attention, *states, *_acceptance(suite, cell, result), *_perturbations(suite, drafter), *misses)
+    title = suite.titles[drafter]
+    return DrafterVerdict(drafter=drafter, title=title, headline=headline, tone=sentences[0].tone, sentences=sentences)
+
+
+def _say(section: str, text: str, tone: Tone = "neutral") -> Sentence:
+    return Sentence(text=text, section=section, tone=tone)
 
 
 def _attention(result: DriftResult, drift: DriftSummary | None) -> tuple[str, list[Sentence]]:
     """The headline, and what backs it."""
-    if drift is None or len(result.by_depth) < 2:
-        text = (
-            "No draft was verified: the answers are too short to say anything."
-            if drift is None
-            else "Depth 1 has no drafts of its own to look at; probe with a --depth of 2 or more to see drift."
-        )
-        return "Not measured", [Sentence(text=text, section=ATTENTION)]
-    last, second = result.by_depth[-1], result.by_depth[1]
-    shares = (
-        f"{percent(last.own_attention)} of its attention is on its own drafts at depth {last.depth}, "
-        f"{percent(last.prompt_attention)} on the prompt"
-    )
-    tone: Tone
+    if drift is None:
+        text = "No draft was verified: the answers are too short to say anything."
+        return "Not measured", [_say(ATTENTION, text)]
+    if len(result.by_depth) < 2:
+        text = "Depth 1 has no drafts of its own to look at; probe with a --depth of 2 or more to see drift."
+        return "Not measured", [_say(ATTENTION, text)]
+    last = result.by_depth[-1]
+    shares = f"{percent(last.own_attention)} of its attention is on its own drafts at depth {last.depth}, "
+    shares += f"{percent(last.prompt_attention)} on the prompt"
     if drift.drift_depth is None:
-        headline, tone = f"No drift to depth {last.depth}", "good"
+        headline = f"No drift to depth {last.depth}"
         text = f"Its attention does not drift: {shares}."
     else:
-        headline, tone = _drifting(drift.drift_depth, result.by_depth), "bad"
-        text = f"This drafter {headline[0].lower()}{headline[1:]}: {shares}"
-        text += f"; at depth 2 it was {percent(second.own_attention)}." if last.depth > 2 else "."
-    sentences = [Sentence(text=f"{text} {_even(last)}", section=ATTENTION, tone=tone)]
-    before, after = drift.sink_attention_depth_1, drift.sink_attention_last
-    if max(before, after) >= 0.05:
-        text = f"The first token keeps {percent(after)} of attention at depth {last.depth}, of {percent(before)} at 1."
-        sentences.append(Sentence(text=text, section=ATTENTION, tone="bad" if after < before / 2 else "neutral"))
+        headline = _drifting(drift.drift_depth, result.by_depth)
+        before = f"; at depth 2 it was {percent(result.by_depth[1].own_attention)}" if last.depth > 2 else ""
+        text = f"This drafter {headline[0].lower()}{headline[1:]}: {shares}{before}."
+    sentences = [_say(ATTENTION, f"{text} {_even(last)}", "good" if drift.drift_depth is None else "bad")]
+    first, kept = drift.sink_attention_depth_1, drift.sink_attention_last
+    if max(first, kept) >= 0.05:
+        text = f"The first token keeps {percent(kept)} of attention at depth {last.depth}, of {percent(first)} at 1."
+        sentences.append(_say(ATTENTION, text, "bad" if kept < first / 2 else "neutral"))
     return headline, sentences
 
 
@@ -111,17 +102,16 @@ def _even(last: DepthMetrics) -> str:
     return f"Even attention would give them {percent(even)}."
 
 
-def _states(result: DriftResult, drift: DriftSummary) -> list[Sentence]:
-    fed, hidden, parts = drift.feature_growth, drift.hidden_growth, len(result.fusion_shares)
+def _states(result: DriftResult, drift: DriftSummary) -> Iterator[Sentence]:
+    fed, hidden, share = drift.feature_growth, drift.hidden_growth, drift.top_layer_share
     text = f"The state fed from depth to depth {_grown(fed)} by depth {drift.last_depth}"
     if abs(fed - hidden) > 0.02:
         text += f"; before the final norm it {_grown(hidden)}"
-    tone: Tone = "bad" if fed > LEVEL_GROWTH else "neutral" if fed < 1 / LEVEL_GROWTH else "good"
-    sentences = [Sentence(text=f"{text}.", section=STATES, tone=tone)]
-    if drift.top_layer_share is not None and drift.top_layer_share >= DOMINANCE / parts:
-        text = f"The highest target layer dominates the fused input: {percent(drift.top_layer_share)} of it, where an "
-        sentences.append(Sentence(text=f"{text}even part is {percent(1 / parts)}.", section=LAYERS, tone="bad"))
-    return sentences
+    yield _say(STATES, f"{text}.", "bad" if fed > LEVEL_GROWTH else "neutral" if fed < 1 / LEVEL_GROWTH else "good")
+    even = 1 / max(1, len(result.fusion_shares))
+    if share is not None and share >= DOMINANCE * even:
+        text = f"The highest target layer dominates the fused input: {percent(share)} of it, where an even part is "
+        yield _say(LAYERS, f"{text}{percent(even)}.", "bad")
 
 
 def _grown(growth: float) -> str:
@@ -130,30 +120,29 @@ def _grown(growth: float) -> str:
     return f"has {'grown' if growth > 1 else 'shrunk'} to {growth:.2g} times its size"
 
 
-def _acceptance(suite: SuiteResult, cell: CellSummary, result: DriftResult) -> list[Sentence]:
-    length = cell.acceptance_length
+def _acceptance(suite: SuiteResult, cell: CellSummary, result: DriftResult) -> Iterator[Sentence]:
+    length, trained = cell.acceptance_length, result.trained_depth
     if length is None:
-        return []
-    text = f"Acceptance length {length.value:.2f}{interval_text(length, suite.level)}, drafting {suite.depth} ahead."
-    sentences = [Sentence(text=text, section=ACCEPTANCE)]
+        return
+    interval = interval_text(length, suite.level)
+    yield _say(ACCEPTANCE, f"Acceptance length {length.value:.2f}{interval}, drafting {suite.depth} ahead.")
     if length.low is not None and cell.prompts < FEW_PROMPTS:
         text = f"These are {cell.prompts} prompts: intervals from so few are too narrow to rely on."
-        sentences.append(Sentence(text=text, section=ACCEPTANCE))
-    trained = result.trained_depth
+        yield _say(ACCEPTANCE, text)
     if trained is None or trained >= len(result.by_depth):
-        return sentences
+        return
     within = {row.id: _stood(row, 0, trained) for row in result.prompt_rows}
     beyond = {row.id: _stood(row, trained, suite.depth) for row in result.prompt_rows}
     compared = Bootstrap(level=suite.level).compare(beyond, within)
     if compared is None:
-        text = f"No round got beyond the {trained} depths it was trained for."
-        return [*sentences, Sentence(text=text, section=ACCEPTANCE)]
+        yield _say(ACCEPTANCE, f"No round got beyond the {trained} depths it was trained for.")
+        return
     after = compared.base + compared.difference.value
     text = (
         f"Beyond the {trained} depths it was trained for, {percent(after)} of the drafts that follow right ones are "
         f"right too, against {percent(compared.base)} up to there."
     )
-    return [*sentences, Sentence(text=text, section=ACCEPTANCE, tone=_TONES[sign_of(compared.difference)])]
+    yield _say(ACCEPTANCE, text, _TONES[sign_of(compared.difference)])
 
 
 def _stood(row: PromptRow, begin: int, end: int) -> tuple[float, float]:
@@ -162,14 +151,23 @@ def _stood(row: PromptRow, begin: int, end: int) -> tuple[float, float]:
     return sum(found.accepted_by_depth[begin:end]), sum(found.reached_by_depth[begin:end])
 
 
-def _perturbations(suite: SuiteResult, drafter: str) -> list[Sentence]:
-    sentences, unmeasured = [], []
+def _misses(drift: DriftSummary) -> Iterator[Sentence]:
+    if drift.ece is not None and drift.ece > POOR_CALIBRATION:
+        text = f"Its confidence is {100 * drift.ece:.0f} points off the share of drafts that are right, on average."
+        yield _say(CALIBRATION, text, "bad")
+    if drift.outside_vocabulary is not None and drift.outside_vocabulary > MANY_OUTSIDE:
+        text = f"{percent(drift.outside_vocabulary)} of its misses are tokens that its vocabulary does not have."
+        yield _say(ACCEPTANCE, text, "bad")
+
+
+def _perturbations(suite: SuiteResult, drafter: str) -> Iterator[Sentence]:
+    unmeasured = []
     for group, name in GROUP_NAMES.items():
         cells = cells_of(suite, drafter, group)
         worst = worst_of(cells)
         if worst is not None:
             measured = sum(cell.compared is not None for cell in cells)
-            sentences.append(_cost(group, *worst, measured, suite.level))
+            yield _cost(group, *worst, measured, suite.level)
         elif cells:
             reasons = list(dict.fromkeys(cell.skip or "no draft was verified" for cell in cells))
             unmeasured.append(f"{name} ({'; '.join(reasons[:2])})")
@@ -178,8 +176,7 @@ def _perturbations(suite: SuiteResult, drafter: str) -> list[Sentence]:
     if len(suite.perturbations) == 1:
         unmeasured.append("other prompts (no perturbation was asked for)")
     if unmeasured:
-        sentences.append(Sentence(text=f"Not measured: {'; '.join(unmeasured)}.", section=PERTURBATIONS))
-    return sentences
+        yield _say(PERTURBATIONS, f"Not measured: {'; '.join(unmeasured)}.")
 
 
 def worst_of(cells: Sequence[CellSummary]) -> tuple[CellSummary, Comparison] | None:
@@ -196,42 +193,28 @@ def _cost(group: str, worst: CellSummary, compared: Comparison, measured: int, l
     capital = name[0].upper() + name[1:]
     if ratio.low is None or ratio.high is None:
         text = f"{capital} change acceptance length by {percent(ratio.value - 1)} ({which}); one prompt says no more."
-        return Sentence(text=text, section=PERTURBATIONS)
+        return _say(PERTURBATIONS, text)
     low, high = (ratio.low - 1, ratio.high - 1) if sign > 0 else (1 - ratio.high, 1 - ratio.low)
     interval = f" ({percent(level)} interval {100 * low:.0f} to {100 * high:.0f})"
     if sign == 0:
         text = f"No loss from {name} can be told from chance: {percent(1 - ratio.value)}{interval}; {which}."
-        return Sentence(text=text, section=PERTURBATIONS)
+        return _say(PERTURBATIONS, text)
     verb = "gain" if sign > 0 else "cost up to" if measured > 1 else "cost"
     task = " The answers change too, so part of this is the task's." if group in TASK_GROUPS else ""
     text = f"{capital} {verb} {change} of acceptance length{interval}; {which}.{task}"
-    return Sentence(text=text, section=PERTURBATIONS, tone=_TONES[sign])
+    return _say(PERTURBATIONS, text, _TONES[sign])
 
 
-def _misses(drift: DriftSummary) -> list[Sentence]:
-    sentences = []
-    if drift.ece is not None and drift.ece > POOR_CALIBRATION:
-        text = f"Its confidence is {100 * drift.ece:.0f} points off the share of drafts that are right, on average."
-        sentences.append(Sentence(text=text, section=CALIBRATION, tone="bad"))
-    if drift.outside_vocabulary is not None and drift.outside_vocabulary > MANY_OUTSIDE:
-        text = f"{percent(drift.outside_vocabulary)} of its misses are tokens that its vocabulary does not have."
-        sentences.append(Sentence(text=text, section=ACCEPTANCE, tone="bad"))
-    return sentences
-
-
-def side_by_side(
-    suite: SuiteResult, results: Mapping[tuple[str, str], DriftResult], one: str, other: str
-) -> list[Sentence]:
-    """One drafter against another, over the prompts that both have. `results` are by drafter and perturbation."""
+def side_by_side(suite: SuiteResult, results: Results, one: str, other: str) -> Iterator[Sentence]:
+    """One drafter against another, over the prompts that both have."""
     names = suite.titles[one], suite.titles[other]
     bootstrap = Bootstrap(level=suite.level)
     mine, theirs = results[one, UNPERTURBED], results[other, UNPERTURBED]
     depth = min(len(mine.by_depth), len(theirs.by_depth))
-    sentences = []
     if depth > 1:
         attention = bootstrap.compare(own_attention_counts(mine, depth), own_attention_counts(theirs, depth))
         if attention is not None:
-            sentences.append(_own_against(attention, names, depth, suite.level))
+            yield _own_against(attention, names, depth, suite.level)
     where = {"On the unperturbed workload": [UNPERTURBED]} | {
         f"Under {GROUP_NAMES[group]}": [cell.perturbation for cell in cells_of(suite, one, group)]
         for group in ("template", "long_context")
@@ -242,8 +225,7 @@ def side_by_side(
         compared = bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
         if compared is not None:
             section = ACCEPTANCE if UNPERTURBED in perturbations else PERTURBATIONS
-            sentences.append(_length_against(place, compared, names, section, suite.level))
-    return sentences
+            yield _length_against(place, compared, names, section, suite.level)
 
 
 def _own_against(compared: Comparison, names: tuple[str, str], depth: int, level: float) -> Sentence:
@@ -257,7 +239,7 @@ def _own_against(compared: Comparison, names: tuple[str, str], depth: int, level
     else:
         less, more = names if sign < 0 else names[::-1]
         text = f"{less} drifts less than {more}: {shares}."
-    return Sentence(text=text, section=ATTENTION, tone=_TONES[-sign])
+    return _say(ATTENTION, text, _TONES[-sign])
 
 
 def _points(interval: Interval, level: float) -> str:
@@ -277,4 +259,4 @@ def _length_against(where: str, compared: Comparison, names: tuple[str, str], se
     else:
         text = f"{where}, {names[0]} has the {'longer' if sign > 0 else 'shorter'} acceptance length: {lengths}"
         text += f", {compared.ratio.value:.2f} times{interval_text(compared.ratio, level)}."
-    return Sentence(text=text, section=section, tone=_TONES[sign])
+    return _say(section, text, _TONES[sign])

@@ -12,9 +12,9 @@ from fledge.drift.result import (
     DriftResult,
     ExampleToken,
     HeadAttention,
+    Results,
     SuiteCell,
 )
-from fledge.drift.suite import Results
 from fledge.drift.summary import SuiteResult, summarise
 from fledge.report.intervals import Bootstrap
 from tests.unit.drift.drift_cases import drift_result

@@ -43,14 +43,20 @@ def expand(name: str) -> tuple[str, ...]:
 
 
 def load_workload(
-    name_or_path: str | Path, *, sample: int | None = None, seed: int = 0, from_hub: bool = False
+    name_or_path: str | Path,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    from_hub: bool = False,
+    as_written: bool = False,
 ) -> Workload:
     """Return the prompts of a packaged set (`mt_bench`), of a part of one (`long_context/4k`, `mt_bench/coding`), of a
     group as one workload (`coding`), of a file, or of a dataset on the hub (`hf:OWNER/NAME:FILE`, `speed_bench`).
 
     `sample` draws so many with `seed`, spread over categories. `from_hub` takes a public set whole from the hub.
+    `as_written` is for files: see `read_prompts`.
     """
-    return _loaded(name_or_path, from_hub).sampled(sample, seed)
+    return _loaded(name_or_path, from_hub, as_written).sampled(sample, seed)
 
 
 def load_workloads(
@@ -72,9 +78,9 @@ def distinct_workloads(loaded: Iterable[Workload]) -> tuple[Workload, ...]:
     return tuple(by_name.values())
 
 
-def _loaded(source: str | Path, from_hub: bool) -> Workload:
+def _loaded(source: str | Path, from_hub: bool, as_written: bool = False) -> Workload:
     if Path(source).is_file():
-        return _from_file(Path(source), plain_name(Path(source)), str(source))
+        return _from_file(Path(source), plain_name(Path(source)), str(source), as_written)
     name = str(source)
     if name.startswith(PREFIX):
         path = fetch(name)
@@ -136,8 +142,8 @@ def _group(name: str) -> Workload:
     )
 
 
-def _from_file(path: Path, name: str, source: str) -> Workload:
-    prompts, missing = read_prompts(path)
+def _from_file(path: Path, name: str, source: str, as_written: bool = False) -> Workload:
+    prompts, missing = read_prompts(path, as_written=as_written)
     notes: tuple[str, ...] = ()
     if missing:
         text = f"{name}: {missing} of {missing + len(prompts)} prompts are left out, their publisher withholds the text"

@@ -44,15 +44,19 @@ def plain_name(path: Path) -> str:
     return path.stem
 
 
-def read_prompts(path: Path) -> tuple[tuple[Prompt, ...], int]:
-    """Return a file's prompts, and how many more have a placeholder for their text. Anything else is refused."""
+def read_prompts(path: Path, *, as_written: bool = False) -> tuple[tuple[Prompt, ...], int]:
+    """Return a file's prompts, and how many more have a placeholder for their text. Anything else is refused.
+
+    `as_written` is for who has only the last turn answered: plain text to go on from is a prompt too, and a
+    conversation whose answers are beside it (`full_messages`) comes with them.
+    """
     name = plain_name(path)
     prompts: dict[str, tuple[int, Prompt]] = {}
     missing = 0
     for number, record in _records(path):
         try:
-            prompt = prompt_of(record, name, number)
-            json.dumps([dict(message) for message in prompt.messages], ensure_ascii=False).encode()
+            prompt = prompt_of(record, name, number, as_written=as_written)
+            json.dumps([prompt.text, *map(dict, prompt.messages)], ensure_ascii=False).encode()
         except PlaceholderError:
             missing += 1
             continue
@@ -73,7 +77,7 @@ def read_prompts(path: Path) -> tuple[tuple[Prompt, ...], int]:
     return tuple(prompt for _, prompt in prompts.values()), missing
 
 
-def prompt_of(record: Any, file: str, number: int) -> Prompt:
+def prompt_of(record: Any, file: str, number: int, *, as_written: bool = False) -> Prompt:
     """Return the prompt that a record holds, or raise BadRecordError.
 
     `file` (its name without endings) and `number` (from 1) name what brings no id or category of its own.
@@ -81,6 +85,8 @@ def prompt_of(record: Any, file: str, number: int) -> Prompt:
     if not isinstance(record, Mapping):
         raise BadRecordError(f"found {type(record).__name__}, expected an object")
     category = _text(record.get("category")) or file
+    if as_written and "full_messages" in record:
+        record = {**record, "messages": record["full_messages"]}
     if "messages" in record or "conversations" in record:
         return _conversation(record, file, number)
     if "turns" in record or _is_texts(record.get("prompt")):
@@ -110,6 +116,8 @@ def prompt_of(record: Any, file: str, number: int) -> Prompt:
             sub_category=_text(record.get("subject")) or _text(record.get("type")),
             messages=_asked(_needed(record, "problem")),
         )
+    if as_written and _text(record.get("text")) is not None and not {"prompt", "instruction"} & set(record):
+        return Prompt(id=_id(record, "id", file, number), category=category, text=record["text"])
     return _conversation(record, file, number)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fledge.drift.segments import Conversation, Segment, segmented
-from fledge.drift.templates import FAMILIES, chat_template
+from fledge.drift.changes import FAMILIES, chat_template
+from fledge.drift.segments import ProbePrompt, Segment, segmented
 from fledge.errors import ConfigError
 from tests.unit.drift.drift_cases import BOS, byte_tokenizer
 
@@ -60,6 +60,11 @@ WITHOUT_SYSTEM = {
 }
 
 
+def written(family):
+    prompt = ProbePrompt(id="x", category="", messages=DIALOGUE, chat_template=chat_template(family))
+    return segmented(prompt, byte_tokenizer())
+
+
 def render(messages, family, *, tokenizer=None, prompt=True):
     return (tokenizer or byte_tokenizer()).apply_chat_template(
         list(messages), chat_template=chat_template(family), add_generation_prompt=prompt, tokenize=False
@@ -91,7 +96,7 @@ def test_without_a_bos_token_nothing_stands_in_for_it(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_turn_is_found_in_the_rendering(family):
-    prompt = segmented(Conversation(id="x", messages=DIALOGUE, chat_template=chat_template(family)), byte_tokenizer())
+    prompt = written(family)
     for segment, text in (
         (Segment.SYSTEM, "Be brief."),
         (Segment.USER, "Hello?Why?"),
@@ -104,10 +109,7 @@ def test_every_turn_is_found_in_the_rendering(family):
 def test_foreign_markers_are_text_and_known_ones_are_tokens():
     tokenizer = byte_tokenizer()
     known = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    chatml, llama = (
-        segmented(Conversation(id="x", messages=DIALOGUE, chat_template=chat_template(family)), tokenizer).token_ids
-        for family in ("chatml", "llama3")
-    )
+    chatml, llama = (written(family).token_ids for family in ("chatml", "llama3"))
     assert chatml.count(known) == 5
     assert known not in llama
     assert len(llama) == len(EXPECTED["llama3"].removeprefix(BOS)) + 1  # a byte each, and the bos token

@@ -7,13 +7,11 @@ import pytest
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.drift.figures import all_figures, check
-from fledge.drift.laboratory import EngineLaboratory
+from fledge.drift.figures import check, figures
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.probe import ProbeSettings
-from fledge.drift.segments import Conversation
+from fledge.drift.probe import Prober, ProbeSettings
 from fledge.drift.suite import read_cell, read_suite, run_suite
-from fledge.drift.workloads import Workload
+from fledge.evaluation.workloads import Prompt, Workload
 from fledge.report.intervals import Bootstrap
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
@@ -21,11 +19,13 @@ from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 TURNS = ({"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"})
 WORKLOAD = Workload(
     name="small",
-    conversations=(
-        Conversation(id="single", messages=TURNS[:1]),
-        Conversation(id="open", messages=TURNS),
-        Conversation(id="long", messages=({"role": "user", "content": "Too long. " * 500},)),
+    prompts=(
+        Prompt(id="single", category="", messages=TURNS[:1]),
+        Prompt(id="open", category="", messages=TURNS),
+        Prompt(id="long", category="", messages=({"role": "user", "content": "Too long. " * 500},)),
     ),
+    source="here",
+    licence="none",
 )
 
 
@@ -42,15 +42,11 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
-    laboratory = EngineLaboratory(
-        target=str(pair / "target"),
-        workload="small",
-        settings=ProbeSettings(depth=3, max_tokens=12),
-        options={"device": "cpu"},
-    )
+    settings = ProbeSettings(depth=3, max_tokens=12)
+    prober = Prober(str(pair / "target"), workload="small", settings=settings, device="cpu")
     drafters = [str(pair / "eagle1"), str(pair / "eagle3.1")]
     names = ("template:llama3", "template-noise:0.3", "pad:1k", "pad:4k", "temperature:0.8")
-    suite = run_suite(drafters, WORKLOAD, names, laboratory, tmp_path, bootstrap=Bootstrap(resamples=50))
+    suite, found = run_suite(drafters, WORKLOAD, names, prober, tmp_path, bootstrap=Bootstrap(resamples=50))
     assert [drafter.variant for drafter in suite.drafters] == ["EAGLE-1/2", "EAGLE-3.1"]
     for drafter in drafters:
         assert list(suite.cell(drafter).left_out) == ["long"]
@@ -65,12 +61,16 @@ def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
     # Earlier turns have the target's own answers, the same for both drafters.
     lengths = [read_cell(tmp_path, drafter).result.prompt_tokens for drafter in drafters]
     assert lengths[0] == lengths[1] > 2 * len("<user>One?\n<assistant>") + len("Two?")
-    measured = all_figures(read_suite(tmp_path))
-    assert "top_layer_share" not in measured[drafters[0]]
-    assert 0 < measured[drafters[1]]["top_layer_share"] < 1
-    assert check(["al<1"], measured[drafters[1]]) == []
+    assert found[drafters[0], UNPERTURBED] == read_cell(tmp_path, drafters[0]).result
+    one, other = (figures(read_suite(tmp_path), drafter) for drafter in drafters)
+    assert "top_layer_share" not in one
+    assert 0 < other["top_layer_share"] < 1
+    assert check(["al<1"], other) == []
 
-    retold = run_suite(drafters, WORKLOAD, names, laboratory, tmp_path, bootstrap=Bootstrap(resamples=50))
-    assert retold == suite
-    other = replace(laboratory, settings=ProbeSettings(depth=2, max_tokens=12))
-    assert other.identity(drafters[0]) != laboratory.identity(drafters[0])
+    again = Prober(str(pair / "target"), workload="small", settings=settings, device="cpu")
+    retold = run_suite(drafters, WORKLOAD, names, again, tmp_path, bootstrap=Bootstrap(resamples=50))
+    assert retold == (suite, found)
+    with pytest.raises(AssertionError, match="no drafter is loaded"):  # all of it was there
+        _ = again.llm
+    deeper = Prober(prober.target, workload="small", settings=replace(settings, depth=4), device="cpu")
+    assert deeper.identity(drafters[0]) != prober.identity(drafters[0])

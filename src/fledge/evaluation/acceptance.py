@@ -130,6 +130,7 @@ class AcceptanceMeter:
         """Draft with another drafter or to another depth; None: the target alone. Raises what `LLM` does."""
         speculation = None if drafter is None else {"model": str(drafter), "num_speculative_tokens": depth}
         if speculation != self._speculation:
+            self._speculation = {}  # if this fails, nothing is known to be in use
             self.llm.set_speculation(speculation)
             self._speculation = speculation
 

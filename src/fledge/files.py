@@ -18,6 +18,8 @@ from typing import IO, Any
 
 from fledge.errors import DataError, FledgeError
 
+_DAMAGE = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)  # of compressed files
+
 
 def cache_directory() -> Path:
     """Where Fledge keeps what it can make again: FLEDGE_CACHE, or `fledge` in XDG_CACHE_HOME, or ~/.cache/fledge."""
@@ -89,6 +91,15 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, decompressed if it is an .xz or .gz. ValueError for one that is damaged."""
+    try:
+        with _open(path) as file:
+            return file.read()
+    except _DAMAGE as error:
+        raise ValueError(f"damaged: {error}") from None
+
+
 def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
@@ -115,19 +126,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) of a .jsonl, .jsonl.xz or .jsonl.gz file. Blank lines are passed over."""
     number = 0
-    opener: Callable[..., IO[bytes]] = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)  # type: ignore[assignment]
     try:
-        with opener(path, "rb") as file:
+        with _open(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
         raise DataError(f"{path}, line {number}: not a JSON value ({reason}); mend or remove the line") from None
-    except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except _DAMAGE as error:
         raise DataError(f"{path}: damaged after line {number} ({error}); fetch the file again") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    opener: Callable[..., IO[bytes]] = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)  # type: ignore[assignment]
+    return opener(path, "rb")
 
 
 def digest(value: Any) -> str:

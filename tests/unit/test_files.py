@@ -1,11 +1,13 @@
-"""Files and directories take their names when they are whole, and not before."""
+"""Files and directories take their names when they are whole, and not before; compressed ones are read as they are."""
 
+import gzip
+import lzma
 from pathlib import Path
 
 import pytest
 
 from fledge.errors import FledgeError
-from fledge.files import atomic_directory
+from fledge.files import atomic_directory, read_bytes
 
 
 def fill(path: Path, text: str, *, replace: bool = False) -> None:
@@ -43,3 +45,16 @@ def test_a_place_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FledgeError, match="cannot be created"):
         fill(tmp_path / "file" / "place", "one")
+
+
+def test_compressed_files_are_read_like_others(tmp_path: Path) -> None:
+    contents = {"a.json": b"[1]", "a.json.xz": lzma.compress(b"[1]"), "a.json.gz": gzip.compress(b"[1]")}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        assert read_bytes(tmp_path / name) == b"[1]"
+    for name in ("a.json.xz", "a.json.gz"):
+        (tmp_path / name).write_bytes(contents[name][:-4])
+        with pytest.raises(ValueError, match="damaged"):
+            read_bytes(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "b.json.xz")

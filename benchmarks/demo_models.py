@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fledge import LLM, SamplingParams
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.devices import choose_device
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings
 from fledge.evaluation.workloads import Workload, load_workload

@@ -7,7 +7,6 @@ from short, documented, self-contained functions, with the hand-written programs
 import ast
 import builtins
 import hashlib
-import importlib
 import io
 import json
 import random
@@ -21,14 +20,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from recipes.demo import jsonlines
+from recipes.demo import jsonlines, small_programs
+from recipes.demo.completions import completions
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|ISCL|Unlicense)\b", re.IGNORECASE)
 RESTRICTED = re.compile(r"GPL|MPL|Mozilla|EUPL|CDDL|Eclipse|proprietary|commercial|NVIDIA|CC-BY|CC BY", re.IGNORECASE)
@@ -458,15 +458,6 @@ def chat_examples(
     return examples[:limit]
 
 
-def program_examples(seed: int, count: int) -> list[jsonlines.Record]:
-    """The hand-written programs' examples, or none where that module does not exist."""
-    try:
-        module: Any = importlib.import_module("recipes.demo.small_programs")
-        return list(module.chat_examples(seed, count))
-    except (ModuleNotFoundError, AttributeError):
-        return []
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Pretraining documents, .jsonl.xz.")],
     chat_out: Annotated[Path, typer.Option(help="Chat examples, .jsonl.xz.")],
@@ -476,6 +467,7 @@ def main(
     package_megabytes: Annotated[float, typer.Option(help="Text to keep of one package, in MB.")] = 5.0,
     examples: Annotated[int, typer.Option(help="Chat examples to keep, before the hand-written programs.")] = 12_000,
     program_count: Annotated[int, typer.Option(help="Chat examples to make of the hand-written programs.")] = 6_000,
+    completion_share: Annotated[float, typer.Option(help="Of these examples, asked for as completions too.")] = 0.8,
     seed: int = 1,
 ) -> None:
     """Collect Python source of the standard library and the installed permissive packages."""
@@ -490,12 +482,13 @@ def main(
     chat = chat_examples(admitted, examples, reserved, seed)
     programs = [
         p
-        for p in program_examples(seed, program_count)
+        for p in small_programs.chat_examples(seed, program_count)
         if all(reserved.isdisjoint(word_sequences(m["content"])) for m in p["messages"])
     ]
+    completed = completions([*chat, *programs], completion_share, random.Random(seed))
     random.Random(seed).shuffle(files)
     jsonlines.write(out, ({"text": f.text, "source": f"code/{f.package}"} for f in files))
-    jsonlines.write(chat_out, [*chat, *programs])
+    jsonlines.write(chat_out, [*chat, *programs, *completed])
 
     table = Table("package", "licence", "files", "MB", "chat examples")
     counts, sizes = Counter(f.package for f in files), Counter[str]()
@@ -516,6 +509,7 @@ def main(
                 "mib": round(out.stat().st_size / 2**20, 2),
                 "chat_examples": len(chat),
                 "program_examples": len(programs),
+                "completion_examples": len(completed),
                 "chat_mib": round(chat_out.stat().st_size / 2**20, 2),
             }
         )

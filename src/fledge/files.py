@@ -8,6 +8,7 @@ import hashlib
 import json
 import lzma
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from fledge.errors import DataError
+from fledge.errors import DataError, FledgeError
 
 
 def cache_directory() -> Path:
@@ -51,6 +52,37 @@ def atomic_file(path: Path) -> Iterator[IO[str]]:
     """Yield a text file that takes its name when the block ends without an error."""
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         yield file
+
+
+@contextmanager
+def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a new directory beside `path` that takes its name when the block ends without an error.
+
+    Refuses a path that exists, unless `replace`: then a reader finds the old directory, the new one, or for an instant
+    neither. An error in the block leaves what was there, and nothing else.
+    """
+    if path.exists() and not replace:
+        raise FledgeError(f"{path}: already exists; choose another destination or remove it first")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        raise FledgeError(f"{path}: cannot be created: {error.strerror}") from None
+    try:
+        new = beside / "new"  # mkdtemp's mode is 0700; this one follows the umask
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(beside / "old")
+        new.rename(path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Remove what writers that were killed left in a directory. Nobody else may be writing there."""
+    for left in directory.glob(".*.tmp*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -20,7 +20,7 @@ from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_rope
 from fledge.models.target.decoder import TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.data.packing import PackedBatch
 
 _PROBE_TOKENS = 8
 
@@ -126,10 +126,10 @@ class TransformersCapture:
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
         hidden, wanted = self.config.hidden_size, (*aux_layer_ids, "final")
         out = torch.zeros(batch.rows * batch.length, len(wanted), hidden, dtype=self.dtype, device=self.device)
-        for group in _documents(batch):
-            seen = self._run(group.tokens, group.mask, aux_layer_ids, keep_logits=False)[0]
+        for tokens, mask, slots in _documents(batch):
+            seen, _ = self._run(tokens, mask, aux_layer_ids, keep_logits=False)
             for i, name in enumerate(wanted):
-                out[group.places, i] = seen[name][group.mask]
+                out[slots, i] = seen[name][mask]
         aux, final = out[:, :-1].flatten(1), out[:, -1]
         lead = (batch.rows, batch.length)
         return TargetStates(
@@ -193,17 +193,12 @@ class TransformersCapture:
         )
 
 
-class _Group:
-    """Documents of similar length, padded on the right."""
+def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The documents of packed rows, longest first, in groups of at most as many slots as the batch has.
 
-    def __init__(self, tokens: Tensor, mask: Tensor, places: Tensor) -> None:
-        self.tokens = tokens  # [documents, length]
-        self.mask = mask  # bool [documents, length]
-        self.places = places  # [mask.sum()]: where in the flat batch each token belongs
-
-
-def _documents(batch: PackedBatch) -> Iterator[_Group]:
-    """The documents of packed rows, longest first, in groups of at most as many places as the batch has."""
+    Yields tokens [documents, length] padded on the right, the mask of the real ones, and for each of these its slot in
+    the flat batch.
+    """
     flat = batch.document.flatten()
     real = (flat >= 0).nonzero().squeeze(1)
     row = torch.arange(batch.rows, device=flat.device).repeat_interleave(batch.length)
@@ -217,10 +212,10 @@ def _documents(batch: PackedBatch) -> Iterator[_Group]:
         at += len(chosen)
         column = torch.arange(longest, device=flat.device)
         mask = column < counts[chosen, None]
-        places = real[(starts[chosen, None] + column)[mask]]
+        slots = real[(starts[chosen, None] + column)[mask]]
         padded = tokens.new_zeros(mask.shape)
-        padded[mask] = tokens[places]
-        yield _Group(padded, mask, places)
+        padded[mask] = tokens[slots]
+        yield padded, mask, slots
 
 
 def _find_blocks(model: nn.Module, num_layers: int, where: str) -> nn.ModuleList:

@@ -25,7 +25,7 @@ _VARIANTS = {"eagle1": EAGLE_1, "eagle3": EAGLE_3, "eagle3.1": EAGLE_3_1}
 
 
 class TargetWeights(Protocol):
-    """What a drafter may take from its target: a `CaptureModel`, or the ends kept in a `StateStore`."""
+    """What a drafter may take from its target: a `CaptureModel`, or the ends kept in a `HiddenStateStore`."""
 
     @property
     def embedding_weight(self) -> Tensor: ...

@@ -135,6 +135,10 @@ class FitSection:
     wandb_project: str | None = None
     seed: int = 0
 
+    def total_steps(self, rows: int) -> int:
+        """Optimizer steps of a run over `rows` packed rows."""
+        return self.max_steps or max(1, round(self.epochs * rows / self.rows))
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSection:

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Co
 from fledge.checkpoints.target import save_target
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.target.decoder import TargetStates
-from fledge.training.batch import PackedBatch
 from fledge.training.capture import FledgeCapture, open_target, target_config
 from fledge.training.capture_transformers import TransformersCapture
+from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import TargetSection
 from tests.fit_cases import TARGET, packed
 from tests.tiny_models import TARGET_CONFIGS, make_target

@@ -14,10 +14,10 @@ from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import name_of
 from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.training.attention import DocumentLayout, TttStorage
 from fledge.training.capture import FledgeCapture
 from fledge.training.drafter_setup import drafter_config, make_drafter
 from fledge.training.recipe import DrafterSection
-from fledge.training.ttt_attention import TttStorage
 from tests.fit_cases import packed
 from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, make_target
 
@@ -138,7 +138,7 @@ def test_states_keep_their_size_at_the_start(capture: FledgeCapture) -> None:
     drafter, batch = setup(DrafterSection(), capture), packed([[30]], 30)
     feature = drafter.fuse(capture.states(batch, drafter.aux_layer_ids))
     assert 0.7 < feature.square().mean().sqrt() < 1.4
-    out = drafter(batch.tokens, feature, batch.positions, TttStorage(batch))
+    out = drafter(batch.tokens, feature, batch.positions, TttStorage(DocumentLayout(batch)))
     assert 0.7 < out.head.square().mean().sqrt() < 1.4
 
 

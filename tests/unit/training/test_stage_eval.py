@@ -20,7 +20,7 @@ from fledge.training import evaluation
 from fledge.training.evaluation import Measurement, Question, Turn
 from fledge.training.recipe import Recipe
 from fledge.training.stages import evaluate
-from fledge.training.stages.base import StageContext
+from fledge.training.workspace import StageContext
 from tests.tiny_models import make_drafter
 from tests.tiny_training import write_run
 

@@ -17,8 +17,8 @@ from fledge.checkpoints.target import load_target, save_target
 from fledge.errors import CheckpointWarning
 from fledge.layers.config import RopeConfig
 from fledge.models.drafter.variants import build
-from fledge.training.batch import PackedBatch
 from fledge.training.capture import open_target, target_config
+from fledge.training.data.packing import PackedBatch
 from fledge.training.drafter_setup import drafter_config
 from fledge.training.recipe import DrafterSection, TargetSection
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
@@ -34,8 +34,8 @@ CAUGHT_BY = {
         "data/test_store_and_packing.py::test_the_first_drafted_position_after_the_prompt_is_taught",
     ),
     "3 draft keys of other slots stay visible": (
-        "test_ttt_attention.py::test_draft_keys_of_other_slots_have_no_influence",
-        "test_ttt_attention.py::test_outputs_and_gradients_are_those_of_the_written_out_mask",
+        "test_attention.py::test_draft_keys_of_other_slots_have_no_influence",
+        "test_attention.py::test_outputs_and_gradients_are_those_of_the_written_out_mask",
     ),
     "4 aux ids count outputs here and inputs there": (
         "test_ten_mistakes.py::test_aux_id_k_is_the_input_of_block_k_whichever_library_runs_the_target",

@@ -5,7 +5,6 @@ measured before an interruption is kept in `parts/`.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,13 +17,12 @@ from fledge.checkpoints.target import read_target_config
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import CheckpointError, FledgeError
 from fledge.evaluation.conversations import Skipped
-from fledge.files import distinct_names, file_digest, read_json, write_json
+from fledge.files import atomic_directory, distinct_names, file_digest, read_json, write_json
 from fledge.training import evaluation
-from fledge.training.card import write_card
+from fledge.training.card import TRAINING_PLOT, write_card
 from fledge.training.evaluation import Measurement, Question, Turn
-from fledge.training.provenance import write_provenance
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext
+from fledge.training.workspace import Stage, StageContext
 
 HELD_OUT = "held-out"
 
@@ -207,15 +205,11 @@ def _figures_of(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
 
 
 def _assemble(context: StageContext, candidate: Path, result: dict[str, Any]) -> None:
-    """Build `drafter/` beside its place, then rename: a start that was killed leaves nothing half-written."""
-    place, beside = context.directory / "drafter", context.directory / ".drafter.new"
-    for old in (beside, place):
-        shutil.rmtree(old, ignore_errors=True)
-    shutil.copytree(candidate, beside)
-    write_json(beside / "evaluation.json", result)
-    plot = context.inputs["fit"] / "training.png"
-    if plot.is_file():
-        shutil.copy(plot, beside / plot.name)
-    provenance = write_provenance(context, beside)
-    write_card(context, beside, result, provenance)
-    os.rename(beside, place)
+    """Build `drafter/`: a start that was killed leaves nothing half-written."""
+    with atomic_directory(context.directory / "drafter", replace=True) as directory:
+        shutil.copytree(candidate, directory, dirs_exist_ok=True)
+        write_json(directory / "evaluation.json", result)
+        plot = context.inputs["fit"] / TRAINING_PLOT
+        if plot.is_file():
+            shutil.copy(plot, directory / plot.name)
+        write_card(context, directory, result)

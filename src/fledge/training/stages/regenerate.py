@@ -25,8 +25,8 @@ from fledge.training.answering import AnswerWorker
 from fledge.training.data.rendering import Turn, chain
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext
 from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_example
+from fledge.training.workspace import Stage, StageContext
 
 _PARTS = "parts"
 

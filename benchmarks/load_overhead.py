@@ -19,7 +19,7 @@ from typing import Any
 
 from fledge.bench.load.cell import Asking, CellRun, Health
 from fledge.bench.load.servers import ServerSpec, connect
-from fledge.bench.results import Load
+from fledge.evaluation.results import Load
 from fledge.evaluation.workloads import Prompt
 
 GAP = 0.01

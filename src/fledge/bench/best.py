@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fledge.bench.figures import cells_by_key, decoding, ratio, ratio_reason, ratios
-from fledge.bench.results import Cell, Load, Results
+from fledge.evaluation.results import Cell, Load, Results
 from fledge.records import Record
 from fledge.report.intervals import Interval
 

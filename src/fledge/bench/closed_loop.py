@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fledge.bench.results import RequestRecord, tally_triples
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.request import Request
-from fledge.training.evaluation import spread
+from fledge.evaluation.results import RequestRecord, tally_triples
+from fledge.evaluation.workloads import spread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from fledge.bench.resampling import (
     together,
     value_of,
 )
-from fledge.bench.results import Cell, Load, Results
+from fledge.evaluation.results import Cell, Load, Results
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Interval
 from fledge.report.prose import sign_of

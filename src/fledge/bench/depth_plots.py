@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator
 from fledge.bench.families import Family
 from fledge.bench.part import Part
 from fledge.bench.plot_parts import bars, legend, style
-from fledge.bench.results import Load
+from fledge.evaluation.results import Load
 from fledge.report.charts import INK, MUTED, PAPER, SIZE, frame, new_figure, series_style, short_title
 from fledge.report.intervals import Interval
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from fledge.bench.families import Family
 from fledge.bench.part import Part, Reference
-from fledge.bench.results import Load
 from fledge.bench.tables import with_interval
 from fledge.bench.words import SPEED, anchor, load_text, times_text
+from fledge.evaluation.results import Load
 from fledge.report.prose import Sentence, sign_of
 
 FEW_ACCEPTED = 1.5  # an acceptance length below this is little to live on

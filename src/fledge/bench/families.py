@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fledge.bench.best import is_slower
 from fledge.bench.figures import Key, RatioRow, Row
-from fledge.bench.results import Cell, Contender, Load
+from fledge.evaluation.results import Cell, Contender, Load
 from fledge.report.intervals import Interval
 
 MANY_DEPTHS = 3  # from here on, a line for each depth hides what the drafter does

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fledge.bench.resampling import Panel, interval, mean_ratio, pooled, quantiles, together
-from fledge.bench.results import Cell, Load, RequestRecord, Results
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import Cell, Load, RequestRecord, Results
 from fledge.records import Record
 from fledge.report.intervals import Interval
 

@@ -23,12 +23,12 @@ from fledge.bench.offline_engines import (
     load_models,
     make_engine,
 )
-from fledge.bench.results import Cell, Load, Results, Status, write_results
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.recovery import DeadEngineError
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Cell, Load, Results, Status, write_results
 from fledge.evaluation.workloads import Workload, tokenised
 from fledge.progress import Progress
 from fledge.provenance import run_provenance

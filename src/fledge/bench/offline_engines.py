@@ -9,7 +9,6 @@ import torch
 
 from fledge.bench.inflate import inflate_target, shape_named
 from fledge.bench.inflate_drafter import inflate_drafter
-from fledge.bench.results import Contender
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
@@ -21,6 +20,7 @@ from fledge.engine.sizing import EngineConfig
 from fledge.engine.speculative_config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Contender
 from fledge.files import read_json
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import name_of

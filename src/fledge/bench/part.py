@@ -19,9 +19,9 @@ from fledge.bench.figures import (
     summarise,
 )
 from fledge.bench.resampling import interval, mean_ratio, together
-from fledge.bench.results import Cell, Contender, Load, Results
 from fledge.bench.tables import warnings
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Cell, Contender, Load, Results
 from fledge.report.intervals import Interval
 
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from fledge.bench.families import drafter_of
 from fledge.bench.part import Part
-from fledge.bench.results import Load
+from fledge.evaluation.results import Load
 from fledge.report.charts import INK, SERIES, series_style
 from fledge.report.intervals import Floats, Interval
 

@@ -12,9 +12,9 @@ from fledge.bench.figures import Latency, acceptance, acceptance_rates, latencie
 from fledge.bench.part import Part, Reference
 from fledge.bench.plot_parts import bars, coloured, edges, legend, style
 from fledge.bench.resampling import interval, pooled
-from fledge.bench.results import Load
 from fledge.bench.speed_plots import shown_names, speed_charts
 from fledge.bench.words import ACCEPTANCE, LATENCY, load_text
+from fledge.evaluation.results import Load
 from fledge.report.charts import SIZE, STYLE, Chart, frame, new_figure, short_title
 from fledge.report.intervals import Interval
 

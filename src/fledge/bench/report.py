@@ -4,31 +4,28 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from markupsafe import Markup
 
-from fledge.bench.eval_report import eval_charts, eval_tables, eval_verdicts
-from fledge.bench.evaluate_tables import lossless
 from fledge.bench.explain import disappointments, round_cost
 from fledge.bench.figures import RatioRow, Row, is_greedy
 from fledge.bench.part import Part, Reference, workload_facts
 from fledge.bench.plot_parts import colour_number
 from fledge.bench.plots import LENGTHS, MORE, charts
-from fledge.bench.results import Contender
 from fledge.bench.tables import DASH, answers_by_contender, number, with_interval
 from fledge.bench.verdict import Verdict, leaders, overall, verdicts
-from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, load_text
+from fledge.bench.words import ACCEPTANCE, ANSWERS, CAPACITY, LATENCY, SPEED, WHY, anchor, load_text
 from fledge.errors import ConfigError
+from fledge.evaluation.report import MORE as MORE_LENGTHS
+from fledge.evaluation.report import EvalReport
+from fledge.evaluation.results import Contender
 from fledge.files import atomic_file
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
 from fledge.report.intervals import RESAMPLES, Interval
 from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
 
 SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
-_TITLE_WIDTH = 50  # letters of a picture's title that fit beside each other
-_TITLE_INCHES = 0.18  # of each of its lines
 KINDS = {"serve": "Servers under load", "offline": "Engines without a server", "eval": "Acceptance"}
 
 
@@ -55,9 +52,7 @@ def write_report(report: Report, page: Path, *, pictures: Path | None = None) ->
             for part, several in zip(report.parts, drawn, strict=True):
                 for chart in several:
                     titles = (part.results.title, chart.title) if len(report.parts) > 1 else (chart.title,)
-                    lines = [line for title in titles for line in wrap(title, _TITLE_WIDTH)]
-                    chart.figure.set_figheight(chart.figure.get_figheight() + _TITLE_INCHES * len(lines))
-                    save_png(chart.figure, pictures / f"{chart.name}.png", "\n".join(lines))
+                    save_png(chart.figure, pictures / f"{chart.name}.png", "\n".join(titles))
     except OSError as error:
         raise ConfigError(f"{error.filename or page}: cannot be written: {error.strerror or error}") from None
 
@@ -78,16 +73,21 @@ def render(report: Report, drawn: Sequence[Sequence[Chart]]) -> str:
 
 def verdicts_of(part: Part) -> list[Verdict]:
     """On each contender where speed was measured, and on each drafter where acceptance alone was."""
-    return verdicts(part) if part.has_speed else eval_verdicts(part)
+    if part.has_speed:
+        return verdicts(part)
+    return [
+        Verdict(contender=card.name, headline=card.headline, tone=card.tone, tiles=card.tiles, sentences=card.sentences)
+        for card in EvalReport(part.results).cards(anchor(ACCEPTANCE, part))
+    ]
 
 
 def _charts(part: Part, report: Report) -> list[Chart]:
-    return charts(part, report.references) if part.has_speed else eval_charts(part)
+    return charts(part, report.references) if part.has_speed else EvalReport(part.results).charts(part.number)
 
 
 def _part(part: Part, drawn: Sequence[Chart], report: Report) -> dict[str, Any]:
     sections: dict[str, list[dict[str, Any]]] = {
-        name: [] for name in (SPEED, CAPACITY, LATENCY, MORE, ACCEPTANCE, LENGTHS)
+        name: [] for name in (SPEED, CAPACITY, LATENCY, MORE, ACCEPTANCE, LENGTHS, MORE_LENGTHS)
     }
     for chart in drawn:
         svg = Markup(to_svg(chart.figure, chart.name, chart.title))
@@ -103,8 +103,8 @@ def _part(part: Part, drawn: Sequence[Chart], report: Report) -> dict[str, Any]:
         "more_verdicts": folded,
         "overall": overall(part),
         "has_many_depths": bool(part.deep_families),
-        "tables": [] if part.has_speed else eval_tables(part),
-        "lossless": None if part.has_speed else lossless(part.results),
+        "tables": [] if part.has_speed else EvalReport(part.results).tables(),
+        "lossless": None if part.has_speed else EvalReport(part.results).lossless,
         "warnings": [visible(line) for line in part.warnings],
         "colours": {name: colour(part, name) for name in part.names},  # what is no contender has none
         "inflated": {one.name: one.inflated for one in part.results.contenders},

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fledge.bench.results import conversation_of
+from fledge.evaluation.results import conversation_of
 from fledge.report.intervals import Bootstrap, Floats, Interval
 
 BOOTSTRAP = Bootstrap()

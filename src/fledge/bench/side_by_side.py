@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from fledge.bench.families import BestDepth, Family
 from fledge.bench.figures import decoding, ratio
 from fledge.bench.part import Part
-from fledge.bench.results import Load
 from fledge.bench.tables import number
 from fledge.bench.words import ACCEPTANCE, ANSWERS, SPEED, anchor, load_text, loads_text, names_text, times_text
+from fledge.evaluation.results import Load
 from fledge.report.intervals import Interval
 from fledge.report.prose import Sentence, sign_of
 

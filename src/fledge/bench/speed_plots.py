@@ -13,8 +13,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from fledge.bench.depth_plots import speed_by_depth
 from fledge.bench.part import Part, Reference
 from fledge.bench.plot_parts import bars, legend, load_axis, place, style
-from fledge.bench.results import Load
 from fledge.bench.words import CAPACITY, SPEED
+from fledge.evaluation.results import Load
 from fledge.report.charts import INK, MUTED, Chart, frame, new_figure, short_title
 from fledge.report.intervals import Floats, Interval
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fledge.bench.figures import Agreement, RatioRow, Row, agreements, ratios, summarise
-from fledge.bench.results import Results
+from fledge.evaluation.results import Results
 from fledge.report.intervals import Interval
 
 DASH = "\N{EN DASH}"  # no such figure

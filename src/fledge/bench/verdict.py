@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fledge.bench.part import Part
-from fledge.bench.results import Load
 from fledge.bench.side_by_side import accepted_more, best_against_best, fastest, same_answers
 from fledge.bench.tables import with_interval
 from fledge.bench.words import ACCEPTANCE, CAPACITY, SPEED, anchor, load_text, loads_text, times_text
+from fledge.evaluation.results import Load
 from fledge.report.intervals import Interval
 from fledge.report.prose import Sentence, Tone, ratio_tone, sign_of
 

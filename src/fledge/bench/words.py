@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fledge.bench.part import Part
-from fledge.bench.results import Load
+from fledge.evaluation.results import Load
 from fledge.report.intervals import Interval
 
 SPEED, ACCEPTANCE, LATENCY, CAPACITY = "speed", "acceptance", "latency", "capacity"

@@ -23,9 +23,8 @@ from fledge.drift.segments import Conversation, Message
 from fledge.drift.texts import builtin_prompts
 from fledge.errors import ConfigError, DataError, nearest_name_hint
 from fledge.evaluation.conversations import ASKING_ROLES, BadRecordError, parse
-from fledge.evaluation.workloads import Prompt, workload_names
+from fledge.evaluation.workloads import Prompt, canonical, workload_names
 from fledge.evaluation.workloads import load_workload as load_packaged
-from fledge.evaluation.workloads.catalogue import canonical
 from fledge.files import read_json_lines
 
 DEFAULT = "mixed"

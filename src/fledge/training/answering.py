@@ -1,11 +1,9 @@
-"""Answers prompts with the target itself, turn by turn, many dialogues at once. Used by the stage `regenerate`."""
+"""The target's answers to chunks of prompts, for the stage `regenerate`."""
 
 import gc
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,9 +11,9 @@ from fledge.checkpoints.source import resolve
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device
 from fledge.engine.llm import LLM
-from fledge.engine.outputs import RequestOutput
-from fledge.errors import CheckpointError, ConfigError
-from fledge.evaluation.conversations import Message
+from fledge.errors import CheckpointError, ConfigError, PromptError
+from fledge.evaluation.conversations import Message, split_turns
+from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
 from fledge.training.data.rendering import Renderer, TemplateRefusedError
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import open_renderer
@@ -24,21 +22,7 @@ GPU_MEMORY = 0.88  # of the device, for all processes that answer together
 _BESIDE_KEYS = 3 << 30  # what such a process needs besides its keys and values: weights of a small target, graphs, CUDA
 
 
-class Answerer(Protocol):
-    """What this stage needs of `LLM`."""
-
-    max_model_len: int
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling_params: list[SamplingParams],
-        *,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[RequestOutput]: ...
-
-
-def open_llm(recipe: Recipe) -> Answerer:
+def open_llm(recipe: Recipe) -> Generator:
     """Load the target to answer with, without a drafter; beside others of its kind where the recipe says so."""
     try:
         return LLM(
@@ -65,34 +49,10 @@ def _share_of_memory(recipe: Recipe) -> int | None:
     return share
 
 
-def answer_seed(seed: int, prompt: int, sample: int, turn: int) -> int:
-    """63 bits that follow from what is asked and not from what else is in the batch."""
-    text = f"fledge regenerate {seed} {prompt} {sample} {turn}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
-
-
-@dataclass
-class Dialogue:
-    """One answering of one prompt record, turn by turn."""
-
-    number: int  # of the prompt
-    sample: int
-    category: str
-    template: int | None
-    waiting: list[list[Message]]  # for each turn to be answered, what is said before the answer
-    first_ids: list[int] | None  # the first turn's prompt, where `prepare` has rendered it
-    history: list[Message] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    dropped: str | None = None  # why it ended early
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "prompt": self.number,
-            "sample": self.sample,
-            "category": self.category,
-            "turns": self.turns,
-            "dropped": self.dropped,
-        }
+def dialogue_turns(record: Mapping[str, Any], recipe: Recipe) -> list[tuple[Message, ...]]:
+    """What is said before each answer to a prompt of `prepare`: one turn, or all of the user's."""
+    messages = record["messages"]
+    return split_turns(messages) if recipe.regenerate.turns == "all" and messages else [tuple(messages)]
 
 
 class AnswerWorker:
@@ -100,7 +60,7 @@ class AnswerWorker:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._llm: Answerer | None = None
+        self._llm: Generator | None = None
         self._renderer: Renderer | None = None
         self.tokens = 0
         self.seconds = 0.0
@@ -111,16 +71,36 @@ class AnswerWorker:
     def answer(
         self, first: int, records: Sequence[Mapping[str, Any]], advance: Callable[[int], None]
     ) -> list[dict[str, Any]]:
-        """Return the lines of a part: one for each prompt and sample."""
-        dialogues = [
-            self._dialogue(first + i, sample, record)
-            for i, record in enumerate(records)
-            for sample in range(self._recipe.regenerate.samples)
-        ]
-        while active := [d for d in dialogues if d.waiting and d.dropped is None]:
-            self._round(active, advance)
-        advance(sum(d.dropped is not None for d in dialogues))
-        return [dialogue.to_json() for dialogue in dialogues]
+        """Return the lines of a part: one for each prompt and sample. `advance` is told of every turn."""
+        self._llm = self._llm or open_llm(self._recipe)
+        section, data = self._recipe.regenerate, self._recipe.data
+        dialogues = []
+        for number, record in enumerate(records, start=first):
+            turns = dialogue_turns(record, self._recipe)
+            first_ids = None if section.turns == "all" and record["messages"] else record["prompt_token_ids"]
+            dialogues += [
+                Dialogue(number=number, sample=sample, turns=turns, first_ids=first_ids)
+                for sample in range(section.samples)
+            ]
+        started = time.perf_counter()
+        answer_dialogues(
+            self._llm,
+            dialogues,
+            SamplingParams(
+                temperature=section.temperature,
+                top_p=section.top_p,
+                top_k=section.top_k,
+                max_tokens=section.max_tokens,
+                seed=section.seed,
+            ),
+            encode=lambda dialogue: self._encode(dialogue, records[dialogue.number - first]["template"]),
+            longest=data.max_length,
+            least_room=data.min_answer_tokens,
+            advance=advance,
+        )
+        self.seconds += time.perf_counter() - started
+        self.tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
+        return [_line(dialogue, records[dialogue.number - first]["category"]) for dialogue in dialogues]
 
     def close(self) -> None:
         """Give the model's memory back before the next stage needs it."""
@@ -129,87 +109,28 @@ class AnswerWorker:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _dialogue(self, number: int, sample: int, record: Mapping[str, Any]) -> Dialogue:
-        ids, messages = record["prompt_token_ids"], record["messages"]
-        waiting, first_ids = [list(messages)], ids
-        if self._recipe.regenerate.turns == "all" and messages:
-            waiting, first_ids = user_turns(messages), None
-        return Dialogue(
-            number=number,
-            sample=sample,
-            category=record["category"],
-            template=record["template"],
-            waiting=waiting,
-            first_ids=first_ids,
-        )
-
-    def _round(self, dialogues: Sequence[Dialogue], advance: Callable[[int], None]) -> None:
-        """Answer the next turn of each dialogue, all of them together."""
-        self._llm = self._llm or open_llm(self._recipe)
-        section = self._recipe.regenerate
-        longest = min(self._llm.max_model_len, self._recipe.data.max_length)
-        asked, prompts, params = [], [], []
-        for dialogue, ids in zip(dialogues, self._prompts(dialogues), strict=True):
-            if ids is None or len(ids) + self._recipe.data.min_answer_tokens > longest:
-                dialogue.dropped = "refused by the template" if ids is None else "too long"
-                continue
-            asked.append(dialogue)
-            prompts.append(ids)
-            seed = answer_seed(section.seed, dialogue.number, dialogue.sample, len(dialogue.turns))
-            params.append(
-                SamplingParams(
-                    temperature=section.temperature,
-                    top_p=section.top_p,
-                    top_k=section.top_k,
-                    max_tokens=min(section.max_tokens, longest - len(ids)),
-                    seed=seed,
-                )
-            )
-        if not asked:
-            return
-        # Counted when the whole dialogue is done, so that a bar of dialogues never runs ahead.
-        ending = all(len(dialogue.waiting) == 1 for dialogue in asked)
-        started = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, progress=(lambda _done, _all: advance(1)) if ending else None)
-        self.seconds += time.perf_counter() - started
-        for dialogue, ids, output in zip(asked, prompts, outputs, strict=True):
-            (answer,) = output.outputs
-            self.tokens += len(answer.token_ids)
-            dialogue.history += [*dialogue.waiting.pop(0), {"role": "assistant", "content": answer.text}]
-            dialogue.turns.append(
-                {"prompt_token_ids": ids, "answer_token_ids": list(answer.token_ids), "finish": answer.finish_reason}
-            )
-        if not ending:
-            advance(sum(not dialogue.waiting for dialogue in asked))
-
-    def _prompts(self, dialogues: Sequence[Dialogue]) -> list[list[int] | None]:
-        """Ids of each dialogue's next prompt; None where the template refuses it."""
-        prompts: list[list[int] | None] = [None] * len(dialogues)
-        texts: dict[int, str] = {}
-        for place, dialogue in enumerate(dialogues):
-            if not dialogue.turns and dialogue.first_ids is not None:
-                prompts[place] = dialogue.first_ids
-                continue
-            self._renderer = self._renderer or open_renderer(self._recipe, resolve(self._recipe.target.path))
-            try:
-                messages = [*dialogue.history, *dialogue.waiting[0]]
-                texts[place] = self._renderer.prompt_text(messages, dialogue.template)
-            except TemplateRefusedError:
-                continue
-        if self._renderer is not None:
-            for place, ids in zip(texts, self._renderer.encode(list(texts.values())), strict=True):
-                prompts[place] = ids
-        return prompts
+    def _encode(self, dialogue: Dialogue, template: int | None) -> list[int]:
+        self._renderer = self._renderer or open_renderer(self._recipe, resolve(self._recipe.target.path))
+        try:
+            (ids,) = self._renderer.encode([self._renderer.prompt_text(dialogue.next_messages, template)])
+        except TemplateRefusedError as error:
+            raise PromptError(str(error)) from None
+        return ids
 
 
-def user_turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Split a conversation into what is said before each answer. Another model's answers and tools are left out."""
-    turns: list[list[Message]] = []
-    said: list[Message] = []
-    for message in messages:
-        if message["role"] not in ("assistant", "tool"):
-            said.append(message)
-        if message["role"] == "user":
-            turns.append(said)
-            said = []
-    return turns
+def _line(dialogue: Dialogue, category: str) -> dict[str, Any]:
+    turns = [
+        {
+            "prompt_token_ids": turn.prompt_token_ids,
+            "answer_token_ids": turn.answer_token_ids,
+            "finish": turn.finish_reason,
+        }
+        for turn in dialogue.answers
+    ]
+    return {
+        "prompt": dialogue.number,
+        "sample": dialogue.sample,
+        "category": category,
+        "turns": turns,
+        "dropped": dialogue.dropped,
+    }

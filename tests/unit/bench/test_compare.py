@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fledge.bench.compare import METRICS, Change, Comparison, compare, describe
-from fledge.bench.results import Cell, Results
+from fledge.evaluation.results import Cell, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, PROVENANCE, make_eval_results, make_results
 
 SMALL = {"workloads": ("chat",), "concurrencies": (1, 16), "noise": 0.02}

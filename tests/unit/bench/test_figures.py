@@ -8,10 +8,10 @@ from rich.console import Console
 
 from fledge.bench.figures import agreements, cells_by_key, figures_of, ratios, summarise
 from fledge.bench.resampling import Panel, interval, mean_ratio, pooled, quantiles, together
-from fledge.bench.results import Cell, Load, RequestRecord, turn_name
 from fledge.bench.tables import number, print_results, times, warnings, with_interval
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Cell, Load, RequestRecord, turn_name
 from fledge.report.intervals import Interval
 from tests.bench_results import ACCEPTED, EAGLE_3, EAGLE_3_1, PLAIN, make_results
 

@@ -16,9 +16,9 @@ from fledge.bench.part import Part, Reference, make_parts
 from fledge.bench.plot_parts import coloured, style
 from fledge.bench.plots import charts
 from fledge.bench.report import Report, colour, write_report
-from fledge.bench.results import Contender, Load, Results
 from fledge.bench.tables import print_results
 from fledge.bench.verdict import leaders, overall, verdicts
+from fledge.evaluation.results import Contender, Load, Results
 from fledge.report.charts import INK, PAPER
 from tests.bench_results import PLAIN, make_eval_results, make_results
 from tests.unit.bench.depth_cases import SPEEDS, make_contender, many_depths

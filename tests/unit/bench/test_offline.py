@@ -12,7 +12,6 @@ from fledge.bench.best import best_lines, best_modes
 from fledge.bench.closed_loop import ClosedLoop, Question, asked, token_digest
 from fledge.bench.offline import OfflineRun, OfflineSettings, run_offline
 from fledge.bench.offline_engines import Mode, graph_sizes, parse_schedule, parse_trees
-from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, read_results
 from fledge.bench.shapes import SHAPES
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
@@ -20,6 +19,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.recovery import DeadEngineError
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results
 from fledge.evaluation.workloads import load_workload
 from tests.tiny_models import make_target
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
@@ -54,7 +54,7 @@ def test_a_run_records_every_request_of_every_cell(pair: Pair, tmp_path: Path) -
     out = tmp_path / "deep" / "results.json"
     modes = (Mode(depth=2), Mode(depth=2, tree=TreeShape(width=2, budget=4)), Mode(depth=3, schedule=((1, 1, 3),)))
     results = run_offline(settings(pair, modes=modes), out=out)
-    assert read_results(out).to_json() == results.to_json()
+    assert read_results(out).to_dict() == results.to_dict()
     assert results.status == "complete"
     assert results.kind == "offline"
     assert [c.name for c in results.contenders] == [
@@ -151,7 +151,7 @@ def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch:
     assert results.cells[-1].note == "interrupted"
     assert results.status == "partial"
     assert any(note.startswith("interrupted: 9 cells were not measured") for note in results.notes)
-    assert read_results(tmp_path / "results.json").to_json() == results.to_json()
+    assert read_results(tmp_path / "results.json").to_dict() == results.to_dict()
 
 
 def test_an_engine_that_dies_takes_only_its_own_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

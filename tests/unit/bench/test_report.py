@@ -10,9 +10,9 @@ from fledge.bench.explain import disappointments, round_cost
 from fledge.bench.markdown import markdown
 from fledge.bench.part import Part, Reference, make_parts, workload_facts
 from fledge.bench.report import Report, write_report
-from fledge.bench.results import Load, Results
 from fledge.bench.verdict import overall, verdicts
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Load, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, make_eval_results, make_results
 from tests.html_page import Page
 

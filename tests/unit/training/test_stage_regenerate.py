@@ -14,8 +14,8 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import CheckpointError, DataError, FledgeError
+from fledge.evaluation.dialogue import answer_seed
 from fledge.training import answering
-from fledge.training.answering import answer_seed, user_turns
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
 from fledge.training.stages import prepare, regenerate
@@ -215,13 +215,6 @@ def test_where_history_is_rewritten_each_turn_is_an_example_of_its_own(
         assert tokenizer.decode(answer).startswith("so\n</think>\n")
         assert answer[-1] == STOP
     assert "so" not in tokenizer.decode(runs(store, 1)[0])
-
-
-def test_user_turns() -> None:
-    tool = {"role": "tool", "content": "42"}
-    messages = [*chat("q", "call", system="s"), tool, *chat("r")]
-    assert [[m["content"] for m in turn] for turn in user_turns(messages)] == [["s", "q"], ["r"]]
-    assert len(user_turns([*chat("a"), *chat("b")])) == 2
 
 
 def test_disabled_it_passes_through(target: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fledge.bench.load.arrivals import turns
 from fledge.bench.load.client import Answer, ask
 from fledge.bench.load.lag import TOO_LATE_MS, LagMeter
 from fledge.bench.load.servers import PATHS, Endpoint, Server
-from fledge.bench.results import Cell, Load, RequestRecord, Status, turn_name
+from fledge.evaluation.results import Cell, Load, RequestRecord, Status, turn_name
 from fledge.evaluation.workloads import Prompt
 
 DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them

@@ -16,8 +16,8 @@ from typing import Any
 from fledge.bench.load.arrivals import arrival_times, chosen
 from fledge.bench.load.cell import Asking, CellRun, Health, failed_cell
 from fledge.bench.load.servers import Endpoint, Server, ServerSpec, connect
-from fledge.bench.results import Cell, Load, Results, Status, write_results
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import Cell, Load, Results, Status, write_results
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.progress import Progress
 

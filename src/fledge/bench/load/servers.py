@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from fledge.bench.load.acceptance import SpeculationCounters, read_metrics
 from fledge.bench.load.http import HttpClient, HttpError, split_url
-from fledge.bench.results import Contender
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import Contender
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[Endpoint, str] = {"chat": "v1/chat/completions", "completions": "v1/completions"}

@@ -54,7 +54,7 @@ def compare(
 
     from fledge.bench.compare import METRICS  # noqa: PLC0415 - torch takes seconds
     from fledge.bench.compare import compare as find_changes  # noqa: PLC0415
-    from fledge.bench.results import read_results  # noqa: PLC0415
+    from fledge.evaluation.results import read_results  # noqa: PLC0415
 
     for name in metric or ():
         if name not in METRICS:

@@ -41,7 +41,7 @@ def report(
     from fledge.bench import markdown as as_markdown  # noqa: PLC0415 - matplotlib and torch take seconds
     from fledge.bench.part import Reference, make_parts  # noqa: PLC0415
     from fledge.bench.report import Report, write_report  # noqa: PLC0415
-    from fledge.bench.results import read_results  # noqa: PLC0415
+    from fledge.evaluation.results import read_results  # noqa: PLC0415
 
     references = tuple(Reference.parse(text) for text in reference or ())
     notes = [*(note or ()), *_paragraphs(note_file)]

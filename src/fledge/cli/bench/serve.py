@@ -14,7 +14,7 @@ from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
     from fledge.bench.load.servers import ServerSpec
-    from fledge.bench.results import Load, Results
+    from fledge.evaluation.results import Load, Results
 
 INTERRUPTED = 130
 SECRETS = ("--api-key", "--header")
@@ -85,8 +85,8 @@ def serve(
     from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
-    from fledge.bench.results import check_writable  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
+    from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
@@ -213,7 +213,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
-    from fledge.bench.results import Load  # noqa: PLC0415
+    from fledge.evaluation.results import Load  # noqa: PLC0415
 
     if concurrency is None and rate is None:
         concurrency = "1,4,16,64"

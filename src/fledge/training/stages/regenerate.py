@@ -21,7 +21,7 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import config_stop_ids, tokenizer_digests, vocab_size, weights_digest
 from fledge.errors import DataError, FledgeError
 from fledge.files import read_json_lines, write_json_lines
-from fledge.training.answering import AnswerWorker
+from fledge.training.answering import AnswerWorker, dialogue_turns
 from fledge.training.data.rendering import Turn, chain
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
@@ -59,7 +59,7 @@ def run(context: StageContext) -> dict[str, Any]:
     if not recipe.regenerate.enabled:
         return {"enabled": False}
     prompts = context.inputs["prepare"] / PROMPTS
-    total = sum(1 for _ in read_json_lines(prompts))
+    total = sum(len(dialogue_turns(record, recipe)) for _, record in read_json_lines(prompts))
     parts = directory / _PARTS
     parts.mkdir(exist_ok=True)
     with context.progress.task("regenerate", total=total * recipe.regenerate.samples) as advance:
@@ -85,7 +85,7 @@ def _answer_chunks(
             continue
         part = _part(parts, first, len(records))
         if part.is_file():
-            advance(len(records) * recipe.regenerate.samples)
+            advance(sum(len(dialogue_turns(record, recipe)) for record in records) * recipe.regenerate.samples)
             continue
         lines = worker.answer(first, records, lambda count: advance(count, note=worker.speed()))
         if os.getppid() != parent:

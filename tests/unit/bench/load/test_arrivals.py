@@ -6,8 +6,8 @@ import pytest
 from fledge.bench.load.arrivals import arrival_times, chosen, turns
 from fledge.bench.load.run import ServeSettings, schedule
 from fledge.bench.load.servers import ServerSpec, parse_url
-from fledge.bench.results import Load
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Load
 from fledge.evaluation.workloads import Prompt, Workload
 
 

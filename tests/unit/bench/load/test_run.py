@@ -9,8 +9,8 @@ import pytest
 from fledge.bench.load import run as module
 from fledge.bench.load.run import ServeRun, ServeSettings, run_serve
 from fledge.bench.load.servers import ServerSpec
-from fledge.bench.results import Load, read_results
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Load, read_results
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.progress import Progress
 from tests.odd_server import OddServer

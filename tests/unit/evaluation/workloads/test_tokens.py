@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 
 from fledge.errors import PromptError
-from fledge.evaluation.workloads import Prompt, Workload, cache_directory, tokenised, tokens
+from fledge.evaluation.workloads import Prompt, Workload, tokenised, tokens
+from fledge.files import cache_directory
 from tests.tiny_tokenizer import CHAT_TEMPLATE, save_tokenizer
 
 

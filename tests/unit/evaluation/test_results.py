@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fledge.bench.results import (
+from fledge.errors import ConfigError
+from fledge.evaluation.results import (
     Cell,
     Contender,
     Load,
@@ -16,7 +17,6 @@ from fledge.bench.results import (
     read_results,
     write_results,
 )
-from fledge.errors import ConfigError
 
 WHOLE = Results(
     kind="serve",
@@ -72,7 +72,7 @@ def test_read_back(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_values_are_refused(tmp_path: Path, place: tuple[str | int, ...], value: object) -> None:
-    values: Any = json.loads(json.dumps(WHOLE.to_json()))
+    values: Any = json.loads(json.dumps(WHOLE.to_dict()))
     *way, last = place
     inner = values
     for step in way:

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fledge.bench.results import Cell, Contender, RequestRecord, Results
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.evaluation.results import Contender, RequestRecord, Results, statistics_of
 from fledge.evaluation.workloads import LENGTH_BUCKETS, length_bucket
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Interval
@@ -46,7 +46,14 @@ class EvalRow(Record):
 
 def workloads_of(results: Results) -> list[str]:
     """The workloads of which some cell was measured or tried, in order."""
-    return [name for name in results.settings["workloads"] if any(cell.workload == name for cell in results.cells)]
+    tried = {cell.workload for cell in results.cells}
+    return [name for name in results.settings["workloads"] if name in tried]
+
+
+def measured_records(results: Results, contender: str) -> list[NamedRecord]:
+    """What was answered in full, of cells that are complete."""
+    cells = [cell for cell in results.cells if cell.contender == contender and cell.status == "complete"]
+    return [(cell.workload, record) for cell in cells for record in cell.good]
 
 
 def eval_rows(results: Results, bootstrap: Bootstrap | None = None) -> list[EvalRow]:
@@ -55,18 +62,16 @@ def eval_rows(results: Results, bootstrap: Bootstrap | None = None) -> list[Eval
 
 
 def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRow:
-    cells = [cell for cell in results.cells if cell.contender == contender.name]
-    good = [cell for cell in cells if cell.status == "complete"]
-    records: list[NamedRecord] = [(cell.workload, record) for cell in good for record in cell.good]
+    records = measured_records(results, contender.name)
     categories = {
         (name, prompt): category
         for name, facts in results.settings["workloads"].items()
         for category, prompts in facts["categories"].items()
         for prompt in prompts
     }
-    by_workload = _lengths(records, lambda record: record[0], bootstrap)
-    by_length = _lengths(records, lambda record: length_bucket(record[1].prompt_tokens or 0), bootstrap)
-    pooled = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in good)
+    by_workload = acceptance_lengths(records, lambda record: record[0], bootstrap)
+    by_length = acceptance_lengths(records, lambda record: length_bucket(record[1].prompt_tokens or 0), bootstrap)
+    pooled = statistics_of(triple for _, record in records for triple in record.acceptance)
     parted = Counter(record.differs for _, record in records)
     return EvalRow(
         contender=contender.name,
@@ -75,7 +80,7 @@ def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRo
         temperature=contender.temperature or 0.0,
         by_workload=by_workload,
         mean=_mean([by_workload.get(name) for name in workloads_of(results)]),
-        by_category=_lengths(records, lambda record: categories[record[0], record[1].prompt], bootstrap),
+        by_category=acceptance_lengths(records, lambda record: categories[record[0], record[1].prompt], bootstrap),
         by_length={name: by_length[name] for name in [*LENGTH_BUCKETS, *by_length] if name in by_length},
         rate_by_depth=pooled.rate_by_depth,
         conditional_rate_by_depth=pooled.conditional_rate_by_depth,
@@ -87,27 +92,55 @@ def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRo
         different=sum(parted[kind] for kind in ("tie", "clear", "unchecked")),
         clear=parted["clear"],
         unchecked=parted["unchecked"],
-        failed={cell.workload: cell.note or "" for cell in cells if _is_failed(cell)},
+        failed={
+            cell.workload: cell.note or ""
+            for cell in results.cells
+            if cell.contender == contender.name and cell.status != "complete"
+        },
     )
 
 
-def _is_failed(cell: Cell) -> bool:
-    return cell.status != "complete"
-
-
-def _lengths(
+def acceptance_lengths(
     records: Iterable[NamedRecord], key: Callable[[NamedRecord], str], bootstrap: Bootstrap
 ) -> dict[str, Interval]:
     """Acceptance length by group, resampling prompts: all turns of a prompt go together."""
-    counts: dict[str, dict[str, tuple[float, float]]] = {}
+    groups: dict[str, list[NamedRecord]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    found = {}
+    for name, group in groups.items():
+        counts = {
+            prompt: (float(sum(statistics.accepted_by_depth)), float(statistics.rounds))
+            for prompt, statistics in _by_prompt(group).items()
+        }
+        length = bootstrap.acceptance_length(counts)
+        if length is not None:
+            found[name] = length
+    return found
+
+
+def acceptance_rates(records: Iterable[NamedRecord], bootstrap: Bootstrap | None = None) -> list[Interval]:
+    """Of each depth that was drafted to, the share of drafts that stood."""
+    bootstrap = bootstrap or Bootstrap()
+    told = _by_prompt(records)
+    rates = []
+    for i in range(max((statistics.depth for statistics in told.values()), default=0)):
+        counts = {
+            prompt: (float(statistics.accepted_by_depth[i]), float(statistics.drafted_by_depth[i]))
+            for prompt, statistics in told.items()
+            if statistics.depth > i
+        }
+        rate = bootstrap.pooled(counts)
+        assert rate is not None, "a depth that was drafted has a rate"
+        rates.append(rate)
+    return rates
+
+
+def _by_prompt(records: Iterable[NamedRecord]) -> dict[str, AcceptanceStatistics]:
+    tallies: dict[str, list[tuple[int, int, int]]] = {}
     for workload, record in records:
-        group = counts.setdefault(key((workload, record)), {})
-        prompt = f"{workload} {record.prompt}"
-        accepted, rounds = group.get(prompt, (0.0, 0.0))
-        accepted += sum(stood * times for _, stood, times in record.acceptance)
-        group[prompt] = (accepted, rounds + sum(times for _, _, times in record.acceptance))
-    found = {name: bootstrap.acceptance_length(group) for name, group in counts.items()}
-    return {name: interval for name, interval in found.items() if interval is not None}
+        tallies.setdefault(f"{workload} {record.prompt}", []).extend(record.acceptance)
+    return {prompt: statistics_of(tally) for prompt, tally in tallies.items()}
 
 
 def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
@@ -116,13 +149,8 @@ def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
     if not known or len(known) < len(lengths):
         return None
     value = sum(length.value for length in known) / len(known)
-    halves = [half_width(length) for length in known]
+    halves = [length.half_width for length in known]
     if any(half is None for half in halves):
         return Interval(value=value)
     half = math.sqrt(sum((one or 0.0) ** 2 for one in halves)) / len(known)
     return Interval(value=value, low=value - half, high=value + half)
-
-
-def half_width(interval: Interval) -> float | None:
-    """Half of the interval's width: what is written behind the plus-minus sign."""
-    return None if interval.low is None or interval.high is None else (interval.high - interval.low) / 2

@@ -8,24 +8,23 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
+from rich.table import Table
 
 from fledge import LLM, SamplingParams
-from fledge.bench import evaluate
-from fledge.bench.evaluate import EvalSettings, run_eval
-from fledge.bench.evaluate_figures import EvalRow, eval_rows, half_width
-from fledge.bench.evaluate_tables import lossless, markdown, summary, tables
-from fledge.bench.evaluate_turns import request_record
-from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, read_results, write_results
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.target import save_target
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
+from fledge.evaluation import acceptance, evaluate
+from fledge.evaluation.acceptance import AcceptanceMeter, Measurement, TargetAnswers
+from fledge.evaluation.evaluate import EvalSettings, run_eval
+from fledge.evaluation.figures import eval_rows
+from fledge.evaluation.report import EvalReport, plus_minus
+from fledge.evaluation.results import Results, read_results, write_results
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
 from fledge.progress import Progress
-from fledge.report.intervals import Interval
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -109,7 +108,10 @@ def test_the_text_is_the_targets_own(measured: Results) -> None:
         for i in range(len(cell.requests))
     }
     assert all(len(found) == 1 for found in digests.values())
-    assert lossless(measured) == "Lossless: all 28 answers at temperature 0 are the target's own, token for token."
+    assert (
+        EvalReport(measured).lossless
+        == "Lossless: all 28 answers at temperature 0 are the target's own, token for token."
+    )
 
 
 def test_acceptance_is_what_the_engine_counts(pair: Path, measured: Results) -> None:
@@ -145,31 +147,15 @@ def test_misses_outside_the_draft_vocabulary_are_attributed(measured: Results) -
     assert rows["half K=3 T=0"].outside_vocabulary > 0.2
 
 
-def test_a_miss_counts_where_its_right_token_is_known(pair: Path) -> None:
-    llm = LLM(
-        pair / "target", speculative_config={"model": str(pair / "full"), "num_speculative_tokens": 3}, device="cpu"
-    )
-    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=9))
-    rounds = output.outputs[0].rounds
-    tokens = (1, 2, 3, *output.outputs[0].token_ids)
-    right = [tokens[r.start + r.accepted] for r in rounds if r.accepted < r.drafted and r.start + r.accepted < 12]
-    in_draft = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-    in_draft[right[0]] = False
-    record = request_record("p", output, in_draft)
-    assert record.missed == len(right)
-    assert record.missed_outside == right.count(right[0])
-    assert request_record("p", output, None).missed_outside == 0
-
-
 def test_results_survive_the_file(measured: Results, tmp_path: Path) -> None:
     write_results(measured, tmp_path / "r.json")
     again = read_results(tmp_path / "r.json")
     assert eval_rows(again) == eval_rows(measured)
-    assert markdown(again) == markdown(measured)
+    assert EvalReport(again).markdown() == EvalReport(measured).markdown()
 
 
 def test_the_markdown_has_every_row_and_says_how(measured: Results) -> None:
-    text = markdown(measured)
+    text = EvalReport(measured).markdown()
     assert "| drafter | K | T | two | one | mean |" in text
     assert text.count("\n| half | 3 | 1 |") == 4 - 1  # one bucket only: no table by input length
     assert "| drafter | K | T | x | y |" in text
@@ -181,14 +167,18 @@ def test_the_markdown_has_every_row_and_says_how(measured: Results) -> None:
 
 
 def test_tables_are_split_to_fit_the_terminal(measured: Results) -> None:
+    def shown(width: int) -> list[Table]:
+        return [part for table in EvalReport(measured).tables(plus_minus) for part in table.to_rich(width)]
+
     def headers(width: int) -> list[list[str]]:
-        return [[str(column.header) for column in table.columns][3:] for table in tables(measured, width)]
+        return [[str(column.header) for column in table.columns][3:] for table in shown(width)]
 
     assert headers(200)[0] == ["two", "one", "mean"]
     narrow = headers(40)
     assert narrow[:3] == [["two"], ["one"], ["mean"]]
     assert [name for part in narrow for name in part] == [name for part in headers(200) for name in part]
-    for table in tables(measured, 40):
+    assert shown(200)[1].columns[-1].header.plain == "rounds"
+    for table in shown(40):
         assert len({len(column._cells) for column in table.columns}) == 1
 
 
@@ -196,13 +186,13 @@ def test_inflated_targets_are_labelled(pair: Path, tmp_path: Path) -> None:
     shutil.copytree(pair / "target", tmp_path / "target")
     config = json.loads((tmp_path / "target/config.json").read_text())
     (tmp_path / "target/config.json").write_text(json.dumps({**config, INFLATED: {"shape": "8b"}}))
-    with mock.patch.object(evaluate._Run, "answer", side_effect=KeyboardInterrupt):
+    with mock.patch.object(evaluate._EvalRun, "answer", side_effect=KeyboardInterrupt):
         found = run_eval(replace(settings(pair, "full"), target=str(tmp_path / "target")), [ONE], QUIET)
     assert "inflated to the shape 8b: acceptance is that of the small pair" in found.notes
 
 
 def test_json_values_are_plain(measured: Results) -> None:
-    values = json.loads(json.dumps(summary(measured), allow_nan=False))
+    values = json.loads(json.dumps(EvalReport(measured).summary(), allow_nan=False))
     assert len(values["rows"]) == 8
     assert values["rows"][0]["by_workload"]["two"]["value"] >= 1
 
@@ -216,7 +206,7 @@ def test_prompts_that_do_not_fit_are_named(pair: Path) -> None:
     assert [record.prompt for record in found.cells[0].requests] == ["long-1", "long-2"]
     assert "long: 1 of 3 prompts do not fit into 128 tokens and were not asked: long-0" in found.notes
     assert "long: later turns of 1 prompts do not fit into 128 tokens: long-2" in found.notes
-    assert "long 2" in markdown(found)
+    assert "long 2" in EvalReport(found).markdown()
     with pytest.raises(ConfigError, match="no prompt fits into 128 tokens"):
         run_eval(settings(pair, "full"), [workload("all", ("x" * 300,))], QUIET)
 
@@ -229,16 +219,16 @@ def test_a_drafter_that_cannot_be_used_fails_alone(pair: Path) -> None:
     rows = eval_rows(found)
     assert rows[0].mean is None
     assert rows[0].failed["one"]
-    assert "| broken | 2 | 0 | - | - |" in markdown(found)
+    assert "| broken | 2 | 0 | - | - |" in EvalReport(found).markdown()
 
 
 def test_a_drafter_that_breaks_down_is_no_measurement(pair: Path) -> None:
-    def fail(llm: LLM, *arguments: object, **named: object) -> object:
-        llm.engine.statistics.drafter_failure = "boom"
-        return answer(llm, *arguments, **named)
+    def fail(meter: AcceptanceMeter, *arguments: object) -> Measurement:
+        meter.llm.engine.statistics.drafter_failure = "boom"
+        return measure(meter, *arguments)
 
-    answer = evaluate.answer_turns
-    with mock.patch.object(evaluate, "answer_turns", fail):
+    measure = AcceptanceMeter.measure
+    with mock.patch.object(AcceptanceMeter, "measure", fail):
         found = run_eval(settings(pair, "full", temperatures=(0.0,)), [ONE], QUIET)
     assert found.cells[0].status == "failed"
     assert "switched off: boom" in found.cells[0].note
@@ -248,39 +238,46 @@ def test_a_drafter_that_breaks_down_is_no_measurement(pair: Path) -> None:
 def test_an_interruption_keeps_what_was_measured(pair: Path) -> None:
     calls = []
 
-    def interrupt(*arguments: object, **named: object) -> object:
+    def interrupt(*arguments: object) -> Measurement:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return answer(*arguments, **named)
+        return measure(*arguments)
 
-    answer = evaluate.answer_turns
-    with mock.patch.object(evaluate, "answer_turns", interrupt):
+    measure = AcceptanceMeter.measure
+    with mock.patch.object(AcceptanceMeter, "measure", interrupt):
         found = run_eval(settings(pair, "full"), [TWO, ONE], QUIET)
     assert found.status == "partial"
     assert [(cell.contender, cell.workload) for cell in found.cells] == [("full K=2 T=0", "two")]
     assert "interrupted: what was not finished is missing" in found.notes
-    assert "T=1" not in markdown(found)
+    assert "T=1" not in EvalReport(found).markdown()
+
+
+def test_the_target_is_loaded_once(pair: Path) -> None:
+    with mock.patch.object(acceptance, "LLM", side_effect=LLM) as load:
+        found = run_eval(settings(pair, "full", "broken", "half", depths=(1, 2)), [ONE], QUIET)
+    assert load.call_count == 1
+    assert [cell.status for cell in found.cells] == ["complete"] * 4 + ["failed"] * 4 + ["complete"] * 4
 
 
 @pytest.mark.parametrize(("tie", "verdict"), [(1e9, "near tie"), (0.0, "please report it")])
 def test_answers_that_part_are_counted_and_judged(pair: Path, tie: float, verdict: str) -> None:
     """A drafter cannot change the text, so the target's own answers are changed under it."""
 
-    def falsified(*arguments: object, **named: object) -> object:
-        turns, too_long = answer(*arguments, **named)
-        first = turns[0]
-        wrong = ((first.answer[0] + 1) % VOCAB_SIZE, *first.answer[1:])
-        return [replace(first, answer=wrong), *turns[1:]], too_long
+    def falsified(*arguments: object) -> TargetAnswers:
+        found = answer(*arguments)
+        first, *rest = found.turns
+        wrong = ((first.answer_token_ids[0] + 1) % VOCAB_SIZE, *first.answer_token_ids[1:])
+        return replace(found, turns=(replace(first, answer_token_ids=wrong), *rest))
 
-    answer = evaluate.answer_questions
-    with mock.patch.object(evaluate, "answer_questions", falsified), mock.patch.object(evaluate, "TIE", tie):
+    answer = AcceptanceMeter.answer
+    with mock.patch.object(AcceptanceMeter, "answer", falsified), mock.patch.object(acceptance, "TIE", tie):
         found = run_eval(settings(pair, "full", temperatures=(0.0,)), [ONE], QUIET)
     (row,) = eval_rows(found)
     assert (row.answers, row.different, row.unchecked) == (3, 1, 0)
     assert row.clear == (1 if tie == 0.0 else 0)
-    assert "Of 3 answers at temperature 0, 1 part" in lossless(found)
-    assert verdict in lossless(found)
+    assert "Of 3 answers at temperature 0, 1 part" in EvalReport(found).lossless
+    assert verdict in EvalReport(found).lossless
 
 
 @pytest.mark.parametrize(
@@ -297,87 +294,16 @@ def test_settings_out_of_range(pair: Path, changes: dict[str, object], message: 
         settings(pair, "full", **changes)
 
 
-def made_up(*records: tuple[str, str, tuple[int, int, int], int]) -> Results:
-    """Records: (workload, prompt, (drafted, accepted, rounds), prompt tokens)."""
-    names = list(dict.fromkeys(record[0] for record in records))
-    cells = tuple(
-        Cell(
-            contender="d K=2 T=0",
-            workload=name,
-            load=Load(concurrency=1),
-            repeat=0,
-            seconds=1.0,
-            requests=tuple(
-                RequestRecord(prompt=p, sent=0.0, done=1.0, prompt_tokens=tokens, output_tokens=3, acceptance=(triple,))
-                for n, p, triple, tokens in records
-                if n == name
-            ),
-        )
-        for name in names
-    )
-    facts = {
-        name: {"categories": {"c": [p for n, p, *_ in records if n == name]}, "prompts": 9, "too_long": []}
-        for name in names
-    }
-    return Results(
-        kind="eval",
-        title="made up",
-        baseline=None,
-        contenders=(Contender(name="d K=2 T=0", kind="fledge", target="t", speculation={"num_speculative_tokens": 2}),),
-        cells=cells,
-        settings={"workloads": facts, "dtype": "float32", "device": "cpu", "max_tokens": 3},
-        provenance={},
-    )
-
-
-def only_row(results: Results) -> EvalRow:
-    (row,) = eval_rows(results)
-    return row
-
-
-def test_figures_by_hand() -> None:
-    row = only_row(
-        made_up(
-            ("a", "1", (2, 2, 3), 100),  # 6 accepted in 3 rounds
-            ("a", "1", (2, 0, 1), 300),  # another turn of the same prompt
-            ("a", "2", (2, 1, 4), 100),
-            ("b", "1", (2, 2, 5), 3000),
-        )
-    )
-    assert row.by_workload["a"].value == pytest.approx(1 + 10 / 8)
-    assert row.by_workload["b"] == Interval(value=3.0)  # one prompt says nothing about others
-    assert row.mean.value == pytest.approx((2.25 + 3) / 2)
-    assert row.mean.low is None
-    assert row.by_category["c"].value == pytest.approx(1 + 20 / 13)
-    assert list(row.by_length) == ["128", "512", "4k"]
-    assert row.by_length["128"].value == pytest.approx(1 + 10 / 7)
-    assert row.rate_by_depth == pytest.approx((12 / 13, 8 / 13))
-    assert row.rounds == 13
-    # Prompts are resampled, not turns: whichever two are drawn, the figure lies between those of the two prompts.
-    assert row.by_workload["a"].low == pytest.approx(1 + 4 / 4)
-    assert row.by_workload["a"].high == pytest.approx(1 + 6 / 4)
-    assert half_width(row.by_workload["a"]) == pytest.approx(0.25)
-
-
-def test_the_mean_is_missing_where_a_workload_is() -> None:
-    whole = made_up(("a", "1", (2, 2, 3), 1), ("b", "1", (2, 1, 3), 1))
-    failed = replace(whole, cells=(whole.cells[0], replace(whole.cells[1], status="failed", note="it broke")))
-    row = only_row(failed)
-    assert row.mean is None
-    assert set(row.by_workload) == {"a"}
-    assert row.failed == {"b": "it broke"}
-
-
 def test_results_are_saved_after_every_drafter_and_depth(pair: Path, tmp_path: Path) -> None:
     """What a killed run leaves behind: all drafters and depths but the one it was at, labelled."""
     out, seen = tmp_path / "eval.json", []
-    release = evaluate.release
 
-    def looking() -> None:  # the last thing that is done for a drafter and depth, before the next save
+    def looking(*arguments: object) -> None:  # the first thing that is done for a drafter and depth
         seen.append(read_results(out) if out.exists() else None)
-        release()
+        exchange(*arguments)
 
-    with mock.patch.object(evaluate, "release", looking):
+    exchange = AcceptanceMeter.exchange
+    with mock.patch.object(AcceptanceMeter, "exchange", looking):
         given = run_eval(settings(pair, "full", "half", depths=(1, 2), temperatures=(0.0,)), [ONE], QUIET, out)
     left = [one for one in seen if one is not None]
     assert [len(one.cells) for one in left] == [1, 2, 3]

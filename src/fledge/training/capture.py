@@ -4,7 +4,7 @@ Two backends, one meaning. Aux id k is the input of block k (the number of layer
 `final` is what the output head reads, after the final norm.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,26 +23,28 @@ from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import TargetSection
 
 
+@dataclass(frozen=True, kw_only=True)
+class TargetEnds:
+    """Both ends of a target: all of it that drafter and teacher need when its states are on disk."""
+
+    embedding_weight: Tensor  # [vocab, hidden]
+    head_weight: Tensor  # [vocab, hidden]
+    head_bias: Tensor | None = None  # [vocab]
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head_weight.dtype
+
+
 class CaptureModel(Protocol):
     """A frozen target, whichever library runs it."""
 
-    @property
-    def config(self) -> TargetConfig: ...  # the family may be one that Fledge does not serve
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def head_weight(self) -> Tensor: ...  # [vocab, hidden]
-
-    @property
-    def head_bias(self) -> Tensor | None: ...  # [vocab]
-
-    @property
-    def embedding_weight(self) -> Tensor: ...  # [vocab, hidden]
+    config: TargetConfig  # the family may be one that Fledge does not serve
+    ends: TargetEnds
 
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
         """States [rows, length, ...] of every token; what stands at padding means nothing. Without gradients."""
@@ -55,10 +57,9 @@ class FledgeCapture:
     def __init__(self, model: TargetModel) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
-        self.head_weight: Tensor = model.lm_head.weight.detach()
-        self.head_bias: Tensor | None = None
-        self.embedding_weight: Tensor = model.embed_tokens.weight.detach()
-        self.device, self.dtype = self.head_weight.device, self.head_weight.dtype
+        self.ends = TargetEnds(
+            embedding_weight=model.embed_tokens.weight.detach(), head_weight=model.lm_head.weight.detach()
+        )
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from fledge.devices import DTYPES
 from fledge.errors import FledgeError
@@ -27,7 +26,7 @@ from fledge.models.config import TargetConfig
 from fledge.models.target.decoder import TargetStates
 from fledge.progress import Progress
 from fledge.records import Record
-from fledge.training.capture import CaptureModel
+from fledge.training.capture import CaptureModel, TargetEnds
 from fledge.training.data.packing import collate
 from fledge.training.data.store import TokenStore
 
@@ -108,7 +107,7 @@ def write_states(
             f"{_FREE_BYTES_TO_LEAVE:,} of them left alone); use capture.mode=online, or another output directory"
         )
     if not (directory / _ENDS).is_file():
-        _write_ends(directory / _ENDS, capture)
+        _write_ends(directory / _ENDS, capture.ends)
     with progress.task("capture", total=store.total_tokens) as advance:
         for i, count in enumerate(tokens):
             if i not in missing:
@@ -150,7 +149,7 @@ def _capture_pass(
 ) -> int:
     """Run the target over some rows and put the states of their examples in the shard. Returns their tokens."""
     width = max(sum(int(store.offsets[e + 1] - store.offsets[e]) for e in row) for row in rows)
-    states = capture.states(collate(store, rows, width).to(capture.device), form.aux_layer_ids)
+    states = capture.states(collate(store, rows, width).to(capture.ends.device), form.aux_layer_ids)
     both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
     numbers = both.view(form.raw).cpu().numpy()  # [rows, width, form.width]
     done = 0
@@ -162,15 +161,6 @@ def _capture_pass(
             used += high - low
         done += used
     return done
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetEnds:
-    """Both ends of a target: all of it that training needs when its states are on disk."""
-
-    embedding_weight: Tensor  # [vocab, hidden]
-    head_weight: Tensor  # [vocab, hidden]
-    head_bias: Tensor | None = None  # [vocab]
 
 
 class HiddenStateStore:
@@ -227,14 +217,11 @@ class HiddenStateStore:
         return TargetEnds(**{"head_weight": tensors["embedding_weight"], **tensors})
 
 
-def _write_ends(path: Path, capture: CaptureModel) -> None:
-    tensors = {"embedding_weight": capture.embedding_weight}
-    if capture.head_weight.data_ptr() != capture.embedding_weight.data_ptr():
-        tensors["head_weight"] = capture.head_weight
-    if capture.head_bias is not None:
-        tensors["head_bias"] = capture.head_bias
+def _write_ends(path: Path, ends: TargetEnds) -> None:
+    tied = ends.head_weight.data_ptr() == ends.embedding_weight.data_ptr()
+    tensors = {name: x for name, x in vars(ends).items() if x is not None and not (tied and name == "head_weight")}
     with atomic_path(path) as temporary:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary)
+        save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temporary)
 
 
 def _shard(directory: Path, number: int) -> Path:

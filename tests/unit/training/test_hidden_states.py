@@ -38,7 +38,7 @@ def fill(directory: Path, store: TokenStore, capture: FledgeCapture, aux: tuple[
     """Write states; returns what was said."""
     said = StringIO()
     progress = Progress(Console(file=said, width=200, highlight=False))
-    config = replace(capture.config, dtype=str(capture.dtype).removeprefix("torch."))
+    config = replace(capture.config, dtype=str(capture.ends.dtype).removeprefix("torch."))
     form = plan_states(store, config, "a target", aux, shard_tokens=200)
     write_states(directory, store, capture, form, batch_tokens=100, progress=progress)
     return said.getvalue()

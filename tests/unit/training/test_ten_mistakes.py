@@ -129,9 +129,9 @@ def test_the_final_state_is_what_the_head_reads(target: Path, backend: str) -> N
     _, logits = transformers_states(target, tokens)
     capture = open_target(TargetSection(path=str(target), backend=backend), "cpu")  # type: ignore[arg-type]
     states = capture.states(packed(tokens), (8,))
-    torch.testing.assert_close(states.final @ capture.head_weight.T, logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states.final @ capture.ends.head_weight.T, logits, atol=1e-4, rtol=1e-4)
     assert states.aux is not None
-    assert not torch.allclose(states.aux @ capture.head_weight.T, logits, atol=1e-1)  # the stream before the norm
+    assert not torch.allclose(states.aux @ capture.ends.head_weight.T, logits, atol=1e-1)  # the stream before the norm
 
 
 def test_aux_ids_reach_the_checkpoint_in_both_conventions(target: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fledge.training.capture import CaptureModel, open_target, target_config
 from fledge.training.card import TRAINING_PLOT, shown_recipe
 from fledge.training.data.loader import StepLoader
 from fledge.training.data.store import TokenStore
-from fledge.training.drafter_setup import TargetWeights, drafter_config, make_drafter
+from fledge.training.drafter_setup import drafter_config, make_drafter
 from fledge.training.hidden_states import HiddenStateStore
 from fledge.training.metrics import LOG_FILE, check_available, read_log
 from fledge.training.parallel import Workers
@@ -73,7 +73,6 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
 
     capture: CaptureModel | None = None
     states: HiddenStateStore | None = None
-    weights: TargetWeights
     if recipe.capture.mode == "offline":
         states = HiddenStateStore.open(
             context.inputs["capture"],
@@ -81,11 +80,12 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
             target=weights_digest(resolve(recipe.target.path)),
             aux_layer_ids=config.aux_layer_ids,
         )
-        weights = states.ends(workers.device)
+        ends = states.ends(workers.device)
     else:
-        weights = capture = open_target(recipe.target, workers.device)
+        capture = open_target(recipe.target, workers.device)
+        ends = capture.ends
     drafter = make_drafter(
-        recipe.drafter, config, target, weights, vocabulary, device=workers.device, seed=fit.seed, compute=compute
+        recipe.drafter, config, target, ends, vocabulary, device=workers.device, seed=fit.seed, compute=compute
     )
     loader = StepLoader(store, fit, share=share, states=states, pinned=workers.device.type == "cuda")
     parameters = sum(p.numel() for p in drafter.parameters())
@@ -94,7 +94,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
         drafter,
         fit,
         loader,
-        Teacher(weights.head_weight, vocabulary, head_bias=weights.head_bias),
+        Teacher(ends.head_weight, vocabulary, head_bias=ends.head_bias),
         capture=capture,
         compute=compute,
         workers=workers,
@@ -102,10 +102,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
         key=digest([_settings(recipe), store.digest, ids]),
         progress=context.progress,
         run_name=recipe.name or name_of(config),
-        provenance={
-            "recipe": shown_recipe(recipe),
-            "examples": store.digest,
-        },
+        provenance={"recipe": shown_recipe(recipe), "examples": store.digest},
     )
     context.progress.say(
         f"fit: {name_of(config)}, {parameters:,} parameters, {trainer.total_steps:,} steps of {fit.rows} rows of "

@@ -20,8 +20,8 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
 from fledge.evaluation.conversations import split_turns
-from fledge.evaluation.dialogue import Dialogue, answer_dialogues, steps
-from fledge.evaluation.results import RequestRecord, tally_triples
+from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
+from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.progress import Advance
 from fledge.records import Record
@@ -49,15 +49,12 @@ class AcceptanceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetTurn(Record):
-    """One prompt, and the answer the target gives by itself."""
+class TargetTurn(AnsweredTurn):
+    """One prompt of a workload, and the answer the target gives by itself."""
 
     workload: str
     category: str
     prompt: str  # its id; those of one conversation have the same
-    prompt_token_ids: tuple[int, ...]
-    answer_token_ids: tuple[int, ...]
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,7 @@ class Measurement(Record):
 
     @property
     def total(self) -> AcceptanceStatistics:
-        return pooled(self.requests)
+        return statistics_of(triple for request in self.requests for triple in request.acceptance)
 
     @property
     def tokens(self) -> int:
@@ -88,18 +85,10 @@ class Measurement(Record):
 
     def grouped(self, names: Iterable[str]) -> dict[str, AcceptanceStatistics]:
         """Pooled by a name for each turn."""
-        groups: dict[str, list[RequestRecord]] = {}
+        groups: dict[str, list[tuple[int, int, int]]] = {}
         for name, request in zip(names, self.requests, strict=True):
-            groups.setdefault(name, []).append(request)
-        return {name: pooled(group) for name, group in groups.items()}
-
-
-def pooled(requests: Iterable[RequestRecord]) -> AcceptanceStatistics:
-    statistics = AcceptanceStatistics()
-    for request in requests:
-        for drafted, accepted, rounds in request.acceptance:
-            statistics.add(drafted=drafted, accepted=accepted, rounds=rounds)
-    return statistics
+            groups.setdefault(name, []).extend(request.acceptance)
+        return {name: statistics_of(tally) for name, tally in groups.items()}
 
 
 class AcceptanceMeter:
@@ -169,14 +158,7 @@ class AcceptanceMeter:
             if dialogue.dropped is not None:
                 (cut_short if dialogue.answers else too_long).append((workload, prompt.id))
             turns += [
-                TargetTurn(
-                    workload=workload,
-                    category=prompt.category,
-                    prompt=prompt.id,
-                    prompt_token_ids=turn.prompt_token_ids,
-                    answer_token_ids=turn.answer_token_ids,
-                    seed=turn.seed,
-                )
+                TargetTurn(workload=workload, category=prompt.category, prompt=prompt.id, **vars(turn))
                 for turn in dialogue.answers
             ]
         return TargetAnswers(turns=tuple(turns), too_long=tuple(too_long), cut_short=tuple(cut_short))

@@ -19,6 +19,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.outputs import RequestOutput
 from fledge.errors import PromptError
 from fledge.evaluation.conversations import Message
+from fledge.records import Record
 
 TOO_LONG, REFUSED = "too long", "refused by the template"
 
@@ -41,7 +42,7 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnsweredTurn:
+class AnsweredTurn(Record):
     """One prompt as the target read it, and its answer."""
 
     prompt_token_ids: tuple[int, ...]

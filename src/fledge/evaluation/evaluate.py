@@ -20,6 +20,7 @@ from fledge.files import distinct_names, read_json
 from fledge.progress import Advance, Progress
 from fledge.provenance import run_provenance
 
+_RECORDED = ("depths", "temperatures", "max_tokens", "max_num_seqs", "sample", "seed")  # settings that results tell
 _NAMED = 3  # prompts that a note names; the results have all
 
 
@@ -195,12 +196,7 @@ class _EvalRun:
             contenders=tuple(contender for contender in every if contender.name in done),
             cells=tuple(self.cells),
             settings={
-                "depths": settings.depths,
-                "temperatures": settings.temperatures,
-                "max_tokens": settings.max_tokens,
-                "max_num_seqs": settings.max_num_seqs,
-                "sample": settings.sample,
-                "seed": settings.seed,
+                **{name: getattr(settings, name) for name in _RECORDED},
                 **self.machine,
                 "workloads": facts,
             },

@@ -16,8 +16,6 @@ import yaml
 from fledge.errors import ConfigError
 from fledge.records import decode, encode
 
-VARIANTS = ("eagle1", "eagle3", "eagle3.1")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSection:

@@ -137,6 +137,20 @@ def test_bfloat16_compute_keeps_float32_weights(recipe: Recipe) -> None:
     assert logs[0] != logs[1]
 
 
+def test_weights_are_rounded_once_for_all_micro_batches(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_pass, seen = Trainer._pass, []
+
+    def noted(self: Trainer, weights: dict[str, torch.Tensor], *inputs: object) -> TttOutputs:
+        seen.append(weights)
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+        return whole_pass(self, weights, *inputs)
+
+    monkeypatch.setattr(Trainer, "_pass", noted)
+    run_fit(with_fit(recipe, compute_dtype="bfloat16", micro_rows=1, max_steps=2))
+    assert len(seen) == 2 * recipe.fit.rows
+    assert len({id(weights) for weights in seen}) == 2
+
+
 def train_in_another_process(recipe: Recipe, hook: Callable[[int], None]) -> int:
     """Train in a forked process, `hook` after each step. Returns its exit status, as subprocess gives it."""
 

@@ -51,7 +51,11 @@ def run(context: StageContext) -> dict[str, Any]:
         context.progress.say(f"eval: skipped: {reason}")
         result: dict[str, Any] = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
     else:
-        result = _Evaluation(context, candidates).run()
+        evaluation = _Evaluation(context, candidates)
+        try:
+            result = evaluation.run()
+        finally:
+            evaluation.meter.close()
     write_json(context.directory / "evaluation.json", result)
     _assemble(context, context.inputs["fit"] / "candidates" / result["best"], result)
     if not result["evaluated"]:
@@ -110,12 +114,6 @@ class _Evaluation:
         )
 
     def run(self) -> dict[str, Any]:
-        try:
-            return self._run()
-        finally:
-            self.meter.close()
-
-    def _run(self) -> dict[str, Any]:
         recipe = self.recipe
         skipped = Skipped()
         workloads = self._workloads(skipped)
@@ -185,25 +183,22 @@ class _Evaluation:
 
     def _figures(self, depth: int, measured: Measurement, turns: Sequence[TargetTurn], dtype: str) -> dict[str, Any]:
         if measured.different and dtype == "float32":
-            self._refuse_changed_text(depth, measured, turns)
+            # A drafter may change the text only where the target's best two tokens tie.
+            clear = self.meter.clear_differences(turns, measured.different, self.recipe.eval.temperature)
+            if clear:
+                raise FledgeError(
+                    f"eval: at depth {depth}, {len(clear)} of {len(turns)} answers are not the target's own "
+                    "although its choices are clear; speculation must not do this: please report it"
+                )
         several = len({turn.workload for turn in turns}) > 1  # each has categories of its own
         categories = [f"{turn.workload}/{turn.category}" if several else turn.category for turn in turns]
         return {
             "total": measured.total.to_dict(),
-            "by_source": _figures_of(measured.grouped(turn.workload for turn in turns)),
-            "by_category": _figures_of(measured.grouped(categories)),
+            "by_source": _to_dicts(measured.grouped(turn.workload for turn in turns)),
+            "by_category": _to_dicts(measured.grouped(categories)),
             "tokens": measured.tokens,
             "different_answers": len(measured.different),
         }
-
-    def _refuse_changed_text(self, depth: int, measured: Measurement, turns: Sequence[TargetTurn]) -> None:
-        """In float32 a drafter may change the text only where the target's best two tokens tie."""
-        clear = self.meter.clear_differences(turns, measured.different, self.recipe.eval.temperature)
-        if clear:
-            raise FledgeError(
-                f"eval: at depth {depth}, {len(clear)} of {len(turns)} answers are not the target's own "
-                "although its choices are clear; speculation must not do this: please report it"
-            )
 
     def _part(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = self.parts / f"{name.replace(' ', '-')}.json"
@@ -237,7 +232,7 @@ def read_held_out(path: Path) -> list[Prompt]:
     ]
 
 
-def _figures_of(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
+def _to_dicts(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
     return {name: statistics.to_dict() for name, statistics in groups.items()}
 
 

@@ -17,9 +17,9 @@ from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.attention import DocumentLayout, TttStorage
+from fledge.training.data.packing import PackedBatch
 from fledge.training.ttt import StepInputs
-from fledge.training.ttt_attention import TttStorage
 from tests.tiny_models import make_drafter, make_target
 from tests.unit.training.ttt_cases import VARIANTS, documents, states_of, usual_batch
 
@@ -33,8 +33,8 @@ def target() -> TargetModel:
 
 
 def training_logits(drafter: Drafter, batch: PackedBatch, states: TargetStates) -> Tensor:
-    """[depth, rows, length, draft_vocab]: as `unroll` feeds the drafter."""
-    storage, feature, logits = TttStorage(batch), drafter.fuse(states), []
+    """[depth, rows, length, draft_vocab]: as `TttModel` feeds the drafter."""
+    storage, feature, logits = TttStorage(DocumentLayout(batch)), drafter.fuse(states), []
     for step in range(DEPTH):
         inputs = StepInputs.of(batch, step)
         out = drafter(inputs.tokens, feature, inputs.positions, storage)

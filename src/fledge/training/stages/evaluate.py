@@ -5,7 +5,6 @@ measured before an interruption is kept in `parts/`.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,11 +23,10 @@ from fledge.evaluation.acceptance import (
 )
 from fledge.evaluation.conversations import Skipped, read_conversations
 from fledge.evaluation.workloads import Prompt, Workload, spread
-from fledge.files import distinct_names, file_digest, read_json, read_json_lines, write_json
-from fledge.training.card import write_card
-from fledge.training.provenance import write_provenance
+from fledge.files import atomic_directory, distinct_names, file_digest, read_json, read_json_lines, write_json
+from fledge.training.card import TRAINING_PLOT, write_card
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext
+from fledge.training.workspace import Stage, StageContext
 
 HELD_OUT = "held-out"
 
@@ -53,7 +51,11 @@ def run(context: StageContext) -> dict[str, Any]:
         context.progress.say(f"eval: skipped: {reason}")
         result: dict[str, Any] = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
     else:
-        result = _Evaluation(context, candidates).run()
+        evaluation = _Evaluation(context, candidates)
+        try:
+            result = evaluation.run()
+        finally:
+            evaluation.meter.close()
     write_json(context.directory / "evaluation.json", result)
     _assemble(context, context.inputs["fit"] / "candidates" / result["best"], result)
     if not result["evaluated"]:
@@ -112,12 +114,6 @@ class _Evaluation:
         )
 
     def run(self) -> dict[str, Any]:
-        try:
-            return self._run()
-        finally:
-            self.meter.close()
-
-    def _run(self) -> dict[str, Any]:
         recipe = self.recipe
         skipped = Skipped()
         workloads = self._workloads(skipped)
@@ -187,25 +183,22 @@ class _Evaluation:
 
     def _figures(self, depth: int, measured: Measurement, turns: Sequence[TargetTurn], dtype: str) -> dict[str, Any]:
         if measured.different and dtype == "float32":
-            self._refuse_changed_text(depth, measured, turns)
+            # A drafter may change the text only where the target's best two tokens tie.
+            clear = self.meter.clear_differences(turns, measured.different, self.recipe.eval.temperature)
+            if clear:
+                raise FledgeError(
+                    f"eval: at depth {depth}, {len(clear)} of {len(turns)} answers are not the target's own "
+                    "although its choices are clear; speculation must not do this: please report it"
+                )
         several = len({turn.workload for turn in turns}) > 1  # each has categories of its own
         categories = [f"{turn.workload}/{turn.category}" if several else turn.category for turn in turns]
         return {
             "total": measured.total.to_dict(),
-            "by_source": _figures_of(measured.grouped(turn.workload for turn in turns)),
-            "by_category": _figures_of(measured.grouped(categories)),
+            "by_source": _to_dicts(measured.grouped(turn.workload for turn in turns)),
+            "by_category": _to_dicts(measured.grouped(categories)),
             "tokens": measured.tokens,
             "different_answers": len(measured.different),
         }
-
-    def _refuse_changed_text(self, depth: int, measured: Measurement, turns: Sequence[TargetTurn]) -> None:
-        """In float32 a drafter may change the text only where the target's best two tokens tie."""
-        clear = self.meter.clear_differences(turns, measured.different, self.recipe.eval.temperature)
-        if clear:
-            raise FledgeError(
-                f"eval: at depth {depth}, {len(clear)} of {len(turns)} answers are not the target's own "
-                "although its choices are clear; speculation must not do this: please report it"
-            )
 
     def _part(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = self.parts / f"{name.replace(' ', '-')}.json"
@@ -239,20 +232,16 @@ def read_held_out(path: Path) -> list[Prompt]:
     ]
 
 
-def _figures_of(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
+def _to_dicts(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
     return {name: statistics.to_dict() for name, statistics in groups.items()}
 
 
 def _assemble(context: StageContext, candidate: Path, result: dict[str, Any]) -> None:
-    """Build `drafter/` beside its place, then rename: a start that was killed leaves nothing half-written."""
-    place, beside = context.directory / "drafter", context.directory / ".drafter.new"
-    for old in (beside, place):
-        shutil.rmtree(old, ignore_errors=True)
-    shutil.copytree(candidate, beside)
-    write_json(beside / "evaluation.json", result)
-    plot = context.inputs["fit"] / "training.png"
-    if plot.is_file():
-        shutil.copy(plot, beside / plot.name)
-    provenance = write_provenance(context, beside)
-    write_card(context, beside, result, provenance)
-    os.rename(beside, place)
+    """Build `drafter/`: a start that was killed leaves nothing half-written."""
+    with atomic_directory(context.directory / "drafter", replace=True) as directory:
+        shutil.copytree(candidate, directory, dirs_exist_ok=True)
+        write_json(directory / "evaluation.json", result)
+        plot = context.inputs["fit"] / TRAINING_PLOT
+        if plot.is_file():
+            shutil.copy(plot, directory / plot.name)
+        write_card(context, directory, result)

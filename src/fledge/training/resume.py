@@ -1,8 +1,7 @@
 """The state to resume from: one file that is either the old one or the new one, never a part."""
 
-import os
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from fledge.errors import FledgeError
+from fledge.files import atomic_path
 
 FILE = "resume.pt"
 
@@ -26,18 +26,13 @@ class ResumeState:
     model: dict[str, Any]
     optimizer: dict[str, Any]
     counters: dict[str, int]
-    pooled: list[torch.Tensor]  # sums since the last log line
+    sums: list[torch.Tensor]  # since the last log line
     log_bytes: int  # length of the log; what comes after it will be written again
     random: dict[str, Any]
 
     def save(self, directory: Path) -> None:
-        """Write the file under another name, then rename it."""
-        temporary = directory / f".{FILE}.tmp"
-        with temporary.open("wb") as file:
-            torch.save(_values(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / FILE)
+        with atomic_path(directory / FILE) as temporary:
+            torch.save(vars(self), temporary)
 
     @classmethod
     def load(cls, directory: Path, key: str) -> "ResumeState | None":
@@ -54,11 +49,6 @@ class ResumeState:
         if state.key != key:
             raise FledgeError(f"{path}: belongs to another recipe or other data; remove it to start training again")
         return state
-
-
-def _values(state: Any) -> dict[str, Any]:
-    """Like `dataclasses.asdict`, without copying what the fields hold."""
-    return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
 def random_states() -> dict[str, Any]:

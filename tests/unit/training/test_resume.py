@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fledge.errors import FledgeError
-from fledge.training.state import ResumeState, random_states, restore_random_states
+from fledge.training.resume import ResumeState, random_states, restore_random_states
 
 
 def state(**changes: object) -> ResumeState:
@@ -23,7 +23,7 @@ def state(**changes: object) -> ResumeState:
         model={"w": torch.ones(2)},
         optimizer={"state": {"w": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]},
         counters={"skipped": 1},
-        pooled=[torch.zeros(3)],
+        sums=[torch.zeros(3)],
         log_bytes=7,
         random=random_states(),
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
-from fledge.training.batch import PackedBatch
+from fledge.training.data.packing import PackedBatch
 from fledge.training.document_attention import document_attention
 
 Backend = Literal["auto", "reference", "flex"]
@@ -45,12 +45,20 @@ def _untraced(function: Callable[_P, _T], *, recursive: bool = True) -> Callable
 _document_attention = _untraced(document_attention)
 
 
+@_untraced
+@functools.cache
+def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
+    """Return a module's function compiled, once for each number of blocks and the like that it is called with."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(function, dynamic=dynamic)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeyValueBlock:
-    """What one pass left in one layer. Each [rows, length, kv_heads, head_dim]."""
+    """What one pass left in one layer."""
 
-    key: Tensor
-    value: Tensor
+    key: Tensor  # [rows, length, kv_heads, head_dim]
+    value: Tensor  # [rows, length, kv_heads, value_dim]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +123,14 @@ class TttStorage:
 
     One pass of a target over a batch is pass 0 of each of its layers; `keep=False` then spares the memory of its keys
     and values. `earlier` are the `blocks` that passes of another storage left: a step that must be repeatable
-    (checkpointing) starts from them with a storage of its own.
+    (checkpointing) starts from them with a storage of its own. How many heads there are, and of what size, it reads
+    from what it is given.
     """
 
     def __init__(
-        self,
-        batch: PackedBatch,
-        *,
-        backend: Backend = "auto",
-        record: bool = False,
-        layout: DocumentLayout | None = None,
-        earlier: Blocks = (),
-        keep: bool = True,
+        self, layout: DocumentLayout, *, record: bool = False, earlier: Blocks = (), keep: bool = True
     ) -> None:
-        self.layout = layout or DocumentLayout(batch, backend=backend)
+        self.layout = layout
         self.record = record
         self.masses: dict[int, list[AttentionMass]] = {}  # by layer, one entry for each pass of this storage
         self._blocks: dict[int, tuple[KeyValueBlock, ...]] = dict(enumerate(earlier))
@@ -154,13 +156,13 @@ class TttStorage:
         uses_flex = self.layout.uses_flex(query)
         if uses_flex:
             mask = self.layout.block_mask(spec.sliding_window)
-            mixed, lse = _compiled_flex()(query, first.key, first.value, mask, spec.scale)
+            mixed, lse = compiled(_flex)(query, first.key, first.value, mask, spec.scale)
         else:
             mixed, lse = _document_attention(
                 query, first.key, first.value, self.layout.first_visible(spec.sliding_window), spec.scale
             )
         if later:
-            merge = _compiled_merge() if uses_flex else merge_own
+            merge = compiled(merge_own) if uses_flex else merge_own
             mixed, lse = merge(query, mixed, lse, [b.key for b in later], [b.value for b in later], spec.scale)
         if self.record:
             mass = attention_mass(query, lse, first.key, [b.key for b in later], self.layout.start, spec.scale)
@@ -258,20 +260,6 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: flo
     )
     assert aux.lse is not None
     return mixed.transpose(1, 2), aux.lse.transpose(1, 2)
-
-
-@_untraced
-@functools.cache
-def _compiled_flex() -> Any:
-    return torch.compile(_flex, dynamic=False)
-
-
-@_untraced
-@functools.cache
-def _compiled_merge() -> Any:
-    """Compiled once for each number of blocks, that is up to the deepest unrolling."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(merge_own, dynamic=False)
 
 
 @functools.cache

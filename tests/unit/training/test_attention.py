@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.layers.attention import AttentionSpec
 from fledge.training import document_attention
-from fledge.training.batch import PackedBatch
-from fledge.training.ttt_attention import MASK_BLOCK, DocumentLayout, TttStorage
+from fledge.training.attention import MASK_BLOCK, DocumentLayout, TttStorage
+from fledge.training.data.packing import PackedBatch
 from tests.tiny_models import TARGET_CONFIGS, make_target
 from tests.unit.training.ttt_cases import Document, WrittenOutStorage, documents, pack, states_of, usual_batch
 
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_the_written_out_mask(
     batch = usual_batch()
     passes = [random_heads(batch, heads, kv_heads, head_dim) for _ in range(4)]
     leaves = [leaf for given in passes for leaf in given.finished()]
-    storage = TttStorage(batch)
+    storage = TttStorage(DocumentLayout(batch))
     outputs = [storage.attend(given, SPEC) for given in passes]
     valid = batch.document >= 0
     cotangents = [torch.randn_like(out) * valid[..., None, None] for out in outputs]
@@ -76,7 +76,7 @@ def test_outputs_and_gradients_are_those_of_the_written_out_mask(
 @pytest.mark.parametrize("name", TARGET_CONFIGS)
 def test_a_target_over_packed_documents_is_the_target_over_each(name: str) -> None:
     target, batch = make_target(TARGET_CONFIGS[name]), usual_batch()
-    packed = target(batch.tokens, batch.positions, TttStorage(batch, keep=False), (2, 4))
+    packed = target(batch.tokens, batch.positions, TttStorage(DocumentLayout(batch), keep=False), (2, 4))
     alone, valid = states_of(target, batch, (2, 4)), batch.document >= 0
     torch.testing.assert_close(packed.final[valid], alone.final[valid], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(packed.aux[valid], alone.aux[valid], rtol=1e-4, atol=1e-4)
@@ -95,10 +95,10 @@ def test_draft_keys_of_other_slots_have_no_influence() -> None:
         changed = here if own else ~here
         middle = passes[1]
         middle = replace(middle, key=middle.key + changed * 3.0, value=middle.value - changed * 5.0)
-        storage = TttStorage(batch)
+        storage = TttStorage(DocumentLayout(batch))
         return [storage.attend(given, SPEC) for given in (passes[0], middle, passes[2])][-1][slot]
 
-    storage = TttStorage(batch)
+    storage = TttStorage(DocumentLayout(batch))
     plain = [storage.attend(given, SPEC) for given in passes][-1][slot]
     assert torch.equal(plain, last_output(own=False))
     assert not torch.allclose(plain, last_output(own=True), atol=1e-2)
@@ -107,11 +107,11 @@ def test_draft_keys_of_other_slots_have_no_influence() -> None:
 def test_documents_do_not_see_each_other_and_padding_is_finite() -> None:
     batch = usual_batch()
     passes = [random_heads(batch, 4, 2, 8, torch.float32) for _ in range(2)]
-    first = TttStorage(batch)
+    first = TttStorage(DocumentLayout(batch))
     plain = [first.attend(given, SPEC) for given in passes]
     changed_slots = (batch.document == 1) & (torch.arange(batch.rows) == 0)[:, None]
     changed = [FinishedHeads(*(x + 7.0 * changed_slots[..., None, None] for x in given.finished())) for given in passes]
-    second = TttStorage(batch)
+    second = TttStorage(DocumentLayout(batch))
     for before, given in zip(plain, changed, strict=True):
         after = second.attend(given, SPEC)
         assert torch.equal(before[~changed_slots], after[~changed_slots])
@@ -125,7 +125,7 @@ def test_documents_do_not_see_each_other_and_padding_is_finite() -> None:
 def test_recorded_mass_is_that_of_the_written_out_weights() -> None:
     batch = usual_batch()
     passes = [random_heads(batch, 6, 2, 8) for _ in range(3)]
-    storage = TttStorage(batch, record=True)
+    storage = TttStorage(DocumentLayout(batch), record=True)
     for given in passes:
         storage.attend(given, SPEC)
     for row, slots in documents(batch):
@@ -175,7 +175,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch: pytest.Monke
     batch = pack([[Document(length=1000, answer_from=3), Document(length=24, answer_from=3)]], 1024)
     passes = [random_heads(batch, 2, 1, 8, torch.float32) for _ in range(3)]
     with LargestTensor() as largest:
-        storage = TttStorage(batch, record=True)
+        storage = TttStorage(DocumentLayout(batch), record=True)
         sum(storage.attend(given, SPEC).sum() for given in passes).backward()
     assert largest.numel <= bound < 1024 * 1024
 
@@ -196,9 +196,9 @@ def test_what_flex_attention_refuses_goes_another_way_and_says_so() -> None:
     given = random_heads(batch, 2, 1, 8, torch.float32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = TttStorage(batch, backend="flex").attend(given, SPEC)
-        TttStorage(batch, backend="flex").attend(given, SPEC)
-    assert torch.equal(out, TttStorage(batch, backend="reference").attend(given, SPEC))
+        out = TttStorage(DocumentLayout(batch, backend="flex")).attend(given, SPEC)
+        TttStorage(DocumentLayout(batch, backend="flex")).attend(given, SPEC)
+    assert torch.equal(out, TttStorage(DocumentLayout(batch, backend="reference")).attend(given, SPEC))
     assert len(caught) == 1
     assert "head_dim 8" in str(caught[0].message)
 
@@ -206,6 +206,6 @@ def test_what_flex_attention_refuses_goes_another_way_and_says_so() -> None:
 def test_autocast_does_not_reach_the_scores() -> None:
     batch = usual_batch()
     given = random_heads(batch, 4, 2, 8, torch.float32)
-    plain = TttStorage(batch).attend(given, SPEC)
+    plain = TttStorage(DocumentLayout(batch)).attend(given, SPEC)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(plain, TttStorage(batch).attend(given, SPEC))
+        assert torch.equal(plain, TttStorage(DocumentLayout(batch)).attend(given, SPEC))

@@ -7,11 +7,10 @@
 A shard gets its name when it is complete, so an interrupted capture goes on with the first one that is missing.
 """
 
-import json
-import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,15 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
+from fledge.devices import DTYPES
 from fledge.errors import FledgeError
+from fledge.files import atomic_path, read_json, remove_temporaries, write_json
 from fledge.models.config import TargetConfig
 from fledge.models.target.decoder import TargetStates
 from fledge.progress import Progress
-from fledge.training.capture import DTYPES, CaptureModel
+from fledge.records import Record
+from fledge.training.capture import CaptureModel, TargetEnds
 from fledge.training.data.packing import collate
 from fledge.training.data.store import TokenStore
 
@@ -34,8 +35,8 @@ _FREE_BYTES_TO_LEAVE = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateFormat:
-    """What a state store holds, and of what. Two stores with equal formats hold the same states."""
+class StateFormat(Record):
+    """What a store of hidden states holds, and of what. Two stores with equal formats hold the same states."""
 
     examples: str  # digest of the token store
     target: str  # digest of its weights
@@ -48,8 +49,18 @@ class StateFormat:
     def width(self) -> int:
         return (len(self.aux_layer_ids) + 1) * self.hidden_size
 
+    @property
+    def raw(self) -> torch.dtype:
+        """numpy has no bfloat16: numbers are kept as they are, and only their width is told."""
+        return torch.int32 if DTYPES[self.dtype].itemsize == 4 else torch.int16
+
     def bytes_of(self, tokens: int) -> int:
         return tokens * self.width * DTYPES[self.dtype].itemsize
+
+    def mapped(self, path: Path, tokens: int, mode: Any) -> np.memmap[Any, Any]:
+        """A shard's numbers [tokens, width]."""
+        kind = np.int32 if self.raw == torch.int32 else np.int16
+        return np.memmap(path, dtype=kind, mode=mode, shape=(tokens, self.width))
 
 
 def plan_states(
@@ -78,17 +89,16 @@ def write_states(
     progress: Progress,
 ) -> None:
     """Fill `directory`. Says how many bytes that takes and refuses when the disk has no room for them."""
-    if _read_header(directory) != _as_json(form):  # of another capture, or none
+    remove_temporaries(directory)
+    if read_json(directory / _HEADER) != form.to_dict():  # of another capture, or none
         for old in (*directory.glob("shard-*"), directory / _ENDS):
             old.unlink(missing_ok=True)
-        _write_atomically(directory / _HEADER, json.dumps(_as_json(form), indent=2).encode())
-    lengths = store.lengths
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    sizes = [form.bytes_of(int(starts[b] - starts[a])) for a, b in zip(form.shards, form.shards[1:], strict=False)]
-    missing = [i for i, size in enumerate(sizes) if not _is_complete(_shard(directory, i), size)]
-    needed, free = sum(sizes[i] for i in missing), shutil.disk_usage(directory).free
+        write_json(directory / _HEADER, form.to_dict())
+    tokens = [int(store.offsets[last] - store.offsets[first]) for first, last in pairwise(form.shards)]
+    missing = [i for i, count in enumerate(tokens) if not _is_complete(_shard(directory, i), form.bytes_of(count))]
+    needed, free = sum(form.bytes_of(tokens[i]) for i in missing), shutil.disk_usage(directory).free
     progress.say(
-        f"capture: {store.total_tokens:,} tokens, {sum(sizes):,} bytes of hidden states "
+        f"capture: {store.total_tokens:,} tokens, {form.bytes_of(store.total_tokens):,} bytes of hidden states "
         f"({needed:,} to write, {free:,} free on the disk)"
     )
     if needed + _FREE_BYTES_TO_LEAVE > free:
@@ -97,21 +107,19 @@ def write_states(
             f"{_FREE_BYTES_TO_LEAVE:,} of them left alone); use capture.mode=online, or another output directory"
         )
     if not (directory / _ENDS).is_file():
-        _write_ends(directory / _ENDS, capture)
+        _write_ends(directory / _ENDS, capture.ends)
     with progress.task("capture", total=store.total_tokens) as advance:
-        for i, size in enumerate(sizes):
-            first, last = form.shards[i], form.shards[i + 1]
+        for i, count in enumerate(tokens):
             if i not in missing:
-                advance(int(starts[last] - starts[first]))
+                advance(count)
                 continue
-            temporary = _shard(directory, i).with_suffix(".partial")
-            out = np.memmap(temporary, dtype=_raw(form.dtype), mode="w+", shape=(size // _row_bytes(form), form.width))
-            for rows in _passes(lengths, first, last, batch_tokens):
-                _capture_pass(out, starts - starts[first], lengths, store, capture, form, rows)
-                advance(sum(int(lengths[e]) for row in rows for e in row))
-            out.flush()
-            del out
-            os.replace(temporary, _shard(directory, i))
+            with atomic_path(_shard(directory, i)) as temporary:
+                out = form.mapped(temporary, count, "w+")
+                first, last = form.shards[i], form.shards[i + 1]
+                for rows in _passes(store.lengths, first, last, batch_tokens):
+                    advance(_capture_pass(out, int(store.offsets[first]), store, capture, form, rows))
+                out.flush()
+                del out
 
 
 def _passes(lengths: np.ndarray, first: int, last: int, batch_tokens: int) -> list[list[tuple[int, ...]]]:
@@ -132,48 +140,48 @@ def _passes(lengths: np.ndarray, first: int, last: int, batch_tokens: int) -> li
 
 
 def _capture_pass(
-    out: np.memmap,
-    starts: np.ndarray,
-    lengths: np.ndarray,
+    out: np.memmap[Any, Any],
+    start: int,  # the shard's first token
     store: TokenStore,
     capture: CaptureModel,
     form: StateFormat,
     rows: Sequence[tuple[int, ...]],
-) -> None:
-    width = max(sum(int(lengths[e]) for e in row) for row in rows)
-    states = capture.states(collate(store, rows, width).to(capture.device), form.aux_layer_ids)
+) -> int:
+    """Run the target over some rows and put the states of their examples in the shard. Returns their tokens."""
+    width = max(sum(int(store.offsets[e + 1] - store.offsets[e]) for e in row) for row in rows)
+    states = capture.states(collate(store, rows, width).to(capture.ends.device), form.aux_layer_ids)
     both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
-    numbers = both.view(_raw_torch(form.dtype)).cpu().numpy()  # [rows, width, form.width]
+    numbers = both.view(form.raw).cpu().numpy()  # [rows, width, form.width]
+    done = 0
     for i, row in enumerate(rows):
-        at = 0
+        used = 0
         for example in row:
-            size = int(lengths[example])
-            out[starts[example] : starts[example] + size] = numbers[i, at : at + size]
-            at += size
+            low, high = int(store.offsets[example]), int(store.offsets[example + 1])
+            out[low - start : high - start] = numbers[i, used : used + high - low]
+            used += high - low
+        done += used
+    return done
 
 
-class StateStore:
+class HiddenStateStore:
     """States of a token store's examples, read from disk as rows of training want them."""
 
-    def __init__(self, directory: Path, form: StateFormat, lengths: np.ndarray) -> None:
+    def __init__(self, directory: Path, form: StateFormat, offsets: np.ndarray) -> None:
         self.form = form
-        self._lengths = lengths
-        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._directory, self._offsets = directory, offsets
         self._shards: list[np.ndarray] = []
-        for i, (first, last) in enumerate(zip(form.shards, form.shards[1:], strict=False)):
-            tokens = int(self._starts[last] - self._starts[first])
-            path = _shard(directory, i)
+        for i, (first, last) in enumerate(pairwise(form.shards)):
+            tokens, path = int(offsets[last] - offsets[first]), _shard(directory, i)
             if not _is_complete(path, form.bytes_of(tokens)):
                 raise FledgeError(f"{path}: missing or incomplete; run the capture stage again")
-            self._shards.append(np.memmap(path, dtype=_raw(form.dtype), mode="r", shape=(tokens, form.width)))
-        self._directory = directory
+            self._shards.append(form.mapped(path, tokens, "r"))
 
     @classmethod
     def open(
         cls, directory: Path, store: TokenStore, *, target: str, aux_layer_ids: tuple[int, ...] | None
-    ) -> "StateStore":
+    ) -> "HiddenStateStore":
         """Open and check that these are the states of `store` from `target`, with the aux layers the drafter reads."""
-        header = _read_header(directory)
+        header = read_json(directory / _HEADER)
         if header is None:
             raise FledgeError(f"{directory / _HEADER}: missing; run the capture stage first")
         expected = {"examples": store.digest, "target": target, "aux_layer_ids": list(aux_layer_ids or ())}
@@ -183,54 +191,37 @@ class StateStore:
                     f"{directory / _HEADER}: {name} is {header.get(name)!r}, expected {value!r}; "
                     "these states are of another run: capture again"
                 )
-        tuples = {name: tuple(header[name]) for name in ("aux_layer_ids", "shards")}
-        return cls(directory, StateFormat(**{**header, **tuples}), store.lengths)
+        return cls(directory, StateFormat.from_dict(header, str(directory / _HEADER)), store.offsets)
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
         """States [rows, length, ...] on the CPU, laid out as `collate` lays out tokens; zeros at padding."""
-        numbers = np.zeros((len(rows), length, self.form.width), dtype=_raw(self.form.dtype))
+        both = torch.zeros(len(rows), length, self.form.width, dtype=self.form.raw)
+        numbers = both.numpy()
         for i, row in enumerate(rows):
-            at = 0
+            used = 0
             for example in row:
-                size = min(int(self._lengths[example]), length - at)
+                low, high = int(self._offsets[example]), int(self._offsets[example + 1])
+                size = min(high - low, length - used)
                 shard = int(np.searchsorted(self.form.shards, example, side="right")) - 1
-                start = int(self._starts[example] - self._starts[self.form.shards[shard]])
-                numbers[i, at : at + size] = self._shards[shard][start : start + size]
-                at += size
-        both = torch.from_numpy(numbers).view(DTYPES[self.form.dtype])
-        hidden = self.form.hidden_size
-        aux = both[..., :-hidden].contiguous() if self.form.aux_layer_ids else None
-        return TargetStates(final=both[..., -hidden:].contiguous(), aux=aux)
+                start = low - int(self._offsets[self.form.shards[shard]])
+                numbers[i, used : used + size] = self._shards[shard][start : start + size]
+                used += size
+        states, hidden = both.view(DTYPES[self.form.dtype]), self.form.hidden_size
+        aux = states[..., :-hidden].contiguous() if self.form.aux_layer_ids else None
+        return TargetStates(final=states[..., -hidden:].contiguous(), aux=aux)
 
-    def ends(self, device: torch.device | str) -> "TargetEnds":
+    def ends(self, device: torch.device | str) -> TargetEnds:
         """The target's embedding and head."""
         with safe_open(str(self._directory / _ENDS), framework="pt") as file:
             tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - not a dict
-        return TargetEnds(
-            embedding_weight=tensors["embedding_weight"],
-            head_weight=tensors.get("head_weight", tensors["embedding_weight"]),
-            head_bias=tensors.get("head_bias"),
-        )
+        return TargetEnds(**{"head_weight": tensors["embedding_weight"], **tensors})
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetEnds:
-    """Both ends of a target: all of it that training needs when its states are on disk."""
-
-    embedding_weight: Tensor  # [vocab, hidden]
-    head_weight: Tensor  # [vocab, hidden]
-    head_bias: Tensor | None = None  # [vocab]
-
-
-def _write_ends(path: Path, capture: CaptureModel) -> None:
-    tensors = {"embedding_weight": capture.embedding_weight}
-    if capture.head_weight.data_ptr() != capture.embedding_weight.data_ptr():
-        tensors["head_weight"] = capture.head_weight
-    if capture.head_bias is not None:
-        tensors["head_bias"] = capture.head_bias
-    temporary = path.with_suffix(".partial")
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary)
-    os.replace(temporary, path)
+def _write_ends(path: Path, ends: TargetEnds) -> None:
+    tied = ends.head_weight.data_ptr() == ends.embedding_weight.data_ptr()
+    tensors = {name: x for name, x in vars(ends).items() if x is not None and not (tied and name == "head_weight")}
+    with atomic_path(path) as temporary:
+        save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temporary)
 
 
 def _shard(directory: Path, number: int) -> Path:
@@ -239,35 +230,3 @@ def _shard(directory: Path, number: int) -> Path:
 
 def _is_complete(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
-
-
-def _raw(dtype: str) -> np.dtype[Any]:
-    """numpy has no bfloat16: numbers are kept as they are, and only their width is told."""
-    return np.dtype(np.int32 if DTYPES[dtype].itemsize == 4 else np.int16)
-
-
-def _raw_torch(dtype: str) -> torch.dtype:
-    return torch.int32 if DTYPES[dtype].itemsize == 4 else torch.int16
-
-
-def _row_bytes(form: StateFormat) -> int:
-    return form.bytes_of(1)
-
-
-def _as_json(form: StateFormat) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(json.dumps(asdict(form)))
-    return values
-
-
-def _read_header(directory: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads((directory / _HEADER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".partial")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -118,7 +118,7 @@ class DriftSums:
         self._replayed += len(records)
         _increase(self._by_depth, _drafting_sums(replayed, judged.drafted.double()))
         _increase(self._by_depth, _verdict_sums(replayed, judged, torch.tensor(tokens), self._in_draft))
-        norms = replayed.contributions
+        norms = replayed.contributions.double()
         shares = norms / norms.sum(-1, keepdim=True).clamp(min=1e-30)
         once = {"fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
         _increase(self._by_round, {name: values.double().sum(0) for name, values in once.items()})

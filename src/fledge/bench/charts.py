@@ -35,11 +35,12 @@ from fledge.report.charts import (
     series_style,
     short_title,
 )
-from fledge.report.intervals import Interval
+from fledge.report.intervals import Floats, Interval
 
 MORE_LATENCY = "latency-more"  # charts of loads between the lowest and the highest
 _MOST_STEPS = 150
 _LABEL = 7.5  # points: text at a point of a picture
+_NEAR = 0.06  # of the width or height of the axes: two labels within it would be written over each other
 _LATENCIES: tuple[tuple[Latency, str], ...] = (("ttft", "Time to first token"), ("tpot", "Time per further token"))
 
 
@@ -247,17 +248,14 @@ def _depth_panel(axes: Axes, summary: Summary, sweep: Sweep, workload: str, load
 def _capacity(summary: Summary, workload: str, loads: Sequence[Load]) -> Figure | None:
     """Every load is a point: right is faster for each, up is more for all."""
     figure, axes = new_figure()
+    named: list[tuple[Load, tuple[float, float], str]] = []
     for line in _lines(summary, workload, loads):
-        points = [
-            (_capacity_point(summary, name, workload, load), load) for load, name in zip(loads, line.names, strict=True)
-        ]
-        if all(np.isnan(x) for (x, _), _ in points):
-            continue
-        axes.plot(*zip(*(point for point, _ in points), strict=True), label=line.label, **line.look)
-        for point, load in points:
-            if not np.isnan(point[0]):
-                _write(axes, f"{load.size:g}", point, line.look["color"], dx=4, dy=3)
-    if not axes.lines:
+        points = [_capacity_point(summary, name, workload, load) for load, name in zip(loads, line.names, strict=True)]
+        if not all(np.isnan(x) for x, _ in points):
+            axes.plot(*zip(*points, strict=True), label=line.label, **line.look)
+        known = [(load, point) for load, point in zip(loads, points, strict=True) if not np.isnan(point[0])]
+        named += [(load, point, line.look["color"]) for load, point in known]
+    if not named:
         return None
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
@@ -269,8 +267,19 @@ def _capacity(summary: Summary, workload: str, loads: Sequence[Load]) -> Figure 
     frame(axes, None, percent=False)
     axes.set_xlabel(f"tokens/s per user (numbers: {'concurrency' if loads[0].rate is None else 'requests/s'})")
     axes.set_ylabel("tokens/s in all")
+    _name_loads(axes, named)
     put_legend(figure, axes)
     return figure
+
+
+def _name_loads(axes: Axes, points: Sequence[tuple[Load, tuple[float, float], str]]) -> None:
+    """Write the load at each point, once for points of one load that lie all but on each other."""
+    done: list[tuple[Load, Floats]] = []
+    for load, point, colour in points:
+        at = axes.transAxes.inverted().transform(axes.transData.transform(point))
+        if not any(other == load and np.abs(at - there).max() < _NEAR for other, there in done):
+            done.append((load, at))
+            _write(axes, f"{load.size:g}", point, colour, dx=4, dy=3)
 
 
 def _capacity_point(summary: Summary, name: str | None, workload: str, load: Load) -> tuple[float, float]:

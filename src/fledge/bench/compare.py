@@ -104,7 +104,10 @@ class ResultsDiff(Record):
                 "" if one.before is None else number(one.before),
                 "" if one.after is None else number(one.after),
                 figure_cell(one.ratio, "{:.3f}"),
-                one.verdict if one.reason is None else f"unknown: {one.reason}",
+                TableCell(
+                    text=one.verdict if one.reason is None else f"unknown: {one.reason}",
+                    tone="bad" if one.verdict == "worse" else "good" if one.verdict == "better" else "neutral",
+                ),
             ]
             for one in self.changes
             if show_all or one.verdict != "same"

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fledge.bench.charts import MORE_LATENCY, charts
 from fledge.bench.summary import Summary
-from fledge.bench.tables import acceptance_table, answers_table, cost_table, latency_table, speed_table
+from fledge.bench.tables import acceptance_table, answers_table, cost_table, latency_table, speed_table, warnings
 from fledge.bench.verdict import (
     ACCEPTANCE,
     ANSWERS,
@@ -26,7 +26,6 @@ from fledge.bench.verdict import (
     leaders,
     overall,
     verdicts,
-    warnings,
 )
 from fledge.errors import ConfigError
 from fledge.evaluation.report import LENGTHS, MORE, EvalReport

@@ -1,12 +1,12 @@
-"""Results as tables: those that are printed and set on the page, and those for a README."""
+"""Results as tables, printed, on the page and for a README, and what must be known before any figure is believed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from fledge.bench.summary import FiguresRow, Summary
-from fledge.bench.verdict import badge, colour, load_text, round_cost, warnings
+from fledge.bench.verdict import badge, colour, load_text, round_cost
 from fledge.evaluation.results import Load
 from fledge.report.page import ratio_bar
 from fledge.report.prose import DASH, Tone, number, times, with_interval
@@ -189,3 +189,49 @@ def _all_inflated(summary: Summary) -> str:
 def _labelled(summary: Summary, name: str) -> str:
     label = badge(summary, name)
     return f"{name} ({label})" if label and not _all_inflated(summary) else name
+
+
+def warnings(summary: Summary) -> list[str]:
+    """What must stand beside the figures, most important first."""
+    results, lines = summary.results, []
+    if results.status != "complete":
+        lines.append(f"This run is {results.status}: some of what was asked for was not measured.")
+    partial = [row for row in summary.rows if row.figures.partial]
+    lines += [f"{row.contender}, {row.where}: {row.figures.reason}; it has no ratio." for row in partial]
+    wanted = results.settings.get("repeats")
+    if isinstance(wanted, int):
+        few = [row for row in summary.rows if row.figures.cells + row.figures.failed_cells < wanted]
+        lines += _few_repeats([f"{row.contender}, {row.where}" for row in few], wanted)
+    for shape in dict.fromkeys(one.inflated for one in results.contenders if one.inflated):
+        names = [one.name for one in results.contenders if one.inflated == shape]
+        who = "all contenders" if len(names) == len(results.contenders) > 1 else ", ".join(names)
+        lines.append(
+            f"Inflated to the shape {shape}: {who}. They cost as much as a model of that shape and say "
+            "what their small originals say; drafts of a trained model of that size may be accepted more or less often."
+        )
+    lines += _other_answers(summary)
+    return [*lines, *(note for note in results.notes if note not in lines)]
+
+
+def _few_repeats(names: Sequence[str], wanted: int) -> Iterable[str]:
+    """Rows that a run did not get to as often as it should have."""
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"Fewer than the {wanted} repeats that were asked for: {'; '.join(names[:3])}{more}."
+
+
+def _other_answers(summary: Summary) -> Iterable[str]:
+    """One line, however many contenders did not say the same as the baseline."""
+    differing = {name: counts for name, counts in summary.answers.items() if counts[1]}
+    if not differing:
+        return
+    compared, different = (sum(column) for column in zip(*summary.answers.values(), strict=True))
+    by_name = [f"{name}: {n:,} of {of:,}" for name, (of, n) in sorted(differing.items(), key=lambda one: -one[1][1])]
+    more = f"; {len(by_name) - 3} more contenders" if len(by_name) > 3 else ""
+    line = f"{different:,} of {compared:,} answers differ from those of {summary.baseline} at temperature 0 "
+    line += f"({'; '.join(by_name[:3])}{more})."
+    if len(differing) < len(summary.answers):
+        line += " The others gave the same answers."
+    if summary.results.settings.get("dtype") in ("bfloat16", "float16"):
+        line += " In 16 bits several tokens at once round in another way than one, which decides near-ties."
+    yield line

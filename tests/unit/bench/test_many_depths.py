@@ -12,8 +12,8 @@ from rich.console import Console
 from fledge.bench.charts import charts, coloured, style
 from fledge.bench.report import BenchReport
 from fledge.bench.summary import Summary, Sweep, summaries
-from fledge.bench.tables import markdown, print_results
-from fledge.bench.verdict import Reference, colour, disappointments, leaders, overall, verdicts, warnings
+from fledge.bench.tables import markdown, print_results, warnings
+from fledge.bench.verdict import Reference, colour, disappointments, leaders, overall, verdicts
 from fledge.evaluation.results import Contender, Load, Results
 from fledge.report.charts import INK, PAPER
 from tests.bench_results import PLAIN, make_eval_results, make_results

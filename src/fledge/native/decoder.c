@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "meeting.h"
+#include "barrier.h"
 
 /* Memory of one call; what a layer leaves there the next one overwrites. */
 typedef struct {
@@ -19,36 +19,36 @@ static void norm_rows(const float *x, const float *weight, float eps, float *out
 
 /* What all threads do for one layer, each its share; they wait for each other where one reads what others wrote. */
 static void run_layer(const Layer *layer, int64_t number, const Pass *pass, const float *input, float *stream,
-                      const Scratch *scratch, Meeting *meeting, int thread, int threads) {
+                      const Scratch *scratch, Barrier *barrier, int thread, int threads) {
     int64_t rows = pass->tokens, hidden = layer->output.columns, mixed = layer->output.size;
     if (!input && layer->input_norm) {
         norm_rows(stream, layer->input_norm, layer->eps, scratch->normed, rows, hidden, thread, threads);
         input = scratch->normed;
-        meet(meeting, threads);
+        wait_at(barrier, threads);
     } else if (!input)
         input = stream;
     multiply(&layer->qkv, input, layer->qkv.size, rows, scratch->qkv, layer->qkv.columns, STORE, thread, threads);
-    meet(meeting, threads);
+    wait_at(barrier, threads);
     finish_heads(pass, &layer->heads, number, scratch->qkv, scratch->cosines, scratch->sines, thread, threads);
-    meet(meeting, threads);
+    wait_at(barrier, threads);
     attend(pass, &layer->heads, number, scratch->qkv, scratch->mixed,
            scratch->attention + thread * scratch->attention_stride, thread, threads);
-    meet(meeting, threads);
+    wait_at(barrier, threads);
     multiply(&layer->output, scratch->mixed, mixed, rows, stream, hidden, ADD, thread, threads);
-    meet(meeting, threads);
+    wait_at(barrier, threads);
     norm_rows(stream, layer->post_norm, layer->eps, scratch->normed, rows, hidden, thread, threads);
-    meet(meeting, threads);
+    wait_at(barrier, threads);
     multiply(&layer->gate_up, scratch->normed, hidden, rows, scratch->gated, layer->down.size, GATE, thread, threads);
-    meet(meeting, threads);
+    wait_at(barrier, threads);
     multiply(&layer->down, scratch->gated, layer->down.size, rows, stream, hidden, ADD, thread, threads);
-    meet(meeting, threads);
+    wait_at(barrier, threads);
 }
 
 int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, const float *input, float *stream,
                       const int64_t *aux_layers, int64_t aux_count, float *aux, const float *final_norm, float eps,
                       float *final, int threads) {
     const Layer *first = layers;
-    int64_t rows = pass->tokens, hidden = first->output.columns, half = first->heads.head_dim / 2;
+    int64_t rows = pass->tokens, hidden = first->output.columns, half = first->heads.rotary_dim / 2;
     int64_t sizes[] = {rows * hidden,     rows * first->qkv.columns, rows * first->output.size,
                        rows * first->down.size, rows * half,         rows * half};
     int64_t attention = (attention_scratch(pass, &first->heads) + 15) / 16 * 16, total = attention * threads;
@@ -57,7 +57,7 @@ int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, cons
     if (!memory) return 1;
     for (int i = 0; i < 6; i++) parts[i + 1] = parts[i] + sizes[i];
     Scratch scratch = {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], attention};
-    Meeting meeting = {0};
+    Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
     {
         int thread = thread_number(), team = thread_count();
@@ -70,7 +70,7 @@ int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, cons
                     for (int64_t row = begin; row < end; row++)
                         memcpy(aux + (row * aux_count + a) * hidden, stream + row * hidden,
                                (size_t)hidden * sizeof(float));
-            if (i < count) run_layer(layers + i, i, pass, i ? NULL : input, stream, &scratch, &meeting, thread, team);
+            if (i < count) run_layer(layers + i, i, pass, i ? NULL : input, stream, &scratch, &barrier, thread, team);
         }
         if (final_norm) norm_rows(stream, final_norm, eps, final, rows, hidden, thread, team);
     }

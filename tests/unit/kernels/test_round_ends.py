@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fledge.kernels import round_rows
 from fledge.kernels._triton import HAS_TRITON
-from fledge.kernels.round_rows import OpenedRound, open_round, settle_round
+from fledge.kernels.open_round import OpenedRound, open_round
+from fledge.kernels.settle_round import settle_round
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -42,7 +42,8 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int, monkeypatch: 
     emitted[torch.arange(verify + 1) > accepted[:, None]] = -1
     results = []
     for use_kernel in (False, True):
-        monkeypatch.setattr(round_rows, "runs_triton", lambda *_, use=use_kernel: use)
+        for file in ("open_round", "settle_round"):
+            monkeypatch.setattr(f"fledge.kernels.{file}.runs_triton", lambda *_, use=use_kernel: use)
         now = {name: tensor.clone() for name, tensor in before.items()}
         opened = open_round(rows, **now, verify=verify, block_size=BLOCK_SIZE)
         settled = settle_round(

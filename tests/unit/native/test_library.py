@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fledge.kernels.native import library as module
+from fledge.native import library as module
 
 pytestmark = pytest.mark.skipif(module.library() is None, reason="no C compiler here")
 library = module.library.__wrapped__  # without its memory

@@ -50,7 +50,7 @@ static void rotate(float *head, const float *cosines, const float *sines, int64_
 
 void finish_heads(const Pass *pass, const Heads *shape, int64_t layer, float *qkv, const float *cosines,
                   const float *sines, int thread, int threads) {
-    int64_t dim = shape->head_dim, half = dim / 2, turned = shape->heads + shape->kv_heads;
+    int64_t dim = shape->head_dim, half = shape->rotary_dim / 2, turned = shape->heads + shape->kv_heads;
     int64_t all = turned + shape->kv_heads, row = shape->kv_heads * dim;
     float *keys = pass->keys + layer * pass->layer_stride, *values = pass->values + layer * pass->layer_stride;
     int64_t first, last;

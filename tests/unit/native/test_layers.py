@@ -14,9 +14,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.kernels.native.library import library
-from fledge.kernels.native.matrix import packed_linear
-from tests.unit.kernels.native_cases import SHAPES, make_case, pack
+from fledge.layers.block import DecoderLayer
+from fledge.layers.config import ExpertsConfig
+from fledge.layers.rope import Rotation
+from fledge.native.decoder import lower_layers
+from fledge.native.library import library
+from fledge.native.linear import pack_linears
+from fledge.native.matrix import packed_linear
+from tests.tiny_models import TINY_LAYER
+from tests.unit.native.native_cases import SHAPES, make_case, pack, with_own_cache
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 
@@ -101,29 +107,32 @@ def test_a_token_is_the_same_bits_decoded_alone_verified_or_read_in_a_prompt(nam
     together, _, filled = case.natively()
     torch.set_num_threads(1)
     for cuts in ([0, 6], [0, 4, 6], range(7)):
-        paged = replace(case.paged, keys=case.paged.keys.clone(), values=case.paged.values.clone())
+        storage = with_own_cache(case.storage)
         for start, stop in pairwise(cuts):
             for sequence in range(2):
                 own = slice(sequence * 6 + start, sequence * 6 + stop)
+                turned = case.rotation
                 part = replace(
                     case,
-                    paged=replace(
-                        paged,
-                        contexts=paged.contexts[sequence : sequence + 1] + start,
-                        block_tables=paged.block_tables[sequence : sequence + 1],
-                        slots=paged.slots[own],
+                    storage=replace(
+                        storage,
+                        context_lens=storage.context_lens[sequence : sequence + 1] + start,
+                        block_tables=storage.block_tables[sequence : sequence + 1],
+                        slots=storage.slots[own],
                         rows=stop - start,
                     ),
-                    turns=replace(case.turns, positions=case.turns.positions[own]),
+                    rotation=Rotation(
+                        turned.positions[own], turned.inverse_frequencies, turned.magnitude, turned.dtype
+                    ),
                     stream=case.stream[own],
                     first_input=None if case.first_input is None else case.first_input[own],
                 )
                 final, _, after = part.natively()
                 assert torch.equal(final, together[own])
-                paged.keys.copy_(after.keys)
-                paged.values.copy_(after.values)
-        assert torch.equal(paged.keys, filled.keys)
-        assert torch.equal(paged.values, filled.values)
+                storage.cache.keys.copy_(after.keys)
+                storage.cache.values.copy_(after.values)
+        assert torch.equal(storage.cache.keys, filled.keys)
+        assert torch.equal(storage.cache.values, filled.values)
 
 
 def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
@@ -132,3 +141,28 @@ def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
     final, _, _ = case.natively()
     assert final[:2].isfinite().all()
     assert final[2].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"norm_placement": "post"},
+        {"qk_norm": True, "qk_norm_whole": True},
+        {"experts": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=8)},
+    ],
+)
+def test_layers_of_another_kind_are_left_to_torch(kind: dict[str, object]) -> None:
+    plain, other = (DecoderLayer(config, layer=0) for config in (TINY_LAYER, replace(TINY_LAYER, **kind)))
+    assert lower_layers([plain]) is None  # not packed yet
+    pack_linears(plain, other)
+    assert lower_layers([plain]) is not None
+    assert lower_layers([plain, other]) is None
+
+
+def test_a_layer_of_somebodys_own_is_left_to_torch() -> None:
+    class Own(DecoderLayer):
+        pass
+
+    own = Own(TINY_LAYER, layer=0)
+    pack_linears(own)
+    assert lower_layers([own]) is None

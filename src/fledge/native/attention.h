@@ -18,12 +18,13 @@ typedef struct {
     const int64_t *depths;       /* [sequences, rows]: positions in a tree less the context */
     float *keys, *values;        /* [layers, blocks, block_size, kv_heads, head_dim] */
     int64_t layer_stride, block_size;
-    const float *frequencies;    /* [head_dim / 2] */
+    const float *frequencies;    /* [rotary_dim / 2] */
     float magnitude;
 } Pass;
 
 typedef struct {
     int64_t heads, kv_heads, head_dim;
+    int64_t rotary_dim; /* the first dimensions of a head, which rotate */
     int64_t window; /* 0: none */
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
     float eps, scale;
@@ -31,7 +32,7 @@ typedef struct {
 
 void normalise(const float *x, const float *weight, float *out, int64_t size, float eps);
 
-/* cos and sin of one share of the tokens, [tokens, head_dim / 2] each. */
+/* cos and sin of one share of the tokens, [tokens, rotary_dim / 2] each. */
 void find_turns(const Pass *pass, int64_t half, float *cosines, float *sines, int thread, int threads);
 
 /* Finish one share of the heads in qkv [tokens, heads + 2 kv_heads, head_dim] where they lie, and store keys and values. */

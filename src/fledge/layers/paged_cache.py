@@ -1,4 +1,4 @@
-"""Keys and values in blocks, and the two kinds of forward pass over them.
+"""Keys and values in blocks, and the two kinds of forward pass over them: the storages of the engine.
 
 `RoundPass` has the same number of new tokens in every sequence (a decoding or verification round, a draft step);
 `ChunkPass` has runs of any length (prompts and parts of prompts). Both finish the heads, store keys and values and
@@ -13,20 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.native.decoder import PagedTokens
 from fledge.kernels.paged_attention import paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
-from fledge.layers.config import LayerConfig
+from fledge.layers.config import KVCacheSpec
 
 
 class PagedCache:
-    """The key and value blocks of all layers of one model. Who owns which block is `KVPool`'s business."""
+    """The key and value blocks of all layers of one model. Who owns which block is somebody else's business."""
 
     def __init__(
         self,
-        layer: LayerConfig,
+        spec: KVCacheSpec,
         *,
         num_layers: int,
         num_blocks: int,
@@ -34,15 +33,11 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        rows = (num_layers, num_blocks, block_size, spec.num_kv_heads)
         self.block_size = block_size
         # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-
-    @staticmethod
-    def bytes_per_block(layer: LayerConfig, *, num_layers: int, block_size: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * block_size * layer.kv_size * dtype.itemsize
+        self.keys = torch.zeros(*rows, spec.key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*rows, spec.value_dim, dtype=dtype, device=device)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy the rows of all layers from slots `source` [n] to slots `destination` [n]; all are read first."""
@@ -58,11 +53,11 @@ class PagedCache:
 
     def store(self, heads: ProjectedHeads, spec: AttentionSpec, slots: Tensor) -> Tensor:
         """Finish the heads, write keys and values at `slots` [tokens], and return the query [tokens, heads, dim]."""
-        if not heads.qkv.is_cuda:
+        if not heads.qkv.is_cuda or not heads.is_ordinary:
             # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
             query, key, value = heads.finished()
-            self.keys[spec.layer].flatten(0, 1).index_copy_(0, slots, key)
-            self.values[spec.layer].flatten(0, 1).index_copy_(0, slots, value)
+            self.keys[spec.layer].flatten(0, 1).index_copy_(0, slots, key.to(self.keys.dtype))
+            self.values[spec.layer].flatten(0, 1).index_copy_(0, slots, value.to(self.values.dtype))
             return query
         config, rotation = heads.config, heads.rotation
         return rope_and_store(
@@ -96,17 +91,9 @@ class RoundPass:
     depths: Tensor | None = None  # [batch, rows]: position of each new row less the context, with a tree mask
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
-    def paged(self) -> PagedTokens:
-        return PagedTokens(
-            keys=self.cache.keys,
-            values=self.cache.values,
-            block_tables=self.block_tables,
-            contexts=self.context_lens,
-            slots=self.slots,
-            rows=self.rows,
-            tree_mask=self.tree_mask,
-            depths=self.depths,
-        )
+    def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
+        """Storage over the same cache for one token more of each of some sequences, at `positions` [n]."""
+        return _step(self.cache, block_tables, positions, slots, self.max_context)
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query = self.cache.store(heads, spec, self.slots)
@@ -136,19 +123,19 @@ class RoundPass:
         kv_heads = self.cache.keys.shape[3]
         group = heads // kv_heads
         keys, values = (
-            side[spec.layer].index_select(0, blocks.flatten()).view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+            side[spec.layer].index_select(0, blocks.flatten()).view(batch, -1, *side.shape[3:]).transpose(1, 2)
             for side in (self.cache.keys, self.cache.values)
         )
         packed = query.view(batch, self.rows, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
         mixed = F.scaled_dot_product_attention(
             packed.reshape(batch, kv_heads, self.rows * group, head_dim),
-            keys,
-            values,
+            keys.to(query.dtype),
+            values.to(query.dtype),
             attn_mask=self._mask(spec.sliding_window, group),
             scale=spec.scale,
         )
-        apart = mixed.view(batch, kv_heads, self.rows, group, head_dim).permute(0, 2, 1, 3, 4)
-        return apart.reshape(query.shape)
+        apart = mixed.view(batch, kv_heads, self.rows, group, -1).permute(0, 2, 1, 3, 4)
+        return apart.reshape(*query.shape[:2], -1)
 
     @cached_property
     def _blocks_in_use(self) -> Tensor:
@@ -175,16 +162,7 @@ class ChunkPass:
     query_starts: Tensor  # [chunks + 1] int32
     slots: Tensor  # [tokens]
     max_chunk: int
-
-    def paged(self) -> PagedTokens:
-        return PagedTokens(
-            keys=self.cache.keys,
-            values=self.cache.values,
-            block_tables=self.block_tables,
-            contexts=self.context_lens,
-            slots=self.slots,
-            starts=self.query_starts,
-        )
+    max_context: int  # no sequence is longer than this
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query = self.cache.store(heads, spec, self.slots)
@@ -199,3 +177,16 @@ class ChunkPass:
             scale=spec.scale,
             sliding_window=spec.sliding_window,
         )
+
+    def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> RoundPass:
+        """As `RoundPass.step`."""
+        return _step(self.cache, block_tables, positions, slots, self.max_context)
+
+
+PagedPass = RoundPass | ChunkPass
+
+
+def _step(cache: PagedCache, tables: Tensor, positions: Tensor, slots: Tensor, max_context: int) -> RoundPass:
+    return RoundPass(
+        cache=cache, block_tables=tables, context_lens=positions, slots=slots, rows=1, max_context=max_context
+    )

@@ -1,32 +1,12 @@
-/* What a round does to rows outside its layers: norms, the drafter's input, choices, and the bookkeeping at both ends.
-   The Python file that calls each function tells what it computes. */
+/* What a round does to rows outside its layers: choices, and the bookkeeping at both ends.
+   `rows.py` calls these; the kernels of the same names tell what they compute. */
 #include "rows.h"
 
 #include <math.h>
 
-#include "attention.h"
+#include "vectors.h"
 
 #define PADDING (-1)
-
-void fledge_rms_norm(const float *x, int64_t x_stride, const float *weight, float eps, float *out, int64_t out_stride,
-                     int64_t rows, int64_t size) {
-    for (int64_t row = 0; row < rows; row++) normalise(x + row * x_stride, weight, out + row * out_stride, size, eps);
-}
-
-void fledge_add_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *out,
-                         float *total, int64_t rows, int64_t size) {
-    for (int64_t i = 0; i < rows * size; i++) total[i] = x[i] + residual[i];
-    fledge_rms_norm(total, size, weight, eps, out, size, rows, size);
-}
-
-void fledge_draft_input(const int64_t *tokens, const float *embedding, const float *feature, int64_t feature_stride,
-                        const float *embedding_norm, const float *feature_norm, float eps, float *out, int64_t rows,
-                        int64_t size) {
-    for (int64_t row = 0; row < rows; row++, out += 2 * size) {
-        normalise(embedding + tokens[row] * size, embedding_norm, out, size, eps);
-        normalise(feature + row * feature_stride, feature_norm, out + size, size, eps);
-    }
-}
 
 /* The first of the largest; as for torch, what is not a number is larger than any. */
 static int64_t argmax(const float *x, int64_t size) {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.native.library import library
+from fledge.native.library import library, required
 
 _address = ctypes.c_void_p
 _int64 = ctypes.c_int64
@@ -93,8 +93,6 @@ def _panels_shape(matrix: Unpacked, lanes: int) -> tuple[int, torch.dtype]:
 
 
 def _pack(matrix: Unpacked, panels: Tensor) -> PackedMatrix:
-    loaded = library()
-    assert loaded is not None
     weight = matrix.weight.detach().contiguous()
     bias = None if matrix.bias is None else matrix.bias.detach().contiguous()
     struct = MatrixStruct(
@@ -105,20 +103,18 @@ def _pack(matrix: Unpacked, panels: Tensor) -> PackedMatrix:
         halved=panels.dtype == torch.int16,
         paired=matrix.paired,
     )
-    loaded.fledge_pack(ctypes.byref(struct), weight.data_ptr(), panels.data_ptr())
+    required().fledge_pack(ctypes.byref(struct), weight.data_ptr(), panels.data_ptr())
     return PackedMatrix(struct=struct, panels=panels, bias=bias)
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """Return x W^T + bias for x [..., size]. A row's result does not depend on the other rows, nor on the threads."""
-    loaded = library()
-    assert loaded is not None
     x = x.contiguous()
     size = x.shape[-1]
     assert size == matrix.struct.size
     assert x.dtype == torch.float32
     out = torch.empty(*x.shape[:-1], matrix.columns, dtype=torch.float32)
-    loaded.fledge_linear(
+    required().fledge_linear(
         ctypes.byref(matrix.struct),
         x.data_ptr(),
         size,

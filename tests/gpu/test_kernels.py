@@ -3,9 +3,11 @@
 PYTHONPATH=src:. python tests/gpu/test_kernels.py
 """
 
+import copy
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,12 +16,26 @@ if torch.cuda.is_available():
 
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
+from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
+from fledge.layers.mlp import SparseMLP
+from fledge.layers.paged_cache import PagedCache
+from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks
 from tests.unit.kernels import cases
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CHECKS: dict[str, Callable[[], None]] = {}
+_HEADS = LayerConfig(
+    hidden_size=128,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    norm_eps=1e-6,
+    rope=RopeConfig(),
+)
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -183,6 +199,55 @@ def captured_graphs_follow_the_lengths() -> None:
         graph.replay()
         assert torch.equal(first, out)
         assert torch.equal(out, attend())
+
+
+@check
+@torch.no_grad()
+def experts_can_be_captured() -> None:
+    """One grouped product in bfloat16, every expert for every row in float32: both as one expert after the other."""
+    config = ExpertsConfig(num_experts=8, num_experts_per_token=2, intermediate_size=128)
+    for dtype, tolerance in ((BF16, 2e-2), (FP32, 1e-4)):
+        mlp = SparseMLP(64, config).to(device=GPU, dtype=dtype)
+        for parameter in mlp.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        x = torch.randn(12, 64, device=GPU, dtype=dtype)
+        expected = copy.deepcopy(mlp).cpu().double()
+        mlp(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = mlp(x)
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            wide = x.cpu().double()
+            torch.testing.assert_close(out.cpu().double(), expected(wide), atol=tolerance, rtol=tolerance)
+
+
+@check
+@torch.no_grad()
+def heads_that_rotate_in_part_are_stored() -> None:
+    """The fused kernel does not take them; the plain way has to, on a GPU too, and in a graph."""
+    config = replace(_HEADS, rope=RopeConfig(partial_factor=0.5))
+    caches = [
+        PagedCache(config.kv_cache, num_layers=1, num_blocks=4, block_size=16, dtype=FP32, device=torch.device(device))
+        for device in ("cpu", GPU)
+    ]
+    qkv, positions, slots = (
+        torch.randn(5, config.query_size + 2 * config.kv_size),
+        torch.arange(5),
+        torch.arange(20, 25),
+    )
+    spec = AttentionSpec(layer=0, scale=1.0, sliding_window=None)
+    queries = []
+    for cache, device in zip(caches, ("cpu", GPU), strict=True):
+        rope = RotaryEmbedding(config.rope, config.head_dim).to(device)
+        rotation = rope(positions.to(device), FP32)
+        heads = ProjectedHeads(qkv=qkv.to(device), rotation=rotation, config=config, q_norm=None, k_norm=None)
+        queries.append(cache.store(heads, spec, slots.to(device)).cpu())
+    torch.testing.assert_close(queries[1], queries[0])
+    torch.testing.assert_close(caches[1].keys.cpu(), caches[0].keys)
+    assert torch.equal(queries[0].flatten(1)[:, 32:64], qkv[:, 32:64]), "the second half of a head stays as it is"
 
 
 if "pytest" in sys.modules:

@@ -25,8 +25,8 @@ class SwiGLU(nn.Module):
 class SparseMLP(nn.Module):
     """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's probabilities.
 
-    Rows are grouped by expert. On a GPU, without gradients, all experts are one grouped product that the host does not
-    look at, so a round can still be captured; everywhere else each expert that has rows is run for itself.
+    Rows are grouped by expert, and each expert that has rows is run. The host must look at the groups for that; on a
+    GPU in bfloat16 all experts are one grouped product, which needs no look, so that a round can be captured.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
@@ -45,7 +45,12 @@ class SparseMLP(nn.Module):
         numbers, order = experts.flatten().sort(stable=True)  # (row, choice) pairs, by expert
         ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=x.device), right=True)
         grouped = rows[order // chosen]
-        out = self._all_at_once(grouped, ends) if self._is_fused(x) else self._one_by_one(grouped, ends)
+        if self._is_groupable(x):
+            out = self._all_at_once(grouped, ends)
+        elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+            out = self._each_on_all(grouped, numbers)
+        else:
+            out = self._one_by_one(grouped, ends)
         out = out[order.argsort()].view(-1, chosen, x.shape[-1]) * weights[..., None].to(out.dtype)
         mixed: Tensor = out.sum(1).view(x.shape)
         return mixed
@@ -55,10 +60,23 @@ class SparseMLP(nn.Module):
         parts = torch.tensor_split(grouped, ends[:-1].cpu())
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
 
-    def _is_fused(self, x: Tensor) -> bool:
-        return x.is_cuda and not torch.is_grad_enabled() and all(type(expert) is SwiGLU for expert in self.experts)
+    def _each_on_all(self, grouped: Tensor, numbers: Tensor) -> Tensor:
+        """The same without a look at the groups, and much slower; numbers [rows * chosen]: the expert of each row."""
+        out = torch.zeros_like(grouped)
+        for number, expert in enumerate(self.experts):
+            out = torch.where((numbers == number)[:, None], expert(grouped), out)
+        return out
+
+    def _is_groupable(self, x: Tensor) -> bool:
+        return (
+            x.is_cuda
+            and x.dtype == torch.bfloat16
+            and not torch.is_grad_enabled()
+            and all(type(linear) is Linear for expert in self.experts for linear in expert.children())
+        )
 
     def _all_at_once(self, grouped: Tensor, ends: Tensor) -> Tensor:
+        """As `_one_by_one`, in three launches."""
         if self._stacked is None:
             self._stacked = self._stack("gate_up_proj"), self._stack("down_proj")
         gate_up, down = self._stacked

@@ -25,13 +25,14 @@ def test_a_row_is_the_weighted_sum_of_its_experts(normalised: bool) -> None:
 
 
 @torch.no_grad()
-def test_one_grouped_product_is_what_the_experts_are_one_by_one() -> None:
-    """What runs on a GPU, here on a CPU; an expert without rows is among them."""
+def test_all_experts_at_once_are_what_they_are_one_by_one() -> None:
+    """What a captured round runs on a GPU, here on a CPU; an expert without rows is among them."""
     mlp = SparseMLP(8, ExpertsConfig(num_experts=4, num_experts_per_token=1, intermediate_size=16))
     randomise(mlp, seed=3)
     grouped, ends = torch.randn(9, 8), torch.tensor([3, 3, 8, 9])
     expected = mlp._one_by_one(grouped, ends)
     before = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
+    torch.testing.assert_close(mlp._each_on_all(grouped, torch.tensor([0, 0, 0, 2, 2, 2, 2, 2, 3])), expected)
     torch.testing.assert_close(mlp._all_at_once(grouped, ends), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
     assert mlp.experts[2].down_proj.weight.data_ptr() == mlp._stacked[1][2].data_ptr(), "no second copy"

@@ -23,6 +23,8 @@ from fledge.evaluation.workloads import load_workload
 from tests.tiny_models import make_target
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
 
+ONE = Load(concurrency=1)
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
@@ -40,7 +42,7 @@ def settings(pair: Pair, **changes: Any) -> OfflineSettings:
         "drafters": pair.drafters,
         "modes": tuple(draft_modes([2], "", [])),
         "workloads": (load_workload(pair.workload),),
-        "concurrencies": (1, 3),
+        "loads": (ONE, Load(concurrency=3)),
         "requests": 4,
         "repeats": 2,
         "max_tokens": 6,
@@ -130,7 +132,9 @@ def test_a_loop_keeps_so_many_in_flight() -> None:
 def test_out_of_time_is_labelled_and_nothing_is_made_up(pair: Pair) -> None:
     results = run_offline(settings(pair, minutes=0.0))
     assert (results.status, results.cells) == ("partial", ())
-    assert any("out of time: 12 cells were not measured" in note for note in results.notes)
+    assert any(
+        "out of time: 0 of 12 cells were begun; not measured: no speculation, " in note for note in results.notes
+    )
 
 
 def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +161,7 @@ def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch:
     assert [cell.status for cell in results.cells] == ["complete", "complete", "partial"]
     assert results.cells[-1].note == "interrupted"
     assert results.status == "partial"
-    assert any(note.startswith("interrupted: 9 cells were not measured") for note in results.notes)
+    assert any(note.startswith("interrupted: 3 of 12 cells were begun") for note in results.notes)
     assert read_results(tmp_path / "results.json").to_dict() == results.to_dict()
 
 
@@ -178,7 +182,7 @@ def test_an_engine_that_dies_takes_only_its_own_cells(pair: Pair, monkeypatch: p
         return engine
 
     monkeypatch.setattr(offline, "make_engine", mortal)
-    results = run_offline(settings(pair, concurrencies=(1,)))
+    results = run_offline(settings(pair, loads=(ONE,)))
     by_name = {
         name: [c.status for c in results.cells if c.contender == name] for name in ("no speculation", "EAGLE-3 K=2")
     }
@@ -231,8 +235,8 @@ def test_names_sizes_and_spellings(pair: Pair) -> None:
     assert [q.id for q in cycled([TokenPrompt(id=str(i), tokens=()) for i in range(6)], 3)] == ["0", "2", "4"]
     assert [q.id for q in cycled([TokenPrompt(id=str(i), tokens=()) for i in range(2)], 3)] == ["0", "1", "0"]
     assert token_digest([1, 23]) != token_digest([12, 3])
-    assert settings(pair, requests=None).requests_at(16) == 32
-    assert settings(pair, requests=2).requests_at(16) == 16
+    assert settings(pair, requests=None).prompts_for(Load(concurrency=16)) == 32
+    assert settings(pair, requests=2).prompts_for(Load(concurrency=16)) == 16
 
 
 def results_with(speeds: dict[str, float]) -> Results:

@@ -85,7 +85,7 @@ def offline(
     from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
     from fledge.bench.summary import Summary  # noqa: PLC0415
     from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
-    from fledge.evaluation.results import check_writable  # noqa: PLC0415
+    from fledge.evaluation.results import Load, check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 
@@ -96,7 +96,7 @@ def offline(
         workloads=distinct_workloads(
             load_workload(name, sample=sample, seed=seed) for name in workload or ("mt_bench",)
         ),
-        concurrencies=tuple(integers("concurrency", concurrency, 1, 512)),
+        loads=tuple(Load(concurrency=one) for one in integers("concurrency", concurrency, 1, 512)),
         requests=requests,
         repeats=repeats,
         max_tokens=max_tokens,

@@ -26,7 +26,7 @@ from fledge.engine.sizing import EngineConfig
 from fledge.engine.speculative_config import SpeculativeConfig
 from fledge.engine.text_stream import TextStream
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import ConfigError, PromptError, refuses_unknown_names
+from fledge.errors import ConfigError, FledgeError, PromptError, refuses_unknown_names
 from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter
 
@@ -106,16 +106,21 @@ class LLM:
     def set_speculation(self, speculative_config: Mapping[str, Any] | SpeculativeConfig | None) -> None:
         """Exchange drafter and depth, or do without (None); the target stays loaded. No request may be running.
 
-        The engine is built anew, so caches, graphs and statistics begin afresh. A drafter that cannot be used is
-        refused before anything is changed.
+        The engine is built anew, so caches, graphs and statistics begin afresh. Where a drafter is refused, the target
+        goes on alone.
         """
         assert not self._answers, "drafters are exchanged between requests"
         config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
-        drafter = None if config is None else self._load_drafter(config)
-        vars(self).pop("engine", None)  # first: the new one takes what memory is free. None is left if that failed once
+        vars(self).pop("engine", None)  # first: it holds most of a GPU's memory. There is none if a build failed before
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        try:
+            drafter = None if config is None else self._load_drafter(config)
+        except FledgeError:
+            self.engine = self._build_engine(None, None)
+            _warm_up(self.engine)
+            raise
         self.engine = self._build_engine(config, drafter)
         _warm_up(self.engine)
 

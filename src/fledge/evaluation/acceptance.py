@@ -8,6 +8,7 @@ are exchanged on it. `fledge eval` and training's stage `eval` measure with this
 import gc
 import hashlib
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -129,6 +130,7 @@ class AcceptanceMeter:
         """Draft with another drafter or to another depth; None: the target alone. Raises what `LLM` does."""
         speculation = None if drafter is None else {"model": str(drafter), "num_speculative_tokens": depth}
         if speculation != self._speculation:
+            self._speculation = {}  # if this fails, nothing is known to be in use
             self.llm.set_speculation(speculation)
             self._speculation = speculation
 
@@ -143,11 +145,11 @@ class AcceptanceMeter:
         asked = [(workload.name, prompt) for workload in workloads for prompt in workload.prompts]
         dialogues = [
             Dialogue(
-                number=number,
+                number=zlib.crc32(prompt.id.encode()),  # its place would change with what else is asked
                 turns=split_turns(prompt.messages) if prompt.messages else [()],
                 first_ids=self._first_ids(prompt),
             )
-            for number, (_, prompt) in enumerate(asked)
+            for _, prompt in asked
         ]
         params = SamplingParams(temperature=temperature, max_tokens=self.settings.max_tokens, seed=self.settings.seed)
         answer_dialogues(self.llm, dialogues, params, least_room=_LEAST_ROOM, advance=advance)

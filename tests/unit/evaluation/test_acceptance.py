@@ -1,5 +1,6 @@
 """A target on which drafters are exchanged: what it answers, what it counts, and what it refuses to call its own."""
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,14 @@ def test_every_turn_is_answered_with_the_target_s_own_history(meter: AcceptanceM
     assert list(turns[2].prompt_token_ids) == meter.llm.encode_chat(history)
     assert turns[3].prompt_token_ids == (10, 11, 12)
     assert list(turns[4].prompt_token_ids) == meter.llm.tokenizer.encode("once upon a time")[:8]
-    assert [turn.seed for turn in turns[1:3]] == [answer_seed(3, 1, 0, turn) for turn in range(2)]
+    assert [turn.seed for turn in turns[1:3]] == [answer_seed(3, zlib.crc32(b"1"), 0, turn) for turn in range(2)]
+
+
+def test_a_sampled_answer_does_not_follow_from_what_else_is_asked(meter: AcceptanceMeter) -> None:
+    alone = meter.answer([workload(asked(1, USER))], 1.0)
+    among = meter.answer([workload(asked(0, AND)), workload(asked(2, USER), asked(1, USER))], 1.0)
+    assert [turn for turn in among.turns if turn.prompt == "1"] == list(alone.turns)
+    assert among.turns[1].answer_token_ids != alone.turns[0].answer_token_ids  # asked the same, under another id
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_named(meter: AcceptanceMeter) -> None:

@@ -314,7 +314,7 @@ def test_what_was_measured_survives_a_signal(tmp_path: Path, single: str, number
     assert results.status == "partial"
     if number == signal.SIGKILL:
         assert [cell.status for cell in results.cells] == ["complete"] * 2
-        assert "2 of 3 cells were measured" in results.notes[-1]
+        assert "killed: 2 of 3 cells were begun; not measured: " in results.notes[-1]
     else:
         assert process.returncode == 130, stderr
         assert "what was measured is saved" in stderr
@@ -331,7 +331,7 @@ def test_what_was_measured_survives_a_signal(tmp_path: Path, single: str, number
         (("--url", "{odd}", "--model", "od"), "--model od: not served at"),
         (("--url", "{odd}", "--url", "{odd}"), "two servers are called"),
         (("--url", "{odd}", "--baseline", "x"), "--baseline x: no such server"),
-        (("--url", "{odd}", "--concurrency", "0"), "--concurrency: found '0'"),
+        (("--url", "{odd}", "--concurrency", "0"), "--concurrency: found 0"),
         (("--url", "{odd}", "--rate", "x"), "--rate: found 'x'"),
         (("--url", "{odd}", "--requests", "3"), "fewer than --concurrency 4"),
         (("--url", "{odd}", "--endpoint", "x"), "--endpoint: found 'x'"),

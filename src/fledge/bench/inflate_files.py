@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fledge.bench.inflate import TargetPlan
-from fledge.bench.inflate_drafter import drafter_config, inflate_drafter
+from fledge.bench.inflate import TargetPlan, drafter_config, inflate_drafter
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.reading import PROVENANCE_FILE
@@ -20,7 +19,7 @@ from fledge.checkpoints.stacking import unstack
 from fledge.checkpoints.target import hf_config, hf_name, load_target
 from fledge.checkpoints.tensors import new_directory, write_json
 from fledge.errors import CheckpointError
-from fledge.files import read_json
+from fledge.files import read_json, write_text
 from fledge.layers.block import DecoderLayer
 from fledge.layers.norm import RMSNorm
 from fledge.models.config import TargetConfig
@@ -187,4 +186,4 @@ def _write_card(directory: Path, inflation: Inflation, source: str, what: str, f
         f"Made by `fledge bench inflate`; `{PROVENANCE_FILE}` has the details.",
         "",
     ]
-    (directory / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    write_text(directory / "README.md", "\n".join(lines))

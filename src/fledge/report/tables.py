@@ -13,6 +13,7 @@ from fledge.report.page import visible
 from fledge.report.prose import Tone, with_interval
 
 WARNING = "yellow"
+_STYLES = {"good": "green", "bad": "red", "neutral": ""}
 _BORDER = 3  # columns of a terminal that a cell takes besides its text
 
 
@@ -36,12 +37,20 @@ class TableCell:
         return self.ends.replace(", ", " to ")
 
 
-def figure_cell(interval: Interval | None, form: str | None = None, *, unit: str = "", missing: str = "") -> TableCell:
+def figure_cell(
+    interval: Interval | None,
+    form: str | None = None,
+    *,
+    unit: str = "",
+    missing: str = "",
+    tone: Tone = "neutral",
+    graphic: Markup | str = "",
+) -> TableCell:
     """A figure and its interval; `form` as in `with_interval`, `unit` follows the value."""
     if interval is None:
         return TableCell(text=missing)
     value, _, ends = with_interval(interval, form).partition(" ")
-    return TableCell(text=value + unit, ends=ends.strip("[]"))
+    return TableCell(text=value + unit, ends=ends.strip("[]"), tone=tone, graphic=graphic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +104,8 @@ class Table:
                 group = row.group
                 table.add_section()
                 table.add_row(Text(group, style="bold"))
-            table.add_row(*map(Text, row.texts), style=WARNING if row.is_partial else "")
+            texts = [Text(str(cell), style=_STYLES[getattr(cell, "tone", "neutral")]) for cell in row.cells]
+            table.add_row(*texts, style=WARNING if row.is_partial else "")
         return table
 
     def _parts(self, width: int) -> Iterator["Table"]:

@@ -1,47 +1,37 @@
-"""A whole run: every server under every load, in turns, saved after every cell.
-
-For each repeat, workload and load all servers take turns, never two at once, in an order that is another one in each
-repeat. Prompts and arrival times are the same for all.
-"""
+"""A run against servers: all of them under the same load, with the same prompts and arrival times."""
 
 import asyncio
 import contextlib
 import gc
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from fledge.bench.load.arrivals import arrival_times, chosen
-from fledge.bench.load.cell import Asking, CellRun, Health, failed_cell
-from fledge.bench.load.servers import Endpoint, Server, ServerSpec, connect
+from fledge.bench.load.cell import CellRun, Health, RequestSettings, failed_cell
+from fledge.bench.load.servers import Endpoint, RemoteServer, ServerSpec, connect
+from fledge.bench.run import BenchRun, CellTurn, RunSettings
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.results import Cell, Load, Results, Status, write_results
+from fledge.evaluation.results import Load, Results
 from fledge.evaluation.workloads import Prompt, Workload
-from fledge.progress import Progress
+from fledge.progress import Advance
 
-LEAST_REQUESTS = 16
-ROUNDS_OF_LOAD = 4  # prompts for each place in flight
 OPEN_LOOP_SECONDS = 20.0
-INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
+class ServeSettings(RunSettings):
     """What is measured."""
 
+    least_requests: ClassVar[int] = 16
+    rounds_of_load: ClassVar[int] = 4
+
     servers: tuple[ServerSpec, ...]
-    workloads: tuple[Workload, ...]
-    loads: tuple[Load, ...]
     baseline: str | None = None  # None: the first server
-    requests: int | None = None  # prompts per cell; None: by the load
-    repeats: int = 3
     warmup: int | None = None  # prompts before a server's first cell of a load; None: as many as run at once
-    max_tokens: int = 128
-    temperature: float = 0.0
     seed: int | None = None  # of arrival times, and sent with each request; None: 0, and not sent
-    ignore_eos: bool = False
     stall_seconds: float = 120.0
     endpoint: Endpoint = "chat"
     title: str = "Servers under load"
@@ -59,11 +49,9 @@ class ServeSettings:
                 raise ConfigError(f"--requests {self.requests}: fewer than --concurrency {load.concurrency} at once")
 
     def prompts_for(self, load: Load) -> int:
-        if self.requests is not None:
-            return self.requests
-        if load.rate is not None:
-            return max(LEAST_REQUESTS, math.ceil(OPEN_LOOP_SECONDS * load.rate))
-        return max(LEAST_REQUESTS, ROUNDS_OF_LOAD * (load.concurrency or 1))
+        if self.requests is None and load.rate is not None:
+            return max(self.least_requests, math.ceil(OPEN_LOOP_SECONDS * load.rate))
+        return super().prompts_for(load)
 
     def warmup_for(self, load: Load) -> int:
         return (load.concurrency or 4) if self.warmup is None else self.warmup
@@ -79,107 +67,97 @@ class ServeSettings:
         return options
 
     def to_dict(self) -> dict[str, Any]:
-        """What results say about how they were made. No keys and no headers."""
+        """No keys and no headers."""
         return {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
+            **super().to_dict(),
             "seed": self.seed,
-            "ignore_eos": self.ignore_eos,
-            "requests": {str(load): self.prompts_for(load) for load in self.loads},
-            "repeats": self.repeats,
             "warmup": {str(load): self.warmup_for(load) for load in self.loads},
             "endpoint": self.endpoint,
             "timeout": self.stall_seconds,
             "extra_body": {spec.name: dict(spec.extra_body) for spec in self.servers if spec.extra_body},
-            "workloads": [workload.facts for workload in self.workloads],
             **self.facts,
         }
 
 
-Turn = tuple[int, Workload, Load, ServerSpec]  # repeat, ...
-
-
-def schedule(settings: ServeSettings) -> list[Turn]:
-    """All cells in the order they are measured."""
-    order: list[Turn] = []
-    for repeat in range(settings.repeats):
-        shift = repeat % len(settings.servers)
-        servers = settings.servers[shift:] + settings.servers[:shift]
-        order += [(repeat, w, load, s) for w in settings.workloads for load in settings.loads for s in servers]
-    return order
-
-
 @dataclass(kw_only=True)
-class ServeRun:
-    """Measures, and keeps what was measured. `run` it once."""
+class ServeRun(BenchRun):
+    kind: ClassVar[Literal["serve", "offline"]] = "serve"
 
     settings: ServeSettings
-    provenance: Mapping[str, Any]
-    out: Path | None = None  # written after every cell, whole or not at all
-    progress: Progress = field(default_factory=lambda: Progress(quiet=True))
-    interrupted: bool = False
-    _servers: dict[str, Server] = field(default_factory=dict)
+    _loop: asyncio.Runner = field(default_factory=asyncio.Runner)
+    _servers: dict[str, RemoteServer] = field(default_factory=dict)
     _health: dict[str, Health] = field(default_factory=dict)
-    _cells: list[Cell] = field(default_factory=list)
     _warm: set[tuple[str, str, Load]] = field(default_factory=set)
 
+    @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.settings.servers]
+
+    @property
+    def baseline(self) -> str | None:
+        return self.settings.baseline or super().baseline
+
+    @property
+    def notes(self) -> list[str]:
+        notes = [f"{workload.name}: {note}" for workload in self.settings.workloads for note in workload.notes]
+        notes += [f"{name} died in the run: {one.dead}" for name, one in self._health.items() if one.dead is not None]
+        for name in self._servers:
+            remarks = (cell.note for cell in self.cells if cell.contender == name and cell.status == "complete")
+            notes += [f"{name}: {remark}" for remark in dict.fromkeys(remarks) if remark]
+        return notes
+
     def run(self) -> Results:
-        """Measure everything. After Ctrl-C the results so far, labelled, with `interrupted` set."""
         _allow_connections()
         gc.collect()
         gc.freeze()  # what is loaded by now (torch, for one) need not be looked through while requests are timed
         try:
-            asyncio.run(self._run())
-        except KeyboardInterrupt:
-            self.interrupted = True
+            with self._loop:
+                try:
+                    return super().run()
+                finally:
+                    for server in self._servers.values():
+                        server.close()
         finally:
             gc.unfreeze()
-        return self._save(finished=True)
 
-    async def _run(self) -> None:
-        try:
-            for spec in self.settings.servers:
-                self._servers[spec.name] = await connect(spec)
-                self._health[spec.name] = Health()
-            order = schedule(self.settings)
-            total = sum(self.settings.prompts_for(load) for _, _, load, _ in order)
-            with self.progress.task("requests", total) as advance:
-                for turn in order:
-                    await self._measure(turn, advance)
-                    self._save(finished=False)
-        finally:
-            for server in self._servers.values():
-                server.close()
+    def prepare(self) -> None:
+        for spec in self.settings.servers:
+            server = self._loop.run(connect(spec))
+            self._servers[spec.name] = server
+            self._health[spec.name] = Health()
+            self.contenders.append(server.contender())
 
-    async def _measure(self, turn: Turn, advance: Callable[..., None]) -> None:
-        repeat, workload, load, spec = turn
-        server, health = self._servers[spec.name], self._health[spec.name]
+    def measure(self, turn: CellTurn, advance: Advance) -> None:
+        self._loop.run(self._measure(turn, advance))
+
+    async def _measure(self, turn: CellTurn, advance: Advance) -> None:
+        repeat, workload, load, name = turn
+        server, health = self._servers[name], self._health[name]
         count = self.settings.prompts_for(load)
-        label = f"{spec.name}, {workload.name}, {load}, repeat {repeat + 1} of {self.settings.repeats}"
+        label = f"{turn} of {self.settings.repeats}"
         if health.dead is None:
             advance(0, note=label)
             await self._warm_up(server, workload, load)
         if health.dead is not None:
-            self._cells.append(failed_cell(spec.name, workload.name, load, repeat, health.dead))
-            advance(count, note=f"{spec.name} is dead")
+            self.cells.append(failed_cell(name, workload.name, load, repeat, health.dead))
+            advance(count, note=f"{name} is dead")
             return
-        arrivals: Sequence[float] = ()
+        cell = self._cell(server, workload.name, load, repeat, chosen(workload, count, self.settings.seed or 0))
+        cell.advance = lambda: advance(note=label)
         if load.rate is not None:
             seed = f"{self.settings.seed or 0}/{workload.name}/{load.rate}/{repeat}"
-            arrivals = arrival_times(count, load.rate, seed=seed)
-        cell = self._cell(server, workload.name, load, repeat, chosen(workload, count, self.settings.seed or 0))
-        cell.arrivals, cell.advance = arrivals, lambda: advance(note=label)
+            cell.arrivals = arrival_times(count, load.rate, seed=seed)
         try:
             await cell.run()
             if cell.finished < count:  # it died
                 advance(count - cell.finished, note=label)
         finally:
             result = cell.result()
-            self._cells.append(result)
+            self.cells.append(result)
             if result.note is not None:
                 self.progress.say(f"{label}: {result.note}")
 
-    async def _warm_up(self, server: Server, workload: Workload, load: Load) -> None:
+    async def _warm_up(self, server: RemoteServer, workload: Workload, load: Load) -> None:
         """Before a server's first cell of a load: graphs, compilers, allocators, connections. Failures show later."""
         count = self.settings.warmup_for(load)
         if not count or (server.name, workload.name, load) in self._warm:
@@ -189,8 +167,8 @@ class ServeRun:
         prompts = chosen(workload, count, (self.settings.seed or 0) + 1)  # others than those that are measured next
         await self._cell(server, workload.name, at_once, -1, prompts).run()
 
-    def _cell(self, server: Server, workload: str, load: Load, repeat: int, prompts: Sequence[Prompt]) -> CellRun:
-        asking = Asking(
+    def _cell(self, server: RemoteServer, workload: str, load: Load, repeat: int, prompts: Sequence[Prompt]) -> CellRun:
+        asking = RequestSettings(
             endpoint=self.settings.endpoint,
             options=self.settings.body_options,
             max_tokens=self.settings.max_tokens,
@@ -199,38 +177,6 @@ class ServeRun:
         health = self._health[server.name]
         return CellRun(
             server=server, workload=workload, load=load, repeat=repeat, prompts=prompts, asking=asking, health=health
-        )
-
-    def _save(self, *, finished: bool) -> Results:
-        results = self._results(finished=finished)
-        if self.out is not None and self._servers:
-            try:
-                write_results(results, self.out)
-            except OSError as error:
-                raise ConfigError(f"--out {self.out}: cannot be written: {error.strerror or error}") from None
-        return results
-
-    def _results(self, *, finished: bool) -> Results:
-        wanted = len(schedule(self.settings))
-        notes = [f"{workload.name}: {note}" for workload in self.settings.workloads for note in workload.notes]
-        notes += [f"{name} died in the run: {one.dead}" for name, one in self._health.items() if one.dead is not None]
-        for name in self._servers:
-            remarks = (cell.note for cell in self._cells if cell.contender == name and cell.status == "complete")
-            notes += [f"{name}: {remark}" for remark in dict.fromkeys(remarks) if remark]
-        if self.interrupted:
-            notes.append(f"{INTERRUPTED}: {len(self._cells)} of {wanted} cells were begun")
-        elif not finished:
-            notes.append(f"still running, or killed: {len(self._cells)} of {wanted} cells were measured")
-        return Results(
-            kind="serve",
-            title=self.settings.title,
-            baseline=self.settings.baseline or self.settings.servers[0].name,
-            contenders=tuple(server.contender() for server in self._servers.values()),
-            cells=tuple(self._cells),
-            settings=self.settings.to_dict(),
-            provenance=self.provenance,
-            status=_status(self._cells, wanted),
-            notes=tuple(notes),
         )
 
 
@@ -243,18 +189,13 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _status(cells: Sequence[Cell], wanted: int) -> Status:
-    if len(cells) == wanted and all(cell.status == "complete" for cell in cells):
-        return "complete"
-    return "partial" if any(cell.good for cell in cells) else "failed"
+def arrival_times(count: int, rate: float, *, seed: str) -> list[float]:
+    """Seconds after the start at which `count` requests arrive, `rate` per second, independently of each other."""
+    chance = random.Random(seed)
+    return list(itertools.accumulate(chance.expovariate(rate) for _ in range(count)))
 
 
-def run_serve(
-    settings: ServeSettings,
-    *,
-    provenance: Mapping[str, Any],
-    out: Path | None = None,
-    progress: Progress | None = None,
-) -> Results:
-    """Measure everything in `settings`; the results are labelled where something is missing."""
-    return ServeRun(settings=settings, provenance=provenance, out=out, progress=progress or Progress(quiet=True)).run()
+def chosen(workload: Workload, count: int, seed: int) -> list[Prompt]:
+    """`count` prompts: a sample that is spread over the categories, or all of them over and over."""
+    prompts = workload.sampled(min(count, len(workload.prompts)), seed).prompts
+    return list(itertools.islice(itertools.cycle(prompts), count))

@@ -3,8 +3,8 @@ import statistics
 
 import pytest
 
-from fledge.bench.load.arrivals import arrival_times, chosen, turns
-from fledge.bench.load.run import ServeSettings, schedule
+from fledge.bench.load.cell import turns
+from fledge.bench.load.run import ServeSettings, arrival_times, chosen
 from fledge.bench.load.servers import ServerSpec, parse_url
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Load
@@ -52,8 +52,8 @@ def settings(**changes: object) -> ServeSettings:
 
 
 def test_servers_take_turns_in_an_order_that_changes() -> None:
-    order = schedule(settings(repeats=4))
-    assert "".join(spec.name for _, _, _, spec in order) == "abc" + "bca" + "cab" + "abc"
+    order = settings(repeats=4).schedule(["a", "b", "c"])
+    assert "".join(turn.contender for turn in order) == "abc" + "bca" + "cab" + "abc"
     assert [repeat for repeat, *_ in order] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
 
 

@@ -1,0 +1,171 @@
+"""A run: every contender on every workload under every load, in turns, saved after every cell.
+
+For each repeat, workload and load all contenders take turns, never two at once, in an order that is another one in each
+repeat. Prompts are the same for all.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from fledge.evaluation.results import Cell, Contender, Load, Results, Status, write_results
+from fledge.evaluation.workloads import Workload
+from fledge.progress import Advance, Progress
+from fledge.provenance import run_provenance
+
+INTERRUPTED, OUT_OF_TIME, UNFINISHED = "interrupted", "out of time", "still running, or killed"
+_NAMED = 4  # cells that were not measured, in a note
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What is measured."""
+
+    least_requests: ClassVar[int] = 8
+    rounds_of_load: ClassVar[int] = 2  # prompts for each place in flight
+
+    workloads: tuple[Workload, ...]
+    loads: tuple[Load, ...]
+    requests: int | None = None  # prompts per cell; None: by the load
+    repeats: int = 3
+    max_tokens: int = 128
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    minutes: float | None = None  # no new cell after this
+    title: str = ""
+
+    def prompts_for(self, load: Load) -> int:
+        """Never fewer than are in flight."""
+        at_once = load.concurrency or 1
+        wanted = max(self.least_requests, self.rounds_of_load * at_once) if self.requests is None else self.requests
+        return max(wanted, at_once)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What results say about how they were made."""
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": self.ignore_eos,
+            "requests": {str(load): self.prompts_for(load) for load in self.loads},
+            "repeats": self.repeats,
+            "workloads": [workload.facts for workload in self.workloads],
+        }
+
+    def schedule(self, contenders: Sequence[str]) -> list["CellTurn"]:
+        """All cells in the order they are measured."""
+        order: list[CellTurn] = []
+        for repeat in range(self.repeats):
+            shift = repeat % max(1, len(contenders))
+            names = [*contenders[shift:], *contenders[:shift]]
+            order += [CellTurn(repeat, w, load, name) for w in self.workloads for load in self.loads for name in names]
+        return order
+
+
+class CellTurn(NamedTuple):
+    repeat: int
+    workload: Workload
+    load: Load
+    contender: str
+
+    def __str__(self) -> str:
+        return f"{self.contender}, {self.workload.name}, {self.load}, repeat {self.repeat + 1}"
+
+
+@dataclass(kw_only=True)
+class BenchRun(ABC):
+    """Measures, and keeps what was measured. `run` it once.
+
+    After Ctrl-C, or when the time is over, the results are what there is, labelled.
+    """
+
+    kind: ClassVar[Literal["serve", "offline"]]
+
+    settings: RunSettings
+    provenance: Mapping[str, Any] = field(default_factory=run_provenance)
+    out: Path | None = None  # written after every cell, whole or not at all
+    progress: Progress = field(default_factory=lambda: Progress(quiet=True))
+    interrupted: bool = False
+    cells: list[Cell] = field(default_factory=list)
+    contenders: list[Contender] = field(default_factory=list)  # known once they are prepared
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make everything ready and fill `contenders`."""
+
+    @abstractmethod
+    def measure(self, turn: CellTurn, advance: Advance) -> None:
+        """Measure one cell and append it to `cells`, also when that is interrupted; advance by its prompts."""
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Of all that take part, prepared or not; the first is the baseline unless another is named."""
+
+    @property
+    def baseline(self) -> str | None:
+        return self.names[0] if self.names else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What results say beside the settings."""
+        return {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the results must know."""
+        return []
+
+    def run(self) -> Results:
+        started = time.monotonic()
+        why = UNFINISHED
+        try:
+            self.prepare()
+            order = self.settings.schedule(self.names)
+            with self.progress.task("requests", sum(self.settings.prompts_for(turn.load) for turn in order)) as advance:
+                for turn in order:
+                    if self.settings.minutes is not None and time.monotonic() > started + 60 * self.settings.minutes:
+                        break
+                    try:
+                        self.measure(turn, advance)
+                    finally:
+                        self._save(why)
+            why = OUT_OF_TIME
+        except KeyboardInterrupt:
+            self.interrupted = True
+            why = INTERRUPTED
+        return self._save(why)
+
+    def _save(self, why: str) -> Results:
+        results = self.results(why)
+        if self.out is not None and self.contenders:
+            write_results(results, self.out)
+        return results
+
+    def results(self, why: str = UNFINISHED) -> Results:
+        """What is known so far; `why` something may be missing."""
+        order = self.settings.schedule(self.names)
+        missing = order[len(self.cells) :]
+        notes = self.notes
+        if missing or self.interrupted:
+            note = f"{why}: {len(self.cells)} of {len(order)} cells were begun"
+            if missing:
+                more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+                note += f"; not measured: {'; '.join(map(str, missing[:_NAMED]))}{more}"
+            notes.append(note)
+        status: Status = "failed" if self.cells and not any(cell.good for cell in self.cells) else "partial"
+        if order and not missing and all(cell.status == "complete" for cell in self.cells):
+            status = "complete"
+        return Results(
+            kind=self.kind,
+            title=self.settings.title,
+            baseline=self.baseline,
+            contenders=tuple(self.contenders),
+            cells=tuple(self.cells),
+            settings={**self.settings.to_dict(), **self.facts},
+            provenance=self.provenance,
+            status=status,
+            notes=tuple(dict.fromkeys(notes)),
+        )

@@ -8,7 +8,7 @@ slot, as serving does after each resynchronisation, and the rows it drafted itse
     round 0     x x x . . .          x x                  . .
     round 1     x x x x x .          . .                  x x
 
-How many heads there are and how wide they are is read from what a layer projects.
+How many heads there are and how wide keys and values are is read from what a layer projects, not assumed.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class _Layer:
     spec: AttentionSpec
     query: Tensor  # [rounds, heads, head_dim]: of the rows from which rounds begin to draft
     keys: Tensor  # [kv_heads, n, head_dim]
-    values: Tensor  # [kv_heads, n, head_dim]
+    values: Tensor  # [kv_heads, n, value_dim]
 
 
 class VerifiedRows:
@@ -86,8 +86,8 @@ class VerifiedRows:
     ) -> tuple[Tensor, AttentionRecord]:
         """Attend from query [rounds, heads, head_dim] of some rounds to verified and `own` rows of a layer.
 
-        `own` are the keys and values, each [rounds, n, kv_heads, head_dim], that each round drafted, its current row
-        the last. Returns the attention, like query, and its record.
+        `own` are the keys and values, each [rounds, n, kv_heads, dim], that each round drafted, its current row the
+        last. Returns the attention [rounds, heads, value_dim] and its record.
         """
         kept, slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
         keys, values = kept.keys[:, :seen], kept.values[:, :seen]
@@ -101,7 +101,7 @@ class VerifiedRows:
             scores = torch.cat([scores, wide @ own_keys.mT], dim=-1)
         weights = scores.softmax(-1)  # [kv, rounds, group, seen + n]
         verified, drafted = weights[..., :seen], weights[..., seen:]
-        mixed = torch.bmm(verified.flatten(1, 2), values).view(wide.shape)
+        mixed = torch.bmm(verified.flatten(1, 2), values).view(*wide.shape[:3], -1)
         summary = verified @ self._summary[:seen]  # [kv, rounds, group, segments + 1]
         position = slots[:, None] + drafted.shape[-1]  # [rounds, 1], of the queries
         distance = summary[..., -1] + verified.sum(-1) * (position - self._last)

@@ -272,3 +272,22 @@ def test_bfloat16_pairs_are_recorded_in_float32() -> None:
     found = replay(made, model, [*PROMPT, 2, 3], SEGMENTS[:8], [7, 8], depth=3)
     assert found.mass.dtype == torch.float32
     torch.testing.assert_close(found.mass.sum(-1), torch.ones_like(found.entropy))
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    """What is kept of a layer says how wide it is: latent attention has values of another width than its keys."""
+    verified = recording.VerifiedRows([1, 3], torch.tensor([Segment.SINK, *[Segment.USER] * 3]))
+    query, keys, values = torch.randn(2, 4, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 5)
+    spec = AttentionSpec(layer=0, scale=0.3, sliding_window=None)
+    kept = {"keys": keys.transpose(0, 1), "values": values.transpose(0, 1)}
+    verified.layers.append(recording._Layer(spec=spec, query=query, **kept))
+    verified._summary = verified._summary.to(keys.dtype)
+    own = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 5)
+    mixed, record = verified.look(0, slice(0, 2), query, own)
+    for r, slot in enumerate((1, 3)):
+        for h in range(4):
+            seen = torch.cat([keys[: slot + 1, h // 2], own[0][r, :, h // 2]])
+            weights = (seen @ query[r, h] * 0.3).softmax(0)
+            expected = weights @ torch.cat([values[: slot + 1, h // 2], own[1][r, :, h // 2]])
+            torch.testing.assert_close(mixed[r, h], expected)
+            assert float(record.mass[r, h, Segment.DRAFTED]) == pytest.approx(float(weights[-1]))

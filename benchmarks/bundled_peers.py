@@ -34,7 +34,7 @@ from fledge.bench.tables import print_results
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.checkpoints.source import resolve
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
+from fledge.engine.engine import LLMEngine
 from fledge.engine.sizing import EngineConfig
 from fledge.evaluation.workloads import load_workload, tokenised
 from fledge.provenance import run_provenance
@@ -75,7 +75,7 @@ class Peer(Protocol):
 @dataclass
 class Fledge:
     contender: Contender
-    engine: Engine
+    engine: LLMEngine
     asking: Asking
 
     def takes(self, _concurrency: int) -> bool:

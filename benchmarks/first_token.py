@@ -18,14 +18,15 @@ from rich.table import Table
 from fledge.bench.offline_engines import Mode, entrants, load_models, make_engine
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
+from fledge.engine.engine import LLMEngine
 from fledge.engine.sizing import EngineConfig
 from fledge.provenance import run_provenance
 
 
-def seconds_to_first_token(engine: Engine, prompt: list[int], number: int) -> float:
+def seconds_to_first_token(engine: LLMEngine, prompt: list[int], number: int) -> float:
     started = time.perf_counter()
-    request = engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=2))
+    engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=2))
+    request = engine.requests[str(number)]
     while request.first_token_at is None:
         engine.step()
     taken = request.first_token_at - started

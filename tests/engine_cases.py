@@ -7,7 +7,7 @@ drafter is right often enough for its every row to matter.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,8 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.engine import Engine, Update
+from fledge.engine.engine import LLMEngine
+from fledge.engine.outputs import RequestUpdate
 from fledge.engine.prefill_graphs import PrefillGraphs
 from fledge.engine.request import Request
 from fledge.engine.round_graphs import RoundGraphs
@@ -67,10 +68,17 @@ class Ask:
     speculate: bool = True
     eos_ids: tuple[int, ...] = (EOS,)
 
-    def submit(self, engine: Engine, request_id: str) -> Request:
-        return engine.add_request(
-            request_id, self.prompt, self.params, seed=self.seed, eos_ids=self.eos_ids, speculate=self.speculate
+    def submit(self, engine: LLMEngine, request_id: str) -> Request:
+        limit = None if self.speculate else 0
+        return add_request(
+            engine, request_id, self.prompt, self.params, seed=self.seed, eos_ids=self.eos_ids, draft_limit=limit
         )
+
+
+def add_request(engine: LLMEngine, request_id: str, *args: Any, **settings: Any) -> Request:
+    """Queue a request and return what the engine keeps of it."""
+    engine.add_request(request_id, *args, **settings)
+    return engine.requests[request_id]
 
 
 def greedy(prompt: Sequence[int], max_tokens: int = 12, **settings: object) -> Ask:
@@ -113,7 +121,7 @@ def make_engine(
     max_depth: int | None = None,
     graphs: bool = False,
     **settings: object,
-) -> Engine:
+) -> LLMEngine:
     """Build an engine on the tiny target. `graphs`: rounds go through (a stand-in for) captured graphs."""
     values = {
         "max_model_len": MAX_LENGTH,
@@ -124,7 +132,7 @@ def make_engine(
         **settings,
     }
     policy = (lambda _running: depth) if isinstance(depth, int) else depth
-    engine = Engine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
+    engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
         models, state, recorder = engine.runner.models, engine.runner.state, CpuRecorder()
         engine.runner.graphs = RoundGraphs(models, state, engine.config.max_num_seqs, recorder)
@@ -132,9 +140,9 @@ def make_engine(
     return engine
 
 
-def run(engine: Engine, limit: int = 2000) -> list[Update]:
+def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:
     """Step until nothing is left, checking integrity after each step; return all updates."""
-    updates: list[Update] = []
+    updates: list[RequestUpdate] = []
     while engine.has_unfinished:
         updates += engine.step()
         engine.check_integrity()
@@ -143,9 +151,9 @@ def run(engine: Engine, limit: int = 2000) -> list[Update]:
     return updates
 
 
-def answers(engine: Engine, asks: Sequence[Ask]) -> list[list[int]]:
+def answers(engine: LLMEngine, asks: Sequence[Ask]) -> list[list[int]]:
     """Run requests together and return their tokens."""
-    first = engine.statistics.finished + engine.statistics.aborted
+    first = engine.stats().finished + engine.stats().aborted
     requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
     run(engine)
     return [request.output for request in requests]
@@ -196,9 +204,9 @@ def drafts_after(
     return tuple(draft.tokens.tolist()), tuple(parents)
 
 
-def run_checking_drafts(engine: Engine, name: str, asks: Sequence[Ask], limit: int = 2000) -> list[Request]:
+def run_checking_drafts(engine: LLMEngine, name: str, asks: Sequence[Ask], limit: int = 2000) -> list[Request]:
     """Run requests together on an engine that reads at once; what is drafted must be what the oracle drafts."""
-    first = engine.statistics.finished + engine.statistics.aborted
+    first = engine.stats().finished + engine.stats().aborted
     requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
     while engine.has_unfinished:
         engine.step()
@@ -210,7 +218,7 @@ def run_checking_drafts(engine: Engine, name: str, asks: Sequence[Ask], limit: i
     return requests
 
 
-def wrong_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> bool:
+def wrong_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> bool:
     """Whether the drafts that a request's next round verifies are not those the oracle drafts after its text."""
     state, row = engine.runner.state, request.row
     depth = engine.scheduler._last_draft
@@ -228,5 +236,5 @@ def wrong_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> bool:
     return state.drafts[row, :count].tolist() != list(tokens[:count])
 
 
-def assert_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> None:
+def assert_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> None:
     assert not wrong_drafts(engine, name, ask, request), f"wrong drafts for {request.id} after {request.tokens}"

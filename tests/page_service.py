@@ -14,8 +14,8 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.request import RoundRecord
-from fledge.engine.round_clock import PhaseSeconds, RoundReport
+from fledge.engine.outputs import RoundRecord
+from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.server.dashboard import router
 from fledge.server.history import History
 from fledge.server.metrics import Metrics

@@ -15,7 +15,7 @@ import uvicorn
 from fledge import LLM
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.engine.engine import Engine
+from fledge.engine.engine import LLMEngine
 from fledge.models.drafter.variants import EAGLE_3_1
 from fledge.server.app import create_app
 from fledge.server.lifecycle import Server
@@ -78,7 +78,7 @@ class Serving:
         self._thread.join(30)
         assert not self._thread.is_alive(), "the server does not stop"
 
-    def in_engine(self, function: Callable[[Engine], _T]) -> _T:
+    def in_engine(self, function: Callable[[LLMEngine], _T]) -> _T:
         """Run a function in the engine's thread, between two steps."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self.service.engine.call(function), self._loop).result(60)

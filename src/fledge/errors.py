@@ -33,6 +33,16 @@ class PromptError(FledgeError):
     """A request cannot be served: empty, too long, or not expressible with this tokenizer."""
 
 
+class ContextLengthError(PromptError):
+    """A prompt, or a prompt with the answer asked for, is longer than the model or the KV cache takes."""
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception as one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for a misspelt name, or the list of known names when nothing is near."""
     candidates = sorted(known)

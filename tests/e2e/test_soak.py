@@ -14,7 +14,7 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.engine.engine import Engine
+from fledge.engine.engine import LLMEngine
 from fledge.engine.sizing import EngineConfig
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.engine_cases import TARGET
@@ -52,14 +52,15 @@ def random_prompt(chance: random.Random) -> list[int]:
     return [*stem, *(chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(1, 6)))]
 
 
-def soak(engine: Engine, count: int, chance: random.Random) -> None:
+def soak(engine: LLMEngine, count: int, chance: random.Random) -> None:
     """Send `count` requests through, cancelling some at some moment."""
     alive: list[str] = []
     sent = 0
     while sent < count or engine.has_unfinished:
         while sent < count and len(engine.scheduler.waiting) < 16:
             identity = str(sent)
-            engine.add_request(identity, random_prompt(chance), random_params(chance), speculate=chance.random() < 0.9)
+            limit = None if chance.random() < 0.9 else 0
+            engine.add_request(identity, random_prompt(chance), random_params(chance), draft_limit=limit)
             alive.append(identity)
             sent += 1
         for _ in range(chance.randint(0, 6)):
@@ -78,7 +79,7 @@ def soak(engine: Engine, count: int, chance: random.Random) -> None:
 def test_thousands_of_requests_leave_nothing_behind(read_late: bool) -> None:
     target = make_target(CONFIG)
     depths = random.Random(1)
-    engine = Engine(
+    engine = LLMEngine(
         target,
         make_drafter(DRAFTER, target),
         # Too few blocks for 64 requests, so that some are preempted.
@@ -99,7 +100,7 @@ def test_thousands_of_requests_leave_nothing_behind(read_late: bool) -> None:
     assert not engine.scheduler.waiting
     assert sorted(engine.scheduler._free_rows) == list(range(64))
     assert len(engine.pool._key_of) <= 320
-    statistics = engine.statistics
+    statistics = engine.stats()
     assert statistics.finished + statistics.aborted == REQUESTS // 4 * 2
     assert statistics.aborted > REQUESTS // 20
     assert statistics.finished > REQUESTS // 4

@@ -178,7 +178,7 @@ class _Run:
         started = time.perf_counter()
         outputs = answer_turns(llm, asked.turns, self._recipe(temperature), advance)
         seconds = time.perf_counter() - started
-        drafter = llm.engine.runner.models.drafter
+        drafter = llm.drafter
         in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
         records = [
             request_record(prompt, output, in_draft) for prompt, output in zip(asked.prompts, outputs, strict=True)
@@ -187,7 +187,7 @@ class _Run:
             different = different_turns(asked.turns, outputs)
             self.different[len(self.cells)] = different
             records = [replace(r, differs="unchecked") if i in different else r for i, r in enumerate(records)]
-        failure = llm.engine.statistics.drafter_failure
+        failure = llm.engine.stats().drafter_failure
         status: Status = "complete" if failure is None else "failed"
         note = None if failure is None else f"the drafter failed and was switched off: {failure}"
         self._add(contender, name, seconds, tuple(records), status, note)

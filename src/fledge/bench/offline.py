@@ -25,8 +25,8 @@ from fledge.bench.offline_engines import (
 )
 from fledge.bench.results import Cell, Load, Results, Status, write_results
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.recovery import DeadEngineError
+from fledge.engine.engine import LLMEngine
+from fledge.engine.protocol import DeadEngineError
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
 from fledge.evaluation.workloads import Workload, tokenised
@@ -162,7 +162,7 @@ class OfflineRun:
         needed = max(len(q.tokens) for several in found.values() for q in several) + settings.max_tokens
         return found, settings.max_model_len or needed
 
-    def _engines(self, models: Models, longest: int) -> dict[str, Engine]:
+    def _engines(self, models: Models, longest: int) -> dict[str, LLMEngine]:
         settings = self.settings
         base = EngineConfig(
             max_model_len=longest,
@@ -179,7 +179,7 @@ class OfflineRun:
         return engines
 
     def _warm_up(
-        self, engines: Mapping[str, Engine], models: Models, questions: Mapping[str, Sequence[Question]]
+        self, engines: Mapping[str, LLMEngine], models: Models, questions: Mapping[str, Sequence[Question]]
     ) -> None:
         """Every engine at every concurrency, a few rounds: kernels are compiled and graphs captured when first met."""
         several = list(itertools.chain.from_iterable(questions.values()))
@@ -195,7 +195,7 @@ class OfflineRun:
                     advance(note=name)
 
     def _loop(
-        self, engine: Engine, models: Models, questions: Sequence[Question], concurrency: int, max_tokens: int
+        self, engine: LLMEngine, models: Models, questions: Sequence[Question], concurrency: int, max_tokens: int
     ) -> ClosedLoop:
         params = SamplingParams(
             temperature=self.settings.temperature,
@@ -214,7 +214,7 @@ class OfflineRun:
     def _measure_all(
         self,
         order: Sequence[Turn],
-        engines: Mapping[str, Engine],
+        engines: Mapping[str, LLMEngine],
         models: Models,
         questions: Mapping[str, Sequence[Question]],
         deadline: float | None,
@@ -235,7 +235,7 @@ class OfflineRun:
                     self._save()
                 advance(note=f"{name}, {workload}, C={concurrency}, repeat {repeat + 1}")
 
-    def _measure(self, turn: Turn, loop: ClosedLoop, engine: Engine) -> None:
+    def _measure(self, turn: Turn, loop: ClosedLoop, engine: LLMEngine) -> None:
         name = turn[3].contender.name
         if name in self._dead:
             return
@@ -249,8 +249,9 @@ class OfflineRun:
         except Exception as error:  # ours to repair: it ends the run, but not with a cell that looks whole
             loop.failure = f"{type(error).__name__}: {error}"
             raise
-        if engine.statistics.drafter_failure is not None and name not in self._dead:
-            self._dead[name] = loop.failure = f"the drafter failed: {engine.statistics.drafter_failure}"
+        failure = engine.stats().drafter_failure
+        if failure is not None and name not in self._dead:
+            self._dead[name] = loop.failure = f"the drafter failed: {failure}"
 
     def _save(self) -> Results:
         results = self.results()

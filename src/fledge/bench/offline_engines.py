@@ -16,7 +16,7 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.drafting import TreeShape
 from fledge.devices import choose_device, choose_dtype
-from fledge.engine.engine import Engine
+from fledge.engine.engine import LLMEngine
 from fledge.engine.sizing import EngineConfig
 from fledge.engine.speculative_config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from fledge.engine.tokenizer import load_tokenizer
@@ -131,10 +131,10 @@ def titles(models: Models) -> dict[str, str]:
     return {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
 
 
-def make_engine(models: Models, entrant: Entrant, base: EngineConfig, batch_sizes: Sequence[int]) -> Engine:
+def make_engine(models: Models, entrant: Entrant, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:
     """An engine on the shared weights, its graphs captured for `batch_sizes`; others are padded to the next of them."""
     if entrant.mode is None or entrant.drafter is None:
-        engine = Engine(models.target, None, base)
+        engine = LLMEngine(models.target, None, base)
     else:
         config = entrant.mode.config(entrant.drafter)
         width = config.tree_width
@@ -143,7 +143,7 @@ def make_engine(models: Models, entrant: Entrant, base: EngineConfig, batch_size
             max_depth=config.max_depth,
             tree=None if width is None else TreeShape(width=width, budget=config.tree_budget),
         )
-        engine = Engine(models.target, models.drafters[entrant.drafter], sized, config.depth_at)
+        engine = LLMEngine(models.target, models.drafters[entrant.drafter], sized, config.depth_at)
     if (graphs := engine.runner.graphs) is not None:
         graphs.sizes = sorted({*batch_sizes, base.max_num_seqs})
         engine.warm_up()

@@ -67,7 +67,7 @@ class EngineProbe:
     @property
     def context(self) -> PerturbationContext:
         llm = self._loaded
-        drafter = llm.engine.runner.models.drafter
+        drafter = llm.drafter
         positions = llm.max_model_len if drafter is None else min(llm.max_model_len, drafter.config.max_positions)
         return PerturbationContext(
             tokenizer=llm.tokenizer,

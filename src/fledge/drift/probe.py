@@ -117,7 +117,7 @@ def probe(
         temperature=settings.temperature,
         trained_depth=names.trained_depth,
         depth=settings.depth,
-        engine_depth=llm.engine.config.max_depth,
+        engine_depth=llm.config.max_depth,
         prompts=len(prompts),
         prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
         output_tokens=sum(len(answer.token_ids) for answer in answers),
@@ -134,7 +134,7 @@ def probe(
 
 
 def _require_chains(llm: LLM) -> Drafter:
-    drafter, config = llm.engine.runner.models.drafter, llm.engine.config
+    drafter, config = llm.drafter, llm.config
     if drafter is None:
         raise ConfigError("the probe observes a drafter, and this LLM has none; give speculative_config")
     if config.tree is not None or config.sample_drafts:

@@ -16,7 +16,8 @@ from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits, choose, distribution, greedy
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, masks_of
-from fledge.engine.request import Request, TokenLogprobs
+from fledge.engine.outputs import TokenLogprobs
+from fledge.engine.request import Request
 from fledge.engine.row_state import RowState
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sample import sample_rows

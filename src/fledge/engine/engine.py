@@ -8,8 +8,9 @@ the next. On a CPU there is nothing to overlap and every launch is read at once.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,18 +18,19 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.kv_pool import KVPool
+from fledge.engine.outputs import RequestUpdate, RoundRecord
 from fledge.engine.prefill_graphs import PrefillGraphs
+from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats, RoundReport
 from fledge.engine.recording import CudaRecorder
-from fledge.engine.recovery import DeadEngineError, DrafterFailed, Trials, describe
-from fledge.engine.request import UNLIMITED, Phase, Request, RoundRecord, TokenLogprobs
-from fledge.engine.round_clock import PhaseTimes
+from fledge.engine.recovery import DrafterFailed, Trials
+from fledge.engine.request import UNLIMITED, Phase, Request
 from fledge.engine.round_graphs import RoundGraphs
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, Plan, Scheduler
-from fledge.engine.sizing import EngineConfig, RequestBounds, count_blocks, make_cache, scratch_slots, tree_nodes
-from fledge.errors import ConfigError
+from fledge.engine.sizing import EngineConfig, count_blocks, make_cache, scratch_slots, tree_nodes
+from fledge.errors import ConfigError, describe
 from fledge.layers.linear import pack_linears
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -36,46 +38,14 @@ from fledge.models.target.decoder import TargetModel
 # How deep to draft, given the number of running requests; 0 is plain decoding. The seam for adaptive control.
 DepthPolicy = Callable[[int], int]
 
+RECENT_ROUNDS = 16
 NOT_FINITE = "the target computed values that are not finite"
 
 _log = logging.getLogger("fledge.engine")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """Tokens that have become known for a request; the first `accepted` of them had been drafted.
-
-    With a `finish_reason` it is the last of the request, which does not change any more.
-    """
-
-    request: Request
-    tokens: list[int]
-    accepted: int
-    logprobs: list[TokenLogprobs]
-    finish_reason: str | None = None
-
-
-@dataclass(kw_only=True)
-class EngineStatistics:
-    """Totals over the engine's life. Reading them asks the device nothing."""
-
-    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    failed: int = 0
-    failed_steps: int = 0
-    drafter_failure: str | None = None  # why the engine goes on without its drafter
-    phases: PhaseTimes = field(default_factory=PhaseTimes)  # verify, accept, draft
-    schedule_seconds: float = 0.0  # planning
-    launch_seconds: float = 0.0  # queueing work; on a CPU also doing it
-    read_seconds: float = 0.0  # waiting for the device and digesting its results
-
-
-class Engine:
-    """Continuous batching over one target and, if given, its drafter."""
+class LLMEngine:
+    """The engine of this package: one target and, if given, its drafter, on one device. An `Engine` by its protocol."""
 
     def __init__(
         self,
@@ -83,16 +53,22 @@ class Engine:
         drafter: Drafter | None,
         config: EngineConfig,
         depth_policy: DepthPolicy = lambda _running: 0,
+        *,
+        model: str = "",
+        drafter_name: str = "",
+        eos_ids: Sequence[int] = (),
     ) -> None:
+        """`model`, `drafter_name` and `eos_ids` are what `info` says; requests name their own ends of text."""
         self.device = target.embed_tokens.weight.device
         on_gpu = self.device.type == "cuda"
-        self.statistics = EngineStatistics()
+        self.requests: dict[str, Request] = {}  # those that have not ended
+        self._stats = EngineStats()
+        self._recent_rounds: deque[RoundReport] = deque(maxlen=RECENT_ROUNDS)
         self._depth_policy = depth_policy
         if config.pack_weights:
             pack_linears(*(model for model in (target, drafter) if model is not None))
-        self._requests: dict[str, Request] = {}
         self._in_flight: Launch | None = None
-        self._updates: list[Update] = []
+        self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._reads_late = on_gpu if config.read_late is None else config.read_late
         self._seed = 0
@@ -137,16 +113,21 @@ class Engine:
             None if recorder is None else RoundGraphs(models, state, config.max_num_seqs, recorder),
             None if recorder is None else PrefillGraphs(models, state, recorder),
         )
-        self.statistics.phases = self.runner.phase_times
-        self.bounds = RequestBounds(
+        self.info = EngineInfo(
+            model=model,
+            drafter=None if drafter is None else drafter_name,
+            device=str(self.device),
             vocab_size=self.runner.vocab_size,
+            eos_ids=tuple(eos_ids),
             max_model_len=config.max_model_len,
-            capacity=self.pool.capacity * block_size - self.scheduler.lookahead,
+            max_num_seqs=config.max_num_seqs,
+            max_depth=config.max_depth,
+            kv_capacity=self.pool.capacity * block_size - self.scheduler.lookahead,
         )
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self.requests)
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda _done, _all: None, *, plain: bool = False) -> None:
@@ -179,22 +160,14 @@ class Engine:
         *,
         seed: int | None = None,
         eos_ids: Sequence[int] = (),
-        speculate: bool = True,
         draft_limit: int | None = None,
         constraint: TokenConstraint | None = None,
-    ) -> Request:
-        """Queue a request. Raises PromptError if it could never run, whatever else does.
-
-        No more than `draft_limit` tokens are drafted for it in a round, however many are for others; 0 is the same as
-        not to speculate. A `constraint` is this request's alone. If it fails, the request ends with finish reason
-        "error" and says why in `failure`.
-        """
-        if request_id in self._requests:
+    ) -> None:
+        if request_id in self.requests:
             raise ConfigError(f"request id '{request_id}' is in use")
-        self.check_request(prompt, params)
+        self.info.check_request(prompt, params)
         drafter = self.runner.models.drafter
-        speculate = speculate and draft_limit != 0
-        limit = min(self.config.max_model_len, self.bounds.capacity)
+        limit = min(self.config.max_model_len, self.info.kv_capacity)
         request = Request(
             id=request_id,
             prompt=list(prompt),
@@ -202,33 +175,38 @@ class Engine:
             seed=_first_given(params.seed, seed, self._next_seed()),
             stop_ids=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids),
             max_length=limit,
-            draft_until=min(limit, drafter.config.max_positions) if drafter is not None and speculate else 0,
+            draft_until=min(limit, drafter.config.max_positions) if drafter is not None and draft_limit != 0 else 0,
             draft_limit=UNLIMITED if draft_limit is None else draft_limit,
             constraint=constraint,
         )
-        self._requests[request_id] = request
+        self.requests[request_id] = request
         self.scheduler.add(request)
-        return request
 
-    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise PromptError or ConfigError for a request that can never run."""
-        self.bounds.check(prompt, params)
+    def abort(self, request_id: str, reason: str = "abort") -> RequestUpdate | None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        request.finish_reason = reason
+        self._stats.aborted += reason == "abort"
+        self._stats.finished += reason != "abort"
+        return self._finish(request)
 
-    def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End a request now, in whatever phase it is. What is computed for it already is discarded."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.finish_reason = reason
-            self.statistics.aborted += reason == "abort"
-            self.statistics.finished += reason != "abort"
-            self._finish(request)
+    def stats(self) -> EngineStats:
+        return replace(
+            self._stats,
+            preemptions=self.scheduler.preemptions,
+            prefix_queries=self.pool.asked_tokens,
+            prefix_hits=self.pool.hit_tokens,
+            acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
+            rounds=tuple(self._recent_rounds),
+            costs=self._stats.costs.copy(),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_used=self.pool.used,
+            kv_capacity=self.pool.capacity,
+        )
 
-    def step(self) -> list[Update]:
-        """Run one step and return what has become known since the last one.
-
-        What fails inside ends the request at fault, with finish reason "error"; the others go on as if nothing had
-        happened. Raises DeadEngineError where there is no going on.
-        """
+    def step(self) -> list[RequestUpdate]:
         try:
             self._step()
         except Exception as error:
@@ -245,23 +223,23 @@ class Engine:
         if not plan.is_empty:
             self._involved = plan.requests
             self._in_flight = self.runner.launch(plan)
-            self.statistics.steps += 1
-            self.statistics.prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
+            self._stats.steps += 1
+            self._stats.prompt_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
         launched = clock()
         if previous is not None:
             self._digest(previous)
         if not self._reads_late or plan.is_empty:
             self._settle()
-        self.statistics.schedule_seconds += planned - started
-        self.statistics.launch_seconds += launched - planned
-        self.statistics.read_seconds += clock() - launched
+        self._stats.schedule_seconds += planned - started
+        self._stats.launch_seconds += launched - planned
+        self._stats.read_seconds += clock() - launched
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
         self.scheduler.check_integrity()
         alive = {id(request) for request in self.scheduler.alive}
-        assert alive == {id(request) for request in self._requests.values()}
-        if not self._requests:
+        assert alive == {id(request) for request in self.requests.values()}
+        if not self.requests:
             assert self.pool.used == 0, "an idle engine holds blocks"
 
     def _plan(self) -> Plan:
@@ -282,7 +260,7 @@ class Engine:
         depth = self._depth_policy(min(running, self.config.max_num_seqs))
         assert 0 <= depth <= self.config.max_depth, f"depth {depth} is beyond what the engine was set up for"
         wanted = 0
-        for request in self._requests.values():
+        for request in self.requests.values():
             wanted = max(wanted, request.draft_limit if request.draft_until else 0)
             if wanted >= depth:
                 return depth
@@ -301,13 +279,23 @@ class Engine:
             now = now or time.perf_counter()
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
                 self._updates.append(self._take(result, now, drafted=launch.plan.draft > 0))
+        if launch.report is not None:
+            self._note_round(launch.report)
         for chunk in launch.plan.chunks:
             if chunk.request.phase is not Phase.FINISHED:
                 self.pool.commit(chunk.request.table, chunk.request.tokens, min(chunk.end, chunk.request.settled))
         if launch.drafter_failed:
             self._give_up_drafter("it computed values that are not finite")
 
-    def _take(self, result: RequestResult, now: float, *, drafted: bool) -> Update:
+    def _note_round(self, report: RoundReport) -> None:
+        self._recent_rounds.append(report)
+        self._stats.num_rounds += 1
+        if report.seconds is not None:
+            self._stats.timed_rounds += 1
+            if report.verify == report.draft:  # others change the depth: neither one cost nor the other
+                self._stats.costs.add(batch=report.batch, depth=report.verify, seconds=sum(report.seconds))
+
+    def _take(self, result: RequestResult, now: float, *, drafted: bool) -> RequestUpdate:
         request = result.request
         request.in_flight -= result.in_flight
         if not result.is_finite:
@@ -315,43 +303,41 @@ class Engine:
             return self._fail(request, NOT_FINITE)
         known = len(request.tokens)
         tokens = request.accept(result.tokens)
-        request.logprobs += result.logprobs[: len(tokens)]
         request.first_token_at = request.first_token_at or now
-        for tally in (request.acceptance, self.statistics.acceptance):
+        for tally in (request.acceptance, self._stats.acceptance):
             tally.add(drafted=result.drafted, accepted=result.accepted)
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
-        self.statistics.output_tokens += len(tokens)
+        self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.
         if (drafted or self.runner.models.drafter is None) and request.settled >= known - 1:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.pool.commit(request.table, request.tokens, request.settled)
+        update = RequestUpdate(
+            request.id,
+            tokens,
+            drafted=result.drafted,
+            accepted=result.accepted,
+            logprobs=None if request.params.logprobs is None else result.logprobs[: len(tokens)],
+        )
         if request.finish_reason == "error":
             self._note_failure(request)
-            self._finish(request)
         elif request.finish_reason is not None:
-            self.statistics.finished += 1
-            self._finish(request)
+            self._stats.finished += 1
         elif known > len(request.prompt):  # not its first token: a round has gone well
             self._trials.passed(request)
-        return Update(
-            request=request,
-            tokens=tokens,
-            accepted=result.accepted,
-            logprobs=result.logprobs[: len(tokens)],
-            finish_reason=request.finish_reason,
-        )
+        return update if request.finish_reason is None else self._finish(request, update)
 
     def _recover(self, error: Exception) -> None:
         """Take a failed step back, and end the request that is to blame for it if that is known."""
-        self.statistics.failed_steps += 1
+        self._stats.failed_steps += 1
         involved, self._in_flight = self._involved, None
         _log.warning("a step failed, and is taken back: %s", describe(error), exc_info=error)
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # raises if the device is beyond help
-            self.scheduler.restart(self._requests.values())
+            self.scheduler.restart(self.requests.values())
             if isinstance(error, DrafterFailed):
                 self._give_up_drafter(str(error))
             else:
@@ -365,7 +351,7 @@ class Engine:
         """Decode without drafts from the next plan on, for good. Those that are there are still verified."""
         if self.runner.models.drafter is not None:
             self.runner.models = replace(self.runner.models, drafter=None, drafter_cache=None)
-            self.statistics.drafter_failure = reason
+            self._stats.drafter_failure = reason
             _log.error("the drafter failed (%s); decoding goes on without speculation until the next start", reason)
 
     def _wipe(self, request: Request) -> None:
@@ -375,22 +361,30 @@ class Engine:
             if cache is not None:
                 cache.clear(blocks)
 
-    def _fail(self, request: Request, why: str) -> Update:
+    def _fail(self, request: Request, why: str) -> RequestUpdate:
         """End a request with an error of its own."""
         request.finish_reason, request.failure = "error", why
         self._note_failure(request)
-        self._finish(request)
-        return Update(request=request, tokens=[], accepted=0, logprobs=[], finish_reason="error")
+        return self._finish(request)
 
     def _note_failure(self, request: Request) -> None:
-        self.statistics.failed += 1
+        self._stats.failed += 1
         _log.warning("request %s failed after %d tokens: %s", request.id, request.num_output, request.failure)
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request, update: RequestUpdate | None = None) -> RequestUpdate:
+        """Take a request out; return its last update, which is `update` if it has tokens still to be told."""
         request.finished_at = time.perf_counter()
         self.scheduler.finish(request)
-        del self._requests[request.id]
+        del self.requests[request.id]
         self._trials.passed(request)
+        update = update or RequestUpdate(request.id, [])
+        ends = request.finish_reason == "stop" and update.token_ids and update.token_ids[-1] in request.stop_ids
+        return update._replace(
+            finish_reason=request.finish_reason,
+            stop_token_id=update.token_ids[-1] if ends else None,
+            error=request.failure,
+            metrics=request.metrics(),
+        )
 
     def _next_seed(self) -> int:
         self._seed += 1

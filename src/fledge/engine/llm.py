@@ -17,13 +17,13 @@ from fledge.checkpoints.target import load_target
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device, choose_dtype
-from fledge.engine.answer import Answer
 from fledge.engine.constraint import ConstraintFactory
-from fledge.engine.engine import Engine
+from fledge.engine.detokenizer import Detokenizer
+from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
+from fledge.engine.protocol import Engine
 from fledge.engine.sizing import EngineConfig
 from fledge.engine.speculative_config import SpeculativeConfig
-from fledge.engine.text_stream import TextStream
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import ConfigError, PromptError, refuses_unknown_names
 from fledge.models.config import Architecture
@@ -88,7 +88,9 @@ class LLM:
         self.tokenizer = load_tokenizer(directory)
         self.max_model_len = self._check_length(max_model_len)
         self.eos_ids = self._find_eos_ids()
-        self.engine = self._build_engine(
+        self.drafter: Drafter | None = None
+        engine = self._build_engine(
+            str(model),
             config,
             EngineOptions(
                 max_num_seqs=max_num_seqs,
@@ -99,10 +101,12 @@ class LLM:
                 kv_cache_bytes=kv_cache_bytes,
             ),
         )
-        _warm_up(self.engine)
+        self.engine: Engine = engine
+        self.config = engine.config
+        _warm_up(engine)
         self._seeds = random.Random(seed)  # for requests that bring none
         self._requests = 0
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, Detokenizer] = {}  # by request
 
     def generate(
         self,
@@ -138,7 +142,7 @@ class LLM:
                 self._advance()
                 for number in [number for number, job in waiting.items() if job.is_finished]:
                     job = waiting.pop(number)
-                    outputs[number] = job.output(self.eos_ids)
+                    outputs[number] = job.output()
                     self._forget([job])
                     if progress is not None:
                         progress(len(several) - len(waiting), len(several))
@@ -160,7 +164,7 @@ class LLM:
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
         ids = self._encode(prompt)
-        self.engine.check_request(ids, params)
+        self.engine.info.check_request(ids, params)
         return self._stream(_text_of(prompt), ids, params)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -169,7 +173,7 @@ class LLM:
 
     def _stream(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
         job = self._submit(text, prompt_ids, params)
-        (answer,) = job.answers
+        (answer,) = job.answers.values()
         sent, output = 0, None
         try:
             while output is None:
@@ -177,7 +181,7 @@ class LLM:
                     self._advance()
                 fresh = tuple(answer.token_ids[sent:])
                 sent += len(fresh)
-                output = job.output(self.eos_ids) if job.is_finished else None
+                output = job.output() if job.is_finished else None
                 if fresh or output is not None:
                     yield StreamEvent(pieces=answer.release(), token_ids=fresh, output=output)
         finally:
@@ -193,37 +197,37 @@ class LLM:
         number = self._requests
         self._requests += 1
         drawn = self._seeds.getrandbits(63)
-        answers = []
+        answers = {}
         for index in range(params.n):
             # Answers to one prompt must differ, and still follow from the seed.
             seed = next_int64(drawn if params.seed is None else params.seed, index)
-            request = self.engine.add_request(
-                f"{number}-{index}",
+            request_id = f"{number}-{index}"
+            self.engine.add_request(
+                request_id,
                 prompt_ids,
                 replace(params, seed=None, n=1),
                 seed=seed,
                 eos_ids=self.eos_ids,
                 constraint=None if constraint is None else constraint(),
             )
-            stream = None if self.tokenizer is None else TextStream(self.tokenizer, params)
-            answers.append(Answer(request, stream, index))
-            self._answers[request.id] = answers[-1]
+            answers[request_id] = self._answers[request_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
         return _Job(str(number), text, tuple(prompt_ids), answers)
 
     def _advance(self) -> None:
         """One step of the engine, for all answers in the making."""
         for update in self.engine.step():
-            answer = self._answers[update.request.id]
-            answer.take(update)
-            if answer.stopped_by_string and answer.request.finish_reason is None:
-                self.engine.abort(answer.request.id, reason="stop")
+            answer = self._answers[update.request_id]
+            if answer.add(update):
+                last = self.engine.abort(update.request_id, reason="stop")
+                assert last is not None
+                answer.add(last)
 
     def _forget(self, jobs: Iterable["_Job"]) -> None:
         """Drop jobs, finished or not (an exception, or a stream that nobody reads to its end)."""
         for job in jobs:
-            for answer in job.answers:
-                self.engine.abort(answer.request.id)
-                self._answers.pop(answer.request.id, None)
+            for request_id in job.answers:
+                self.engine.abort(request_id)
+                self._answers.pop(request_id, None)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Mapping):
@@ -278,9 +282,10 @@ class LLM:
             drafter.config = replace(drafter.config, max_positions=limit)
         return drafter
 
-    def _build_engine(self, config: SpeculativeConfig | None, options: EngineOptions) -> Engine:
+    def _build_engine(self, model: str, config: SpeculativeConfig | None, options: EngineOptions) -> LLMEngine:
         if config is None:
-            return Engine(self.target, None, EngineConfig(max_model_len=self.max_model_len, **asdict(options)))
+            plain = EngineConfig(max_model_len=self.max_model_len, **asdict(options))
+            return LLMEngine(self.target, None, plain, model=model, eos_ids=self.eos_ids)
         engine_config = EngineConfig(
             max_model_len=self.max_model_len,
             **asdict(options),
@@ -288,13 +293,24 @@ class LLM:
             tree=None if config.tree_width is None else TreeShape(width=config.tree_width, budget=config.tree_budget),
             sample_drafts=config.draft_sample_method == "probabilistic",
         )
-        return Engine(self.target, self._load_drafter(config), engine_config, config.depth_at)
+        self.drafter = self._load_drafter(config)
+        return LLMEngine(
+            self.target,
+            self.drafter,
+            engine_config,
+            config.depth_at,
+            model=model,
+            drafter_name=config.model,
+            eos_ids=self.eos_ids,
+        )
 
 
 class _Job:
     """A prompt and the answers to it that are in the making."""
 
-    def __init__(self, number: str, text: str | None, prompt_ids: tuple[int, ...], answers: list[Answer]) -> None:
+    def __init__(
+        self, number: str, text: str | None, prompt_ids: tuple[int, ...], answers: dict[str, Detokenizer]
+    ) -> None:
         self.number = number
         self.text = text
         self.prompt_ids = prompt_ids
@@ -302,15 +318,16 @@ class _Job:
 
     @property
     def is_finished(self) -> bool:
-        return all(answer.is_finished for answer in self.answers)
+        return all(answer.is_finished for answer in self.answers.values())
 
-    def output(self, eos_ids: tuple[int, ...]) -> RequestOutput:
+    def output(self) -> RequestOutput:
+        metrics = [answer.metrics for answer in self.answers.values() if answer.metrics is not None]
         return RequestOutput(
             request_id=self.number,
             prompt=self.text,
             prompt_token_ids=self.prompt_ids,
-            outputs=tuple(answer.completion(eos_ids) for answer in self.answers),
-            metrics=RequestMetrics.pooled([answer.metrics() for answer in self.answers]),
+            outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
+            metrics=RequestMetrics.pooled(metrics),
         )
 
 
@@ -330,7 +347,7 @@ def _text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(engine: LLMEngine) -> None:
     """Capture the engine's graphs, with a progress bar on standard error."""
     if engine.runner.graphs is None:
         return

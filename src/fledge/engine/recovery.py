@@ -12,13 +12,9 @@ from contextlib import contextmanager
 
 from fledge.engine.request import Phase, Request
 from fledge.engine.scheduler import Scheduler
-from fledge.errors import FledgeError
+from fledge.errors import describe
 
 MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
-
-
-class DeadEngineError(FledgeError):
-    """The device or the engine is in a state that nothing can be computed in any more."""
 
 
 class DrafterFailed(Exception):  # noqa: N818 - a signal: nobody loses anything but speed
@@ -32,12 +28,6 @@ def drafters_fault() -> Iterator[None]:
         yield
     except Exception as error:
         raise DrafterFailed(describe(error)) from error
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception as one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class Trials:

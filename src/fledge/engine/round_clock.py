@@ -1,13 +1,12 @@
 """How long the parts of a round take, by the device's own clock. Nobody waits: stamps travel with the results."""
 
 import time
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fledge.engine.protocol import PhaseSeconds
 from fledge.kernels.timestamp import timestamp
 
 
@@ -45,39 +44,7 @@ def mark(clock: RoundClock | None, point: Mark) -> None:
         clock.take(point)
 
 
-class PhaseSeconds(NamedTuple):
-    """One round's time, by its parts."""
-
-    verify: float
-    accept: float
-    draft: float
-
-
-class RoundReport(NamedTuple):
-    """One round of a batch, as it was read: how large, how deep, what it gave, and how long it took if timed."""
-
-    batch: int  # requests in it
-    verify: int  # drafts that were up for acceptance, in each request that had any; 0: a plain step
-    draft: int  # tokens drafted for the next round
-    tokens: int  # chosen in it, in all
-    seconds: PhaseSeconds | None
-
-
-@dataclass(kw_only=True)
-class PhaseTimes:
-    """Seconds spent in the parts of those rounds that were timed: on a GPU one in sixteen of a warmed-up engine."""
-
-    rounds: int = 0
-    verify_seconds: float = 0.0
-    accept_seconds: float = 0.0
-    draft_seconds: float = 0.0
-
-    def add(self, stamps: Tensor) -> PhaseSeconds:
-        """Count one round's stamps, which are on the host by now."""
-        begun, verified, accepted, drafted = stamps.tolist()
-        seconds = PhaseSeconds((verified - begun) * 1e-9, (accepted - verified) * 1e-9, (drafted - accepted) * 1e-9)
-        self.rounds += 1
-        self.verify_seconds += seconds.verify
-        self.accept_seconds += seconds.accept
-        self.draft_seconds += seconds.draft
-        return seconds
+def phase_seconds(stamps: Tensor) -> PhaseSeconds:
+    """Return how long the parts of a round took, from its stamps, which are on the host by now."""
+    begun, verified, accepted, drafted = stamps.tolist()
+    return PhaseSeconds((verified - begun) * 1e-9, (accepted - verified) * 1e-9, (drafted - accepted) * 1e-9)

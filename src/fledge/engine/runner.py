@@ -4,7 +4,6 @@ The runner owns the device: caches, row state, graphs. It knows requests only as
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,17 +12,18 @@ from torch import Tensor
 
 from fledge.decoding.tree import DraftTree
 from fledge.engine.choosing import Chooser, Choosing, DeviceChooser, Logprobs, Watcher
+from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.prefill import PrefillInputs, PrefillOutcome, lay_out, run_prefill
 from fledge.engine.prefill_graphs import PrefillGraphs
-from fledge.engine.request import Request, TokenLogprobs
+from fledge.engine.protocol import RoundReport
+from fledge.engine.request import Request
 from fledge.engine.round import run_round
-from fledge.engine.round_clock import PhaseTimes, RoundReport
+from fledge.engine.round_clock import phase_seconds
 from fledge.engine.round_graphs import RoundGraphs
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.scheduler import Chunk, Plan
 
-RECENT_ROUNDS = 16
 TIMED_ROUND = 16  # of rounds that are replayed from graphs, every so many are timed
 
 
@@ -72,6 +72,7 @@ class Launch:
     rounds: Readback | None  # tokens [batch, verify + 1], accepted [batch], drafted [batch], health [batch, ...]
     round_logprobs: Logprobs | None
     drafter_failed: bool = False  # known once it was read
+    report: RoundReport | None = None  # of the round, once it was read
 
 
 class Runner:
@@ -89,8 +90,6 @@ class Runner:
         self.graphs = graphs
         self.prefill_graphs = prefill_graphs
         self.device = state.device
-        self.phase_times = PhaseTimes()
-        self.recent_rounds: deque[RoundReport] = deque(maxlen=RECENT_ROUNDS)  # whoever watches empties it
         self._rounds = 0
         self.vocab_size = models.target.config.vocab_size
 
@@ -112,9 +111,9 @@ class Runner:
         if launch.rounds is not None:
             tensors = launch.rounds.ready()
             tokens, accepted, drafted, health = (tensor.tolist() for tensor in tensors[:4])
-            seconds = self.phase_times.add(tensors[4]) if len(tensors) > 4 else None
+            seconds = phase_seconds(tensors[4]) if len(tensors) > 4 else None
             batch, verify, draft = len(launch.plan.decoding), launch.plan.verify, launch.plan.draft
-            self.recent_rounds.append(RoundReport(batch, verify, draft, batch + sum(accepted[:batch]), seconds))
+            launch.report = RoundReport(batch, verify, draft, batch + sum(accepted[:batch]), seconds)
             per_row = launch.plan.verify + 1
             for i, request in enumerate(launch.plan.decoding):
                 kept = accepted[i] + 1

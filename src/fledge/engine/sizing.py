@@ -1,16 +1,14 @@
 """How large an engine is: its settings, and what they come to on this machine."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
-from fledge.decoding.params import SamplingParams
 from fledge.decoding.tree import tree_size
 from fledge.engine.paged_cache import PagedCache
-from fledge.errors import ConfigError, PromptError
+from fledge.errors import ConfigError
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
@@ -36,35 +34,6 @@ class EngineConfig:
     tree: TreeShape | None = None
     sample_drafts: bool = False
     read_late: bool | None = None  # read a launch after the next one is under way; None: on a GPU only
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestBounds:
-    """What an engine can take at all, whatever else it does. Knows no engine: it can be asked anywhere."""
-
-    vocab_size: int
-    max_model_len: int
-    capacity: int  # tokens of KV cache that one request may have
-
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Refuse what would otherwise fail in the middle of a step, and take the other requests with it."""
-        vocab_size, longest = self.vocab_size, self.max_model_len
-        if not prompt:
-            raise PromptError("the prompt is empty")
-        if len(prompt) >= longest:
-            raise PromptError(f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {longest}")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            outside = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise PromptError(f"prompt: token id {outside} is outside the vocabulary (0 to {vocab_size - 1})")
-        for token in params.logit_bias or ():
-            if token >= vocab_size:
-                raise ConfigError(f"logit_bias token id: found {token}, allowed is 0 to {vocab_size - 1}")
-        wanted = min(len(prompt) + (params.max_tokens or 1), longest)
-        if wanted > self.capacity:
-            raise PromptError(
-                f"the request may need {wanted} tokens of KV cache, which has room for {self.capacity}; "
-                "ask for fewer tokens or give the engine more memory"
-            )
 
 
 def _weight(model: TargetModel | Drafter) -> Tensor:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.outputs import RequestMetrics, TextPiece
-from fledge.engine.request import TokenLogprobs
-from fledge.engine.text_stream import TextStream
+from fledge.engine.detokenizer import Detokenizer
+from fledge.engine.outputs import RequestMetrics, TextPiece, TokenLogprobs
 from fledge.server.engine_worker import Ended, Tokens
 from fledge.server.errors import FailedGenerationError, RequestError
 
@@ -58,9 +57,8 @@ class AnswerStream(AsyncIterator[StreamChunk]):
         self.number = number
         self.num_tokens = 0
         self._owner = owner
-        self._text = None if tokenizer is None else TextStream(tokenizer, params)
+        self._text = Detokenizer(tokenizer, params, owner.eos_ids)
         self._shows_stop = params.include_stop_str_in_output
-        self._drafted: list[bool] = []  # for each token
         self._last_token: int | None = None
         self._ends = False  # that token is a stop id
         self._inbox: deque[Message] = deque()
@@ -116,10 +114,11 @@ class AnswerStream(AsyncIterator[StreamChunk]):
         self.num_tokens += len(tokens)
         if tokens:
             self._last_token = tokens[-1]
-        finished = ended is not None or self._stopped_by_string
-        pieces = [] if self._text is None else self._text.release(finished=finished)
+        if ended is not None:
+            self._text.finish_reason = ended.finish_reason
+        pieces = self._text.release()
         chunk = StreamChunk(
-            pieces=tuple(TextPiece(text=text, drafted=self._drafted[index]) for index, text in pieces),
+            pieces=pieces,
             token_ids=tuple(tokens),
             logprobs=tuple(logprobs),
         )
@@ -130,15 +129,14 @@ class AnswerStream(AsyncIterator[StreamChunk]):
     def _push(self, new: Tokens) -> list[int]:
         """Take new tokens, up to the one that completes a stop string."""
         taken = new.tokens
-        if self._text is not None:
-            hidden = new.ends and not self._shows_stop  # the token that ends the answer is no part of its text
-            for count, token in enumerate(taken[: len(taken) - hidden], start=1):
-                if self._text.push(token):
-                    self._stopped_by_string = True
-                    taken = taken[:count]
-                    self._owner.stop(self.number)  # its end is told like any other, with the figures
-                    break
-        self._drafted += [i < new.accepted for i in range(len(taken))]
+        hidden = new.ends and not self._shows_stop  # the token that ends the answer is no part of its text
+        for count, token in enumerate(taken, start=1):
+            silent = hidden and count == len(taken)
+            if self._text.push(token, drafted=count <= new.accepted, silent=silent):
+                self._stopped_by_string = True
+                taken = taken[:count]
+                self._owner.stop(self.number)  # its end is told like any other, with the figures
+                break
         self._ends = new.ends
         return taken
 
@@ -148,7 +146,7 @@ class AnswerStream(AsyncIterator[StreamChunk]):
             raise FailedGenerationError(ended.failure or "the request failed")
         reason = "stop" if self._stopped_by_string else ended.finish_reason
         stop_reason: int | str | None = None
-        if self._stopped_by_string and self._text is not None:
+        if self._stopped_by_string:
             stop_reason = self._text.stop_string
         elif self._ends and self._last_token not in self._owner.eos_ids:
             stop_reason = self._last_token  # as in vLLM, the model's own end of text is no reason

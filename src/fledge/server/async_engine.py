@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
 from fledge.engine.llm import LLM
+from fledge.engine.protocol import Engine
 from fledge.server.answer_stream import AnswerStream
 from fledge.server.engine_link import CompiledGrammar, EngineLink, ThreadLink
 from fledge.server.engine_worker import Abort, Call, Ended, Frame, Submit
@@ -116,7 +116,7 @@ class AsyncEngine:
     ) -> AnswerStream:
         """Submit a request for one answer. Raises what makes it impossible now, before anything is streamed."""
         assert params.n == 1, "one answer for each stream"
-        self.facts.bounds.check(prompt_ids, params)
+        self.facts.bounds.check_request(prompt_ids, params)
         self.check_room()
         options = options or RequestOptions()
         chosen = seed if seed is not None else params.seed if params.seed is not None else self.draw_seed()

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fledge.engine.request import TokenLogprobs
+from fledge.engine.outputs import TokenLogprobs
 from fledge.server.answer_stream import StreamChunk
 from fledge.server.generation import Generation
 from fledge.server.logprobs import TokenTexts, chat_logprobs

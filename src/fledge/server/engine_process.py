@@ -249,9 +249,9 @@ class _Inbox:
         constraint: TokenConstraint
         try:
             if self._compiler is None:
-                bounds = self._llm.engine.bounds
+                info = self._llm.engine.info
                 self._compiler = GrammarCompiler(
-                    self._llm.tokenizer, vocab_size=bounds.vocab_size, eos_ids=self._llm.eos_ids
+                    self._llm.tokenizer, vocab_size=info.vocab_size, eos_ids=self._llm.eos_ids
                 )
             constraint = self._compiler.compile_now(source.grammar, source.reasoning)()
         except Exception as error:  # the parent has compiled the same: memory, perhaps

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from fledge.decoding.params import SamplingParams
 from fledge.engine.constraint import TokenConstraint
-from fledge.engine.engine import Engine, Update
 from fledge.engine.llm import LLM
-from fledge.engine.outputs import RequestMetrics
-from fledge.engine.recovery import DeadEngineError, describe
-from fledge.engine.request import Request, TokenLogprobs
-from fledge.engine.sizing import RequestBounds
+from fledge.engine.outputs import RequestMetrics, RequestUpdate, TokenLogprobs
+from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo
+from fledge.errors import describe
 from fledge.server.observing import FinishedRequest, StepReport, StepWatch
 from fledge.server.structured import Grammar, ReasoningMarkers
 
@@ -28,7 +26,7 @@ _log = logging.getLogger("fledge.server")
 class EngineFacts:
     """What the rest of the service needs to know of an engine."""
 
-    bounds: RequestBounds
+    bounds: EngineInfo
     max_num_seqs: int
     eos_ids: tuple[int, ...]
     has_drafter: bool
@@ -36,10 +34,10 @@ class EngineFacts:
     @classmethod
     def of(cls, llm: LLM) -> "EngineFacts":
         return cls(
-            bounds=llm.engine.bounds,
-            max_num_seqs=llm.engine.config.max_num_seqs,
+            bounds=llm.engine.info,
+            max_num_seqs=llm.engine.info.max_num_seqs,
             eos_ids=llm.eos_ids,
-            has_drafter=llm.engine.runner.models.drafter is not None,
+            has_drafter=llm.engine.info.drafter is not None,
         )
 
 
@@ -139,12 +137,6 @@ class Inbox(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Known:
-    asked: Submit
-    request: Request
-
-
 class EngineWorker:
     """Runs an engine until it is told to stop, or dies."""
 
@@ -153,7 +145,7 @@ class EngineWorker:
         self._inbox = inbox
         self._emit = emit
         self._frame = Frame()
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Submit] = {}
         self._ids: dict[int, str] = {}
 
     def run(self) -> None:
@@ -173,9 +165,7 @@ class EngineWorker:
                 started = time.perf_counter()
                 for update in engine.step():
                     self._take(update)
-                self._frame.report = watch.after_step(
-                    seconds=time.perf_counter() - started, fallback=engine.statistics.drafter_failure is not None
-                )
+                self._frame.report = watch.after_step(seconds=time.perf_counter() - started)
             self._send()
 
     def _send(self) -> None:
@@ -202,7 +192,7 @@ class EngineWorker:
     def _submit(self, asked: Submit) -> None:
         assert not isinstance(asked.constraint, GrammarSource), "the inbox compiles grammars"
         try:
-            request = self._llm.engine.add_request(
+            self._llm.engine.add_request(
                 asked.request_id,
                 asked.prompt_ids,
                 asked.params,
@@ -214,51 +204,36 @@ class EngineWorker:
         except Exception as error:  # whatever it is, it is this request's
             self._frame.ended.append(Ended(number=asked.number, finish_reason="error", failure=describe(error)))
             return
-        self._known[request.id] = _Known(asked=asked, request=request)
-        self._ids[asked.number] = request.id
+        self._known[asked.request_id] = asked
+        self._ids[asked.number] = asked.request_id
 
     def _abort(self, number: int, reason: str) -> None:
         request_id = self._ids.get(number)
         if request_id is not None:
-            self._llm.engine.abort(request_id, reason)
-            self._end(self._known[request_id])
+            last = self._llm.engine.abort(request_id, reason)
+            if last is not None:
+                self._end(last)
 
-    def _take(self, update: Update) -> None:
-        known = self._known.get(update.request.id)
+    def _take(self, update: RequestUpdate) -> None:
+        known = self._known.get(update.request_id)
         if known is None:
             return
-        if update.tokens:
-            ends = update.finish_reason == "stop" and update.tokens[-1] in update.request.stop_ids
-            wanted = update.request.params.logprobs is not None
-            logprobs = update.logprobs if wanted else None
-            self._frame.tokens.append(Tokens(known.asked.number, update.tokens, update.accepted, ends, logprobs))
+        if update.token_ids:
+            ends = update.stop_token_id is not None
+            tokens = Tokens(known.number, update.token_ids, update.accepted, ends, update.logprobs)
+            self._frame.tokens.append(tokens)
         if update.finish_reason is not None:
-            self._end(known)
+            self._end(update)
 
-    def _end(self, known: _Known) -> None:
-        asked, request = known.asked, known.request
-        del self._known[request.id], self._ids[asked.number]
+    def _end(self, last: RequestUpdate) -> None:
+        asked = self._known.pop(last.request_id)
+        del self._ids[asked.number]
         self._frame.ended.append(
             Ended(
                 number=asked.number,
-                finish_reason=request.finish_reason or "abort",
-                failure=request.failure,
-                metrics=metrics_of(request),
-                finished=FinishedRequest.of(
-                    request, template_name=asked.template_name, template_hash=asked.template_hash
-                ),
+                finish_reason=last.finish_reason or "abort",
+                failure=last.error,
+                metrics=last.metrics,
+                finished=FinishedRequest.of(last, template_name=asked.template_name, template_hash=asked.template_hash),
             )
         )
-
-
-def metrics_of(request: Request) -> RequestMetrics:
-    """Return how a request that has ended came about."""
-    assert request.finished_at is not None
-    first = request.first_token_at or request.finished_at
-    return RequestMetrics(
-        acceptance=request.acceptance,
-        cached_tokens=request.cached_tokens,
-        preemptions=request.preemptions,
-        time_to_first_token=first - request.arrived,
-        seconds=request.finished_at - request.arrived,
-    )

@@ -10,7 +10,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import next_int64
 from fledge.engine.outputs import RequestMetrics
-from fledge.errors import ConfigError, PromptError
+from fledge.errors import ConfigError, ContextLengthError, PromptError
 from fledge.server.answer_stream import AnswerStream, StreamChunk
 from fledge.server.async_engine import AsyncEngine, RequestOptions
 from fledge.server.errors import RequestError
@@ -154,6 +154,5 @@ async def _merged(streams: Sequence[AnswerStream]) -> AsyncIterator[AsyncIterato
 
 
 def _refusal(error: ConfigError | PromptError) -> RequestError:
-    message = str(error)
-    too_long = "prompt and answer together" in message or "KV cache" in message
-    return RequestError(message, code="context_length_exceeded" if too_long else None)
+    too_long = isinstance(error, ContextLengthError)
+    return RequestError(str(error), code="context_length_exceeded" if too_long else None)

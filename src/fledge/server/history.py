@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.request import RoundRecord
+from fledge.engine.outputs import RoundRecord
 from fledge.server.estimates import RoundShape, RoundYield
 from fledge.server.observing import FinishedRequest, StepReport
 

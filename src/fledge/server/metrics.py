@@ -15,7 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.server.estimates import CostTable, Observed, SpeedUp, explain, speed_up
+from fledge.engine.controller import CostTable
+from fledge.server.estimates import Observed, SpeedUp, explain, speed_up
 from fledge.server.exposition import Derived, Totals, families
 from fledge.server.history import History, Interval, TemplateNames, Window, by_context
 from fledge.server.observing import FinishedRequest, StepReport

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.engine import Engine
-from fledge.engine.request import Request, RoundRecord
-from fledge.engine.round_clock import RoundReport
+from fledge.engine.outputs import RequestUpdate, RoundRecord
+from fledge.engine.protocol import Engine, RoundReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +53,24 @@ class FinishedRequest:
 
     @classmethod
     def of(
-        cls, request: Request, *, template_name: str | None = None, template_hash: str | None = None
+        cls, last: RequestUpdate, *, template_name: str | None = None, template_hash: str | None = None
     ) -> "FinishedRequest":
-        """Report an engine's request, which has ended."""
-        assert request.finished_at is not None, f"request {request.id} has not ended"
-        first, output = request.first_token_at, request.num_output
+        """Report a request by its last update."""
+        metrics = last.metrics
+        assert metrics is not None, f"request {last.request_id} has not ended"
         return cls(
-            id=request.id,
-            finish_reason=request.finish_reason or "abort",
-            prompt_tokens=len(request.prompt),
-            output_tokens=output,
-            cached_tokens=request.cached_tokens,
-            queue_s=None if request.admitted_at is None else request.admitted_at - request.arrived,
-            ttft_s=None if first is None else first - request.arrived,
-            tpot_s=None if first is None or output < 2 else (request.finished_at - first) / (output - 1),
-            e2e_s=request.finished_at - request.arrived,
-            speculated=request.acceptance.rounds > 0,
-            acceptance=request.acceptance,
-            rounds=tuple(request.rounds),
+            id=last.request_id,
+            finish_reason=last.finish_reason or "abort",
+            prompt_tokens=metrics.prompt_tokens,
+            output_tokens=metrics.output_tokens,
+            cached_tokens=metrics.cached_tokens,
+            queue_s=metrics.queue_seconds,
+            ttft_s=metrics.time_to_first_token,
+            tpot_s=metrics.time_per_output_token(metrics.output_tokens),
+            e2e_s=metrics.seconds,
+            speculated=metrics.acceptance.rounds > 0,
+            acceptance=metrics.acceptance,
+            rounds=metrics.rounds,
             template_name=template_name,
             template_hash=template_hash,
         )
@@ -92,48 +91,25 @@ class StepWatch:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._tally: dict[tuple[int, int], int] = {}
-        self._totals = self._read_totals()
+        self._before = engine.stats()
 
-    def after_step(self, *, seconds: float, fallback: bool = False) -> StepReport:
+    def after_step(self, *, seconds: float) -> StepReport:
         """Report the step that has just been run and took `seconds`."""
-        engine, before = self._engine, self._totals
-        self._totals = now = self._read_totals()
-        prompt, output, asked, hits, preemptions = (b - a for a, b in zip(before, now, strict=True))
-        recent = engine.runner.recent_rounds
-        rounds = tuple(recent)
-        recent.clear()
+        before, now = self._before, self._engine.stats()
+        self._before = now
+        fresh = now.num_rounds - before.num_rounds
         return StepReport(
             seconds=seconds,
-            rounds=rounds,
-            acceptance=self._new_rounds() if rounds else {},
-            prompt_tokens=prompt,
-            output_tokens=output,
-            running=len(engine.scheduler.running),
-            waiting=len(engine.scheduler.waiting),
-            kv_used=engine.pool.used,
-            kv_capacity=engine.pool.capacity,
-            prefix_queries=asked,
-            prefix_hits=hits,
-            preemptions=preemptions,
-            fallback=fallback,
+            rounds=now.rounds[-fresh:] if fresh else (),
+            acceptance=dict(now.acceptance.tally - before.acceptance.tally) if fresh else {},
+            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+            output_tokens=now.output_tokens - before.output_tokens,
+            running=now.running,
+            waiting=now.waiting,
+            kv_used=now.kv_used,
+            kv_capacity=now.kv_capacity,
+            prefix_queries=now.prefix_queries - before.prefix_queries,
+            prefix_hits=now.prefix_hits - before.prefix_hits,
+            preemptions=now.preemptions - before.preemptions,
+            fallback=now.drafter_failure is not None,
         )
-
-    def _read_totals(self) -> tuple[int, int, int, int, int]:
-        engine = self._engine
-        return (
-            engine.statistics.prompt_tokens,
-            engine.statistics.output_tokens,
-            engine.pool.asked_tokens,
-            engine.pool.hit_tokens,
-            engine.scheduler.preemptions,
-        )
-
-    def _new_rounds(self) -> dict[tuple[int, int], int]:
-        fresh: dict[tuple[int, int], int] = {}
-        for kind, rounds in self._engine.statistics.acceptance.tally.items():
-            added = rounds - self._tally.get(kind, 0)
-            if added:
-                fresh[kind] = added
-                self._tally[kind] = rounds
-        return fresh

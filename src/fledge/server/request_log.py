@@ -40,7 +40,8 @@ class RequestRecord:
         """Note how the answers, pooled, came about."""
         self.output_tokens = output_tokens
         self.cached_tokens = metrics.cached_tokens
-        self.ttft_ms = round(metrics.time_to_first_token * 1e3, 3)
+        first = metrics.time_to_first_token
+        self.ttft_ms = None if first is None else round(first * 1e3, 3)
         per_token = metrics.time_per_output_token(output_tokens // max(self.answers, 1))
         self.tpot_ms = None if per_token is None else round(per_token * 1e3, 3)
         self.rounds = metrics.acceptance.rounds

@@ -234,7 +234,7 @@ def test_a_drafter_that_cannot_be_used_fails_alone(pair: Path) -> None:
 
 def test_a_drafter_that_breaks_down_is_no_measurement(pair: Path) -> None:
     def fail(llm: LLM, *arguments: object, **named: object) -> object:
-        llm.engine.statistics.drafter_failure = "boom"
+        llm.engine._stats.drafter_failure = "boom"
         return answer(llm, *arguments, **named)
 
     answer = evaluate.answer_turns

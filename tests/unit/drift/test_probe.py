@@ -69,7 +69,7 @@ def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path,
     ]
     assert result.replay_agreement == 1.0
     assert result.tally == result.engine_tally
-    assert result.acceptance.tally == llm.engine.statistics.acceptance.tally
+    assert result.acceptance.tally == llm.engine.stats().acceptance.tally
     assert result.rounds == sum(row.rounds for row in result.prompt_rows)
     assert sum(row.accepted for row in result.prompt_rows) == sum(result.acceptance.accepted_by_depth)
     assert [depth.depth for depth in result.by_depth] == [1, 2, 3, 4]

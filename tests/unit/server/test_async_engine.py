@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fledge import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.recovery import DeadEngineError
+from fledge.engine.engine import LLMEngine
+from fledge.engine.protocol import DeadEngineError
 from fledge.server.answer_stream import AnswerStream, StreamChunk
 from fledge.server.async_engine import AsyncEngine, RequestOptions
 from fledge.server.errors import RequestError
@@ -62,7 +62,7 @@ async def collect(stream: AnswerStream) -> tuple[list[int], str, StreamChunk]:
 async def at_rest(engine: AsyncEngine) -> None:
     while await engine.call(lambda inner: inner.has_unfinished):
         await asyncio.sleep(0.002)
-    await engine.call(Engine.check_integrity)
+    await engine.call(LLMEngine.check_integrity)
     assert await engine.call(lambda inner: inner.pool.used) == 0
     assert engine.active == 0
 
@@ -121,7 +121,7 @@ def test_closing_a_stream_ends_its_request_within_a_round(after: int) -> None:
         dropped.close()
         with pytest.raises(StopAsyncIteration):
             await anext(dropped)
-        before = await engine.call(lambda inner: inner.statistics.steps)
+        before = await engine.call(lambda inner: inner.stats().steps)
         assert await engine.call(lambda inner: "dropped" not in inner._requests)
         assert before >= 0
         tokens, _, _ = await collect(kept)

@@ -1,7 +1,8 @@
 import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.server.estimates import MIN_SAMPLES, CostTable, Observed, RoundShape, RoundYield, explain, speed_up
+from fledge.engine.controller import MIN_SAMPLES, CostTable
+from fledge.server.estimates import Observed, RoundShape, RoundYield, explain, speed_up
 
 
 def _costs(*measured: tuple[int, int, float]) -> CostTable:

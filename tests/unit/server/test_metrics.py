@@ -6,8 +6,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine, EngineConfig
-from fledge.engine.request import RoundRecord
+from fledge.engine.engine import LLMEngine
+from fledge.engine.outputs import RoundRecord
+from fledge.engine.sizing import EngineConfig
 from fledge.server.exposition import Tallies
 from fledge.server.history import MAX_TEMPLATES, History, by_context
 from fledge.server.metrics import Metrics
@@ -247,29 +248,28 @@ def test_two_services_in_one_process_count_apart():
 def test_a_real_engine_is_reported_truly():
     """The sums of all step reports are the engine's own totals, and requests tell their times in order."""
     config = EngineConfig(max_model_len=engine_cases.MAX_LENGTH, max_num_seqs=4, max_depth=3, num_blocks=40)
-    engine = Engine(engine_cases.target(), engine_cases.drafter(), config, lambda _running: 3)
+    engine = LLMEngine(engine_cases.target(), engine_cases.drafter(), config, lambda _running: 3)
     watch, metrics = StepWatch(engine), _metrics()
-    requests = [
-        engine.add_request(str(i), [2, 3, 4, 5], SamplingParams(max_tokens=12, temperature=0.0)) for i in range(6)
-    ]
-    reports = []
+    for i in range(6):
+        engine.add_request(str(i), [2, 3, 4, 5], SamplingParams(max_tokens=12, temperature=0.0))
+    reports, updates = [], []
     while engine.has_unfinished:
-        engine.step()
+        updates += engine.step()
         reports.append(watch.after_step(seconds=0.01))
         metrics.on_step(reports[-1])
-    for request in requests:
-        metrics.on_finished(FinishedRequest.of(request, template_name="t", template_hash="h"))
-    acceptance = engine.statistics.acceptance
+    for last in [update for update in updates if update.finish_reason is not None]:
+        metrics.on_finished(FinishedRequest.of(last, template_name="t", template_hash="h"))
+    acceptance = engine.stats().acceptance
     assert _value(metrics, "spec_decode_num_drafts_total") == acceptance.rounds > 0
     assert _value(metrics, "spec_decode_num_accepted_tokens_total") == sum(acceptance.accepted_by_depth)
-    assert _value(metrics, "generation_tokens_total") == engine.statistics.output_tokens == 72
-    assert _value(metrics, "prompt_tokens_total") == engine.statistics.prompt_tokens
+    assert _value(metrics, "generation_tokens_total") == engine.stats().output_tokens == 72
+    assert _value(metrics, "prompt_tokens_total") == engine.stats().prompt_tokens
     template = _value(metrics, "spec_decode_template_num_drafts_total", template="t", template_hash="h")
     assert template == acceptance.rounds
-    assert _value(metrics, "spec_decode_timed_rounds_total") == engine.statistics.phases.rounds > 0
+    assert _value(metrics, "spec_decode_timed_rounds_total") == engine.stats().timed_rounds > 0
     assert max(report.running for report in reports) == 4
     assert reports[-1].running == reports[-1].waiting == reports[-1].kv_used == 0
-    done = FinishedRequest.of(requests[-1])
+    done = FinishedRequest.of(updates[-1])
     assert done.queue_s is not None
     assert done.ttft_s is not None
     assert 0 <= done.queue_s <= done.ttft_s <= done.e2e_s

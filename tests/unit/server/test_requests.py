@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.outputs import RequestMetrics
-from fledge.engine.request import TokenLogprobs
+from fledge.engine.outputs import RequestMetrics, TokenLogprobs
 from fledge.errors import ConfigError
 from fledge.server.auth import ApiKeys
 from fledge.server.errors import RequestError

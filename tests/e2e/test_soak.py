@@ -95,7 +95,7 @@ def test_thousands_of_requests_leave_nothing_behind(read_late: bool) -> None:
 
     engine.check_integrity()
     assert engine.pool.used == 0
-    assert not engine._requests
+    assert not engine.requests
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert sorted(engine.scheduler._free_rows) == list(range(64))

@@ -122,7 +122,7 @@ def test_closing_a_stream_ends_its_request_within_a_round(after: int) -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(dropped)
         before = await engine.call(lambda inner: inner.stats().steps)
-        assert await engine.call(lambda inner: "dropped" not in inner._requests)
+        assert await engine.call(lambda inner: "dropped" not in inner.requests)
         assert before >= 0
         tokens, _, _ = await collect(kept)
         assert len(tokens) == 24

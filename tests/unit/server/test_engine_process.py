@@ -58,7 +58,7 @@ def test_answers_grammars_stops_and_aborts() -> None:
 
     async def test(engine: AsyncEngine, link: ProcessLink) -> None:
         assert link.facts.has_drafter
-        assert engine.facts.bounds == make_llm(max_num_seqs=4).engine.bounds
+        assert engine.facts.bounds == make_llm(max_num_seqs=4).engine.info
         streams = [engine.generate(prompt, GREEDY, request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
         for (tokens, text, last), output in zip(await asyncio.gather(*map(collect, streams)), expected, strict=True):
             assert (tuple(tokens), text) == (output.outputs[0].token_ids, output.outputs[0].text)

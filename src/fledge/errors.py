@@ -14,7 +14,11 @@ class FledgeError(Exception):
 
 
 class ConfigError(FledgeError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another one. `param` names it, where that is known."""
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class CheckpointError(FledgeError):

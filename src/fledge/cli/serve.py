@@ -114,8 +114,8 @@ def serve(
     longest = _length(max_model_len)
 
     try:
-        from fledge.server.engine_process import EngineSettings, ProcessLink  # noqa: PLC0415 - torch takes seconds
-        from fledge.server.lifecycle import run  # noqa: PLC0415
+        from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.engine_process import EngineProcess, EngineSettings  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
         from fledge.server.service import Service, check_options  # noqa: PLC0415
@@ -159,12 +159,12 @@ def serve(
         "kv_cache_bytes": kv_cache_memory_bytes,
         "seed": seed,
     }
-    link = ProcessLink(EngineSettings(llm=settings, threads=threads, log_format=log_format))
+    process = EngineProcess(EngineSettings(llm=settings, threads=threads, log_format=log_format))
     try:
-        link.wait_until_ready()
-        service = Service(link, options)
+        process.wait_until_ready()
+        service = Service(process, options)
     except BaseException:
-        link.kill()
+        process.kill()
         raise
     scheme = "http" if ssl_certfile is None else "https"
 
@@ -178,7 +178,7 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
-        os._exit(status)  # the engine's thread may be in the middle of a step that nobody waits for
+        os._exit(status)  # other threads may be in the middle of what nobody waits for
 
 
 def _speculation(model: str | None, config: str | None) -> SpeculativeConfig | None:

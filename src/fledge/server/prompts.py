@@ -1,4 +1,4 @@
-"""From messages and text to token ids, outside the event loop when it takes long.
+"""From OpenAI's messages, and from text, to token ids; outside the event loop when it takes long.
 
 Chat templates are the tokenizer's or the operator's. A client's own is refused unless the operator allows it; all of
 them run in transformers' sandbox, which knows no files and no attributes of Python's.
@@ -7,16 +7,17 @@ them run in transformers' sandbox, which knows no files and no attributes of Pyt
 import asyncio
 import copy
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from jinja2 import TemplateError
 
 from fledge.server.errors import RequestError
-from fledge.server.limits import Limits
-from fledge.server.messages import normalise
+from fledge.server.options import RequestLimits
+from fledge.server.protocol import ChatRequest, TokenizeRequest
 
 _T = TypeVar("_T")
 
@@ -29,14 +30,31 @@ _RESERVED = frozenset(
 )
 
 
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class Template(NamedTuple):
+    """A chat template, as labels and tables name it."""
+
+    name: str
+    digest: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.digest[:8]})" if self.digest else self.name
+
+
+NO_TEMPLATE = Template("none", "")  # of plain prompts
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
     """A conversation, ready to be answered."""
 
     token_ids: list[int]
     ending: str  # the last characters of the prompt's text
-    template_name: str
-    template_hash: str
+    template: Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +70,28 @@ class ChatSource:
     continue_final_message: bool = False
     add_special_tokens: bool = False  # templates write them
 
+    @classmethod
+    def of(
+        cls,
+        request: ChatRequest | TokenizeRequest,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> "ChatSource":
+        """Take the fields that both kinds of requests have."""
+        return cls(
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            chat_template=request.chat_template,
+            chat_template_kwargs=request.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+
 
 class Prompts:
     """Renders and tokenizes for one model."""
@@ -61,7 +101,7 @@ class Prompts:
         tokenizer: Any | None,
         *,
         max_model_len: int,
-        limits: Limits,
+        limits: RequestLimits,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         allow_client_templates: bool = False,
@@ -89,7 +129,7 @@ class Prompts:
     async def chat(self, source: ChatSource) -> ChatPrompt:
         """Render and tokenize a conversation."""
         template, name = self._template(source)
-        messages = normalise(source.messages, self._limits.max_messages)
+        messages = normalised(source.messages, self._limits.max_messages)
         extra = dict(source.chat_template_kwargs or {})
         reserved = sorted(_RESERVED & set(extra))
         if reserved:
@@ -122,8 +162,7 @@ class Prompts:
         return ChatPrompt(
             token_ids=token_ids,
             ending=text[-64:],
-            template_name=name,
-            template_hash=hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12],
+            template=Template(name, hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12]),
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -182,3 +221,73 @@ def _refused(reason: str) -> RequestError:
     return RequestError(
         f"messages: the chat template refuses them: {reason.strip().splitlines()[0][:200]}", param="messages"
     )
+
+
+def normalised(messages: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Return messages with roles that templates know, content as one string, and tool arguments as objects."""
+    if not messages:
+        _refuse("messages", "expected at least one message")
+    if len(messages) > most:
+        _refuse("messages", f"found {len(messages)}, allowed are {most}")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _ROLES:
+        _refuse(f"{where}.role", f"expected one of {', '.join(sorted(_ROLES))}")
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    made["content"] = _content(message.get("content"), f"{where}.content", may_be_missing=role == "assistant")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = message.get(name)
+        if value is not None:
+            if not isinstance(value, str):
+                _refuse(f"{where}.{name}", "expected a string")
+            made[name] = value
+    calls = message.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            _refuse(f"{where}.tool_calls", "expected a list, in a message of the assistant's")
+        made["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return made
+
+
+def _content(content: Any, where: str, *, may_be_missing: bool) -> str:
+    if content is None and may_be_missing:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse(where, "expected a string or a list of text parts")
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        _refuse(where, "expected {'type': 'text', 'text': ...}; this server reads text only")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        _refuse(f"{where}.{_TEXT_PARTS[kind]}", "expected a string")
+    return text
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _refuse(where, "expected {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': '...'}}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            _refuse(f"{where}.function.arguments", "expected a string with JSON in it")
+    if not isinstance(arguments, dict):
+        _refuse(f"{where}.function.arguments", "expected a string with a JSON object in it")
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _refuse(param: str, message: str) -> NoReturn:
+    raise RequestError(f"{param}: {message}", param="messages")

@@ -253,11 +253,18 @@ class Process:
             self.process.wait()
 
 
-async def read_stream(http: httpx.AsyncClient, started: asyncio.Event, tokens: int) -> tuple[int, str | None]:
-    """Return the number of tokens of a streamed answer, and the error that ended it."""
+async def read_stream(
+    http: httpx.AsyncClient, started: asyncio.Event, tokens: int, admitted: asyncio.Event | None = None
+) -> tuple[int, str | None]:
+    """Return the number of tokens of a streamed answer, and the error that ended it.
+
+    `admitted` is set when its headers come, `started` when its first token does.
+    """
     count, error = 0, None
     body = {**LONG, "max_tokens": tokens, "stream": True, "return_token_ids": True}
     async with http.stream("POST", CHAT, json=body) as answer:
+        if admitted is not None:
+            admitted.set()
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 started.set()
@@ -280,8 +287,9 @@ def test_memory_stays_flat_and_sigterm_lets_running_streams_finish() -> None:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
                 flags = [asyncio.Event() for _ in range(12)]  # more than run at once: some still wait
-                streams = [asyncio.ensure_future(read_stream(http, flag, 150)) for flag in flags]
-                await asyncio.wait([asyncio.ensure_future(flag.wait()) for flag in flags[:1]])
+                started = asyncio.Event()
+                streams = [asyncio.ensure_future(read_stream(http, started, 150, flag)) for flag in flags]
+                await asyncio.gather(started.wait(), *(flag.wait() for flag in flags))
                 server.process.send_signal(signal.SIGTERM)
                 await asyncio.sleep(0.1)
                 refused = await http.post(CHAT, json=LONG)

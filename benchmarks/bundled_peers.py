@@ -34,8 +34,8 @@ from fledge.bench.tables import print_results
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.checkpoints.source import resolve
 from fledge.decoding.params import SamplingParams
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
-from fledge.engine.sizing import EngineConfig
 from fledge.evaluation.workloads import load_workload, tokenised
 from fledge.provenance import run_provenance
 

@@ -90,7 +90,7 @@ def _serving() -> Iterator[Serving]:
 def test_connections_that_are_dropped_leave_nothing_behind(serving: Serving) -> None:
     storm(serving.port, DROPPED, seed=1)
     serving.until_idle()
-    assert serving.in_engine(lambda engine: engine.pool.used) == 0
+    assert serving.in_engine(lambda engine: engine.block_manager.used) == 0
     assert serving.in_engine(lambda engine: engine.stats().failed_steps) == 0
     assert serving.in_engine(lambda engine: engine.stats().aborted) > DROPPED // 4
     answer = httpx.post(serving.url + CHAT, json={**LONG, "max_tokens": 20}, timeout=60).json()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.engine.config import SpeculativeConfig
 from fledge.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:

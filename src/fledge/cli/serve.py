@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from fledge.checkpoints.bundled import DRAFTERS, TARGET
 from fledge.cli.vllm_options import translate
-from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.engine.config import SpeculativeConfig
 from fledge.errors import ConfigError
 
 BUNDLED_DEPTH = 5

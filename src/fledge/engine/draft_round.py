@@ -1,5 +1,8 @@
 """The drafting half of a round, for a batch: chains, or trees. `decoding/drafting.py` is the same for one sequence."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -10,8 +13,22 @@ from fledge.decoding.tree import Expansion, expand, rank
 from fledge.engine.paged_cache import RoundPass
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
+from fledge.errors import describe
 from fledge.kernels.round_rows import DraftPlaces, slots_of
 from fledge.models.drafter.base import DraftStates
+
+
+class DrafterError(Exception):
+    """The drafter raised. Nobody loses anything but speed: the target's work of the step is done by then."""
+
+
+@contextmanager
+def drafter_errors() -> Iterator[None]:
+    """Whatever is raised inside is the drafter's doing."""
+    try:
+        yield
+    except Exception as error:
+        raise DrafterError(describe(error)) from error
 
 
 def propose(

@@ -22,7 +22,7 @@ from fledge.layers.config import LayerConfig
 
 
 class PagedCache:
-    """The key and value blocks of all layers of one model. Who owns which block is `KVPool`'s business."""
+    """The key and value blocks of all layers of one model. Who owns which block is `BlockManager`'s business."""
 
     def __init__(
         self,

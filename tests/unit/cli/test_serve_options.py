@@ -8,7 +8,7 @@ import pytest
 
 from fledge.cli import serve as serve_module
 from fledge.cli.vllm_options import FOREIGN, translate
-from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.engine.config import SpeculativeConfig
 from fledge.errors import ConfigError
 from tests.command_line import fledge
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from fledge.decoding.drafting import TreeShape
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
-from fledge.engine.sizing import EngineConfig
 from fledge.kernels.native.library import library
 from fledge.models.config import DrafterConfig, TargetConfig
-from tests.engine_cases import TREE, Ask, answers, greedy, sampled
+from tests.engine_cases import TREE, Ask, answers, greedy, sampled, speculation
 from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
@@ -34,15 +35,21 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Non
 
 
 def make_engine(
-    target: TargetConfig, drafter: DrafterConfig | None, *, even_head: bool = False, **settings: object
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    *,
+    even_head: bool = False,
+    tree: TreeShape | None = None,
+    **settings: object,
 ) -> LLMEngine:
     """`even_head`: all tokens are liked almost equally, so that rounding decides between them."""
     model = make_target(target)
     if even_head:
         model.lm_head.weight.copy_(model.lm_head.weight[0] + 3e-7 * torch.randn_like(model.lm_head.weight))
     drafts = None if drafter is None else make_drafter(drafter, model, seed=2)
-    config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, max_depth=3, **settings)
-    return LLMEngine(model, drafts, config, lambda _running: 0 if drafter is None else 3)
+    made = None if drafter is None else speculation(3, tree=tree)
+    config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, speculative_config=made, **settings)
+    return LLMEngine(model, drafts, config)
 
 
 def watched(engine: LLMEngine, asks: list[Ask]) -> tuple[list[list[int]], list[list[list[int]]]]:

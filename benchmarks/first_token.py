@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fledge.bench.offline_engines import Mode, entrants, load_models, make_engine
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine

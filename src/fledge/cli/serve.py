@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.cli.vllm_options import translate
 from fledge.engine.config import SpeculativeConfig
 from fledge.errors import ConfigError

@@ -37,9 +37,9 @@ from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler, lookahead
 from fledge.engine.sizing import count_blocks, make_cache, scratch_slots, tree_nodes
 from fledge.errors import ConfigError, describe
-from fledge.layers.linear import pack_linears
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
+from fledge.native import accelerate
 
 RECENT_ROUNDS = 16
 MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
@@ -68,7 +68,7 @@ class LLMEngine:
         self.device = target.embed_tokens.weight.device
         on_gpu = self.device.type == "cuda"
         if config.pack_weights:
-            pack_linears(*(one for one in (target, drafter) if one is not None))
+            target, drafter = accelerate(target, drafter)
         max_model_len = config.max_model_len or target.config.max_positions
         self.config = config = replace(config, max_model_len=max_model_len)
         self.requests: dict[str, Request] = {}  # those that have not ended

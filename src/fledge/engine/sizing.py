@@ -1,14 +1,14 @@
 """How large an engine's KV cache is: what its settings come to for these models on this machine."""
 
 import torch
-from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.tree import tree_size
 from fledge.devices import choose_dtype
 from fledge.engine.config import EngineConfig
-from fledge.engine.paged_cache import PagedCache
 from fledge.errors import ConfigError
+from fledge.layers.norm import compute_weight
+from fledge.layers.paged_cache import PagedCache
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
@@ -18,7 +18,7 @@ MAX_TREE_ROWS = 64  # what tree attention takes in one pass
 
 def kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype:
     """Return the dtype of a model's KV cache. Attention computes in one dtype, so it is the model's own."""
-    own, wanted = _weight(model).dtype, choose_dtype(config.kv_cache_dtype)
+    own, wanted = compute_weight(model).dtype, choose_dtype(config.kv_cache_dtype)
     if wanted not in (None, own):
         raise ConfigError(
             f"kv_cache_dtype: found {config.kv_cache_dtype!r}, but the model computes in "
@@ -29,12 +29,12 @@ def kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype:
 
 def make_cache(config: EngineConfig, model: TargetModel | Drafter, num_blocks: int, block_size: int) -> PagedCache:
     return PagedCache(
-        model.config.layer,
+        model.config.layer.kv_cache,
         num_layers=model.config.num_layers,
         num_blocks=num_blocks,
         block_size=block_size,
         dtype=kv_dtype(config, model),
-        device=_weight(model).device,
+        device=compute_weight(model).device,
     )
 
 
@@ -45,19 +45,15 @@ def count_blocks(
     if config.num_blocks is not None:
         return config.num_blocks
     models: list[TargetModel | Drafter] = [target] if drafter is None else [target, drafter]
-    per_block: int = sum(
-        PagedCache.bytes_per_block(
-            model.config.layer,
-            num_layers=model.config.num_layers,
-            block_size=block_size,
-            dtype=kv_dtype(config, model),
-        )
+    per_token = sum(
+        model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(kv_dtype(config, model))
         for model in models
     )
+    per_block = per_token * block_size
     useful = config.max_num_seqs * -(-longest // block_size) + 1
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
-    elif (device := _weight(target).device).type == "cuda":
+    elif (device := compute_weight(target).device).type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1 - config.gpu_memory_utilization))
     else:
@@ -85,8 +81,3 @@ def tree_nodes(tree: TreeShape | None, depth: int, vocab_size: int) -> int:
 def scratch_slots(tree: TreeShape | None, depth: int, nodes: int) -> int:
     """Slots beyond a sequence's end that trees are laid out in."""
     return 0 if tree is None else max(nodes + 1, tree.width * depth)
-
-
-def _weight(model: TargetModel | Drafter) -> Tensor:
-    """Any weight of the model's own: its embedding may be another model's."""
-    return next(parameter for name, parameter in model.named_parameters() if name.startswith("layers."))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.cli.bench.rounds import integers
 from fledge.errors import ConfigError
 

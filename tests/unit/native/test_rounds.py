@@ -41,6 +41,7 @@ def make_engine(
     *,
     even_head: bool = False,
     tree: TreeShape | None = None,
+    sample_drafts: bool = False,
     **settings: object,
 ) -> LLMEngine:
     """`even_head`: all tokens are liked almost equally, so that rounding decides between them."""
@@ -48,7 +49,7 @@ def make_engine(
     if even_head:
         model.lm_head.weight.copy_(model.lm_head.weight[0] + 3e-7 * torch.randn_like(model.lm_head.weight))
     drafts = None if drafter is None else make_drafter(drafter, model, seed=2)
-    made = None if drafter is None else speculation(3, tree=tree)
+    made = None if drafter is None else speculation(3, tree=tree, sample_drafts=sample_drafts)
     config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, speculative_config=made, **settings)
     return LLMEngine(model, drafts, config)
 

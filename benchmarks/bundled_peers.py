@@ -31,11 +31,10 @@ from fledge.bench.closed_loop import ClosedLoop, Question, asked, token_digest
 from fledge.bench.offline_engines import Mode, Models, entrants, load_models, make_engine, titles
 from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, write_results
 from fledge.bench.tables import print_results
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
-from fledge.checkpoints.source import resolve
+from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
-from fledge.engine.sizing import EngineConfig
 from fledge.evaluation.workloads import load_workload, tokenised
 from fledge.provenance import run_provenance
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fledge import LLM, SamplingParams
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.devices import choose_device
 from fledge.evaluation.workloads import load_workload
 from fledge.training.evaluation import Question, Turn, answer_questions, release

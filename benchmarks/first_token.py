@@ -10,16 +10,17 @@ import json
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from fledge.bench.offline_engines import Mode, entrants, load_models, make_engine
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
-from fledge.engine.sizing import EngineConfig
 from fledge.provenance import run_provenance
 
 
@@ -49,8 +50,11 @@ def main() -> None:
     models = load_models(arguments.target, [arguments.drafter], dtype="auto", device="auto", inflate=arguments.inflate)
     base = EngineConfig(max_model_len=max(lengths) + 64, max_num_seqs=4, enable_prefix_caching=False)
     entrant = entrants(models, arguments.target, [Mode(depth=arguments.depth)])[-1]
-    engines = {name: make_engine(models, entrant, base, [1]) for name in ("graphs", "kernel by kernel")}
-    engines["kernel by kernel"].runner.prefill_graphs = None
+    eager = replace(base, enforce_eager=True)
+    engines = {
+        "graphs": make_engine(models, entrant, base, [1]),
+        "kernel by kernel": make_engine(models, entrant, eager, [1]),
+    }
     generator = random.Random(0)
     vocabulary = models.target.config.vocab_size
     found: dict[int, dict[str, float]] = {}

@@ -12,8 +12,7 @@ export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
 OUT=${OUT:-build/gpu} MINUTES=${MINUTES:-8} OPTIONS=${OPTIONS:-}
 if [ -z "${SHAPES:-}" ]; then # a model of more layers than the 1b shape has needs one that is as deep
     SHAPES="8b $("$PYTHON" -c 'from pathlib import Path
-from fledge.checkpoints.bundled import TARGET
-from fledge.checkpoints.source import resolve
+from fledge.checkpoints.source import TARGET, resolve
 from fledge.checkpoints.target import read_target_config
 print("1b" if read_target_config(resolve(TARGET)).num_layers <= 16 else "1b-deep")')"
 fi

@@ -163,11 +163,15 @@ UNREADABLE = (
         spoil=_tensors(lambda t: {**t, "midlayer.mlp.experts.0.up_proj.weight": torch.ones(1)}),
         says="mixture-of-experts",
     ),
-    Trap(name="quantised", spoil=_config(quantization_config={"bits": 4}), says="an unquantised drafter"),
+    Trap(
+        name="quantised",
+        spoil=_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        says="weights quantised with gptq (4 bits), which Fledge does not read; expected an unquantised checkpoint",
+    ),
     Trap(
         name="quantised-tensors",
         spoil=_tensors(lambda tensors: {n: t.to(torch.int8) for n, t in tensors.items()}),
-        says="only unquantised",
+        says="is int8, and config.json has no quantization_config that says how to read it; only unquantised",
     ),
     Trap(
         name="parallel-drafting",
@@ -584,6 +588,13 @@ WARNINGS = (
         spoil=_config(),
         says="vLLM drops it without a word",
         finding="fc-bias",
+        warning=True,
+    ),
+    Trap(
+        name="architecture-unknown",
+        spoil=_config(architectures=["PhoenixForCausalLM"]),
+        says="architectures: found PhoenixForCausalLM, expected a class that Fledge knows",
+        finding="architecture-unknown",
         warning=True,
     ),
     Trap(

@@ -7,7 +7,6 @@ from short, documented, self-contained functions, with the hand-written programs
 import ast
 import builtins
 import hashlib
-import importlib
 import io
 import json
 import random
@@ -21,14 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from recipes.demo import jsonlines
+from recipes.demo import jsonlines, small_programs
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|ISCL|Unlicense)\b", re.IGNORECASE)
 RESTRICTED = re.compile(r"GPL|MPL|Mozilla|EUPL|CDDL|Eclipse|proprietary|commercial|NVIDIA|CC-BY|CC BY", re.IGNORECASE)
@@ -458,15 +457,6 @@ def chat_examples(
     return examples[:limit]
 
 
-def program_examples(seed: int, count: int) -> list[jsonlines.Record]:
-    """The hand-written programs' examples, or none where that module does not exist."""
-    try:
-        module: Any = importlib.import_module("recipes.demo.small_programs")
-        return list(module.chat_examples(seed, count))
-    except (ModuleNotFoundError, AttributeError):
-        return []
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Pretraining documents, .jsonl.xz.")],
     chat_out: Annotated[Path, typer.Option(help="Chat examples, .jsonl.xz.")],
@@ -490,7 +480,7 @@ def main(
     chat = chat_examples(admitted, examples, reserved, seed)
     programs = [
         p
-        for p in program_examples(seed, program_count)
+        for p in small_programs.chat_examples(seed, program_count)
         if all(reserved.isdisjoint(word_sequences(m["content"])) for m in p["messages"])
     ]
     random.Random(seed).shuffle(files)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import lzma
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from fledge.errors import DataError
+from fledge.errors import DataError, FledgeError
+
+_DAMAGE = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)  # of compressed files
 
 
 def cache_directory() -> Path:
@@ -53,6 +56,31 @@ def atomic_file(path: Path) -> Iterator[IO[str]]:
         yield file
 
 
+@contextmanager
+def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a new directory beside `path` that takes its name when the block ends without an error.
+
+    Refuses a path that exists, unless `replace`: then a reader finds the old directory, the new one, or for an instant
+    neither. An error in the block leaves what was there, and nothing else.
+    """
+    if path.exists() and not replace:
+        raise FledgeError(f"{path}: already exists; choose another destination or remove it first")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        raise FledgeError(f"{path}: cannot be created: {error.strerror}") from None
+    try:
+        new = beside / "new"  # mkdtemp's mode is 0700; this one follows the umask
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(beside / "old")
+        new.rename(path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
 def write_text(path: Path, text: str) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -61,6 +89,15 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, decompressed if it is an .xz or .gz. ValueError for one that is damaged."""
+    try:
+        with _open(path) as file:
+            return file.read()
+    except _DAMAGE as error:
+        raise ValueError(f"damaged: {error}") from None
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -89,19 +126,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, value) of a .jsonl, .jsonl.xz or .jsonl.gz file. Blank lines are passed over."""
     number = 0
-    opener: Callable[..., IO[bytes]] = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)  # type: ignore[assignment]
     try:
-        with opener(path, "rb") as file:
+        with _open(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
         raise DataError(f"{path}, line {number}: not a JSON value ({reason}); mend or remove the line") from None
-    except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except _DAMAGE as error:
         raise DataError(f"{path}: damaged after line {number} ({error}); fetch the file again") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    opener: Callable[..., IO[bytes]] = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)  # type: ignore[assignment]
+    return opener(path, "rb")
 
 
 def digest(value: Any) -> str:

@@ -90,7 +90,7 @@ def _serving() -> Iterator[Serving]:
 def test_connections_that_are_dropped_leave_nothing_behind(serving: Serving) -> None:
     storm(serving.port, DROPPED, seed=1)
     serving.until_idle()
-    assert serving.in_engine(lambda engine: engine.pool.used) == 0
+    assert serving.in_engine(lambda engine: engine.block_manager.used) == 0
     assert serving.in_engine(lambda engine: engine.stats().failed_steps) == 0
     assert serving.in_engine(lambda engine: engine.stats().aborted) > DROPPED // 4
     answer = httpx.post(serving.url + CHAT, json={**LONG, "max_tokens": 20}, timeout=60).json()
@@ -173,7 +173,7 @@ def test_a_drafter_that_fails_is_given_up_and_every_stream_goes_on() -> None:
 
         return call
 
-    for name in ("forward", "draft_settled"):  # the second is all of a round's drafting, where it is one call
+    for name in ("forward", "draft_chain"):  # the second is all of a round's drafting, where it is one call
         setattr(drafter, name, failing(getattr(drafter, name)))
 
     async def one(http: httpx.AsyncClient, number: int) -> str:

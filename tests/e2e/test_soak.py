@@ -14,10 +14,10 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
-from fledge.engine.sizing import EngineConfig
 from fledge.models.drafter.variants import EAGLE_3_1
-from tests.engine_cases import TARGET
+from tests.engine_cases import TARGET, AnyDepth, speculation
 from tests.tiny_models import make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -83,8 +83,15 @@ def test_thousands_of_requests_leave_nothing_behind(read_late: bool) -> None:
         target,
         make_drafter(DRAFTER, target),
         # Too few blocks for 64 requests, so that some are preempted.
-        EngineConfig(max_model_len=40, max_num_seqs=64, num_blocks=320, block_size=2, max_depth=2, read_late=read_late),
-        lambda _: depths.choice([0, 1, 2, 2, 2, 2, 2]),
+        EngineConfig(
+            speculative_config=speculation(2),
+            max_model_len=40,
+            max_num_seqs=64,
+            num_blocks=320,
+            block_size=2,
+            read_late=read_late,
+        ),
+        AnyDepth(lambda _: depths.choice([0, 1, 2, 2, 2, 2, 2])),
     )
     chance = random.Random(0)
     soak(engine, REQUESTS // 4, chance)  # caches, allocators and the like reach their size
@@ -94,12 +101,12 @@ def test_thousands_of_requests_leave_nothing_behind(read_late: bool) -> None:
     gc.collect()
 
     engine.check_integrity()
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
     assert not engine.requests
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert sorted(engine.scheduler._free_rows) == list(range(64))
-    assert len(engine.pool._key_of) <= 320
+    assert len(engine.block_manager._key_of) <= 320
     statistics = engine.stats()
     assert statistics.finished + statistics.aborted == REQUESTS // 4 * 2
     assert statistics.aborted > REQUESTS // 20
@@ -143,5 +150,5 @@ def test_streams_and_calls_that_are_dropped_leave_nothing_behind(tmp_path: Path)
     llm.engine.check_integrity()
     assert not llm._answers
     assert not llm.engine.has_unfinished
-    assert llm.engine.pool.used == 0
+    assert llm.engine.block_manager.used == 0
     assert len(gc.get_objects()) - objects < 500

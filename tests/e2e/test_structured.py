@@ -107,7 +107,7 @@ def test_greedy_answers_are_valid_and_those_without_speculation(
     free = plain.generate(prompts[1::2], GREEDY)
     assert [o.token_ids for o in outputs[llm][1::2]] == [o.outputs[0].token_ids for o in free]
     assert llm.engine.stats().acceptance.rounds > 20
-    assert llm.engine.pool.used == 0
+    assert llm.engine.block_manager.used == 0
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=["chain", "tree", "sampled drafts"])

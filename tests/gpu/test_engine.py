@@ -25,15 +25,15 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.reference import Speculation
 from fledge.decoding.sampling import adjust_logits, distribution
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
-from fledge.engine.sizing import EngineConfig
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
-from tests.engine_cases import add_request
+from tests.engine_cases import AnyDepth, add_request, speculation
 from tests.gpu.script import run_checks
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
@@ -81,10 +81,18 @@ def on_gpu(target: TargetModel, drafter: Drafter, dtype: torch.dtype) -> tuple[T
 
 
 def make_engine(
-    target: TargetModel, drafter: Drafter | None, depth: Callable[[int], int], **settings: object
+    target: TargetModel,
+    drafter: Drafter | None,
+    depth: Callable[[int], int],
+    *,
+    tree: TreeShape | None = None,
+    sample_drafts: bool = False,
+    **settings: object,
 ) -> LLMEngine:
-    values = {"max_model_len": 256, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16, "max_depth": 4, **settings}
-    return LLMEngine(target, drafter, EngineConfig(**values), depth)  # type: ignore[arg-type]
+    values = {"max_model_len": 256, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16, **settings}
+    if drafter is not None:
+        values["speculative_config"] = speculation(4, tree=tree, sample_drafts=sample_drafts)
+    return LLMEngine(target, drafter, EngineConfig(**values), AnyDepth(depth, (0, 3, 4)))  # type: ignore[arg-type]
 
 
 def next_logits(target: TargetModel, text: list[int]) -> Tensor:
@@ -166,7 +174,7 @@ def random_mix(
             depth = chance.randint(0, 4)
         engine.step()
         engine.check_integrity()
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
     parted = 0
     for request in asked:
         speculation = None

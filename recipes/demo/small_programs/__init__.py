@@ -1,6 +1,6 @@
 """Small programs written for the demo model: tasks, checked solutions, and conversations made from them."""
 
-from .conversations import PROGRAMS, chat_examples
-from .program import Program
+from recipes.demo.small_programs.conversations import chat_examples
+from recipes.demo.small_programs.program import Program, programs
 
-__all__ = ["PROGRAMS", "Program", "chat_examples"]
+__all__ = ["Program", "chat_examples", "programs"]

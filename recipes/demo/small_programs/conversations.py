@@ -11,15 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from . import editing
-from .arithmetic import ARITHMETIC
-from .everyday import EVERYDAY
-from .program import Program
-from .sequences import SEQUENCES
-from .structures import STRUCTURES
-from .texts import TEXTS
-
-PROGRAMS: tuple[Program, ...] = (*TEXTS, *ARITHMETIC, *SEQUENCES, *STRUCTURES, *EVERYDAY)
+from recipes.demo.small_programs import editing
+from recipes.demo.small_programs.program import Program, programs
 
 Message = dict[str, str]
 
@@ -181,7 +174,7 @@ class _Form:
 
 
 def _conversation(rng: random.Random) -> dict[str, Any]:
-    program = rng.choice(PROGRAMS)
+    program = rng.choice(programs())
     messages: list[Message] = []
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.4 else None
     if system:

@@ -1,6 +1,12 @@
-"""What one small program consists of."""
+"""The small programs: `programs.jsonl`, one of them on each line."""
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from recipes.demo import jsonlines
+
+FILE = Path(__file__).with_name("programs.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,22 +26,9 @@ class Program:
     javascript: str | None = None  # takes the same arguments in the same order, returns the same values
 
 
-def program(
-    task: str,
-    explanation: str,
-    complexity: str,
-    check: str,
-    source: str,
-    *others: tuple[str, str],
-    javascript: str | None = None,
-) -> Program:
-    """A program from texts with blank lines around them; each of `others` is a further variant and its explanation."""
-    return Program(
-        task=task,
-        python=(source.strip(), *(other.strip() for other, _ in others)),
-        check=check.strip(),
-        explanation=" ".join(explanation.split()),
-        complexity=complexity,
-        notes=tuple(" ".join(note.split()) for _, note in others),
-        javascript=javascript.strip() if javascript else None,
+@cache
+def programs() -> tuple[Program, ...]:
+    """All of them, in the order of the file: conversations are drawn by it."""
+    return tuple(
+        Program(**{**row, "python": tuple(row["python"]), "notes": tuple(row["notes"])}) for row in jsonlines.read(FILE)
     )

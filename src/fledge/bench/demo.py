@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM
 
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
-from fledge.checkpoints.source import resolve
+from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM

@@ -16,8 +16,8 @@ from fledge.bench.evaluate_turns import Asked, different_turns, open_turns, requ
 from fledge.bench.results import Cell, Contender, Difference, Load, RequestRecord, Results, Status, write_results
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
+from fledge.engine.config import MAX_DEPTH
 from fledge.engine.llm import LLM
-from fledge.engine.speculative_config import MAX_DEPTH
 from fledge.errors import CheckpointError, ConfigError, FledgeError
 from fledge.evaluation.workloads import Prompt, Workload, tokenised
 from fledge.files import distinct_names, read_json

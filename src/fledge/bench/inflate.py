@@ -212,6 +212,7 @@ class TargetPlan:
         source = next((i for i in range(self.small.num_layers) if self.place(i) == index), None)
         if source is None:
             large.self_attn.o_proj.weight.zero_()
+            assert isinstance(large.mlp, SwiGLU)
             large.mlp.down_proj.weight.zero_()
             return
         layer = small.layers[source]
@@ -262,6 +263,8 @@ def fill_block(place: LayerMap, large: DecoderLayer, small: DecoderLayer) -> Non
     place.fill_norm(large.input_layernorm, small.input_layernorm)
     place.fill_attention(large.self_attn, small.self_attn, place.hidden)
     place.fill_norm(large.post_attention_layernorm, small.post_attention_layernorm)
+    assert isinstance(large.mlp, SwiGLU)
+    assert isinstance(small.mlp, SwiGLU)
     place.fill_mlp(large.mlp, small.mlp)
 
 

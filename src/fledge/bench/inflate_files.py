@@ -16,11 +16,10 @@ from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.stacking import unstack
 from fledge.checkpoints.target import hf_config, hf_name, load_target
-from fledge.checkpoints.tensors import new_directory, write_json
-from fledge.errors import CheckpointError
-from fledge.files import read_json
+from fledge.checkpoints.tensors import refuse_existing
+from fledge.checkpoints.weights import unstack
+from fledge.files import atomic_directory, read_json, write_json
 from fledge.layers.block import DecoderLayer
 from fledge.layers.norm import RMSNorm
 from fledge.models.config import TargetConfig
@@ -54,8 +53,7 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
     `advance` is called after each layer and each drafter.
     """
     for _, destination in ((inflation.source, inflation.destination), *inflation.drafters):
-        if destination.exists():
-            raise CheckpointError(f"{destination}: already exists; choose another destination or remove it first")
+        refuse_existing(destination)
     source = resolve(inflation.source)
     small = load_target(source).requires_grad_(False)
     dtype = inflation.dtype or getattr(torch, small.config.dtype)
@@ -83,7 +81,7 @@ def _write_target(
     dtype: torch.dtype,
     advance: Callable[[], None],
 ) -> None:
-    with new_directory(inflation.destination) as directory:
+    with atomic_directory(inflation.destination) as directory:
         shards = _Shards(directory, plan.large.num_layers + 1)
         ends = _ends(plan, small, dtype)
         shards.write(

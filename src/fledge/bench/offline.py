@@ -25,9 +25,9 @@ from fledge.bench.offline_engines import (
 )
 from fledge.bench.results import Cell, Load, Results, Status, write_results
 from fledge.decoding.params import SamplingParams
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.protocol import DeadEngineError
-from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
 from fledge.evaluation.workloads import Workload, tokenised
 from fledge.progress import Progress

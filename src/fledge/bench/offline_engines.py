@@ -16,9 +16,8 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.drafting import TreeShape
 from fledge.devices import choose_device, choose_dtype
+from fledge.engine.config import DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
-from fledge.engine.sizing import EngineConfig
-from fledge.engine.speculative_config import DEFAULT_TREE_BUDGET, SpeculativeConfig
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError
 from fledge.files import read_json
@@ -133,20 +132,13 @@ def titles(models: Models) -> dict[str, str]:
 
 def make_engine(models: Models, entrant: Entrant, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:
     """An engine on the shared weights, its graphs captured for `batch_sizes`; others are padded to the next of them."""
+    config = replace(base, cudagraph_capture_sizes=tuple(batch_sizes))
     if entrant.mode is None or entrant.drafter is None:
-        engine = LLMEngine(models.target, None, base)
+        engine = LLMEngine(models.target, None, config)
     else:
-        config = entrant.mode.config(entrant.drafter)
-        width = config.tree_width
-        sized = replace(
-            base,
-            max_depth=config.max_depth,
-            tree=None if width is None else TreeShape(width=width, budget=config.tree_budget),
-        )
-        engine = LLMEngine(models.target, models.drafters[entrant.drafter], sized, config.depth_at)
-    if (graphs := engine.runner.graphs) is not None:
-        graphs.sizes = sorted({*batch_sizes, base.max_num_seqs})
-        engine.warm_up()
+        speculative = replace(config, speculative_config=entrant.mode.config(entrant.drafter))
+        engine = LLMEngine(models.target, models.drafters[entrant.drafter], speculative)
+    engine.warm_up()
     return engine
 
 

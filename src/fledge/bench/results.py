@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
+from fledge.files import read_bytes
 
 SCHEMA = 1
 Kind = Literal["fledge", "server", "transformers", "vllm"]  # `server`: any OpenAI-compatible one, over HTTP
@@ -236,7 +237,7 @@ def check_writable(option: str, path: Path) -> None:
 
 def read_results(path: Path) -> Results:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:

@@ -11,8 +11,8 @@ import torch
 
 from fledge.bench.shapes import SHAPES, make_pair
 from fledge.decoding.params import SamplingParams
+from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
-from fledge.engine.sizing import EngineConfig
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -73,11 +73,11 @@ def make_engine(
         max_model_len=max_model_len,
         max_num_seqs=concurrency,
         max_num_batched_tokens=8192,
-        max_depth=depth,
+        speculative_config=SpeculativeConfig(model="random", num_speculative_tokens=depth) if depth else None,
         enforce_eager=enforce_eager,
         enable_prefix_caching=False,
     )
-    return LLMEngine(target, drafter if depth else None, config, lambda _running: depth)
+    return LLMEngine(target, drafter if depth else None, config)
 
 
 def _time_rounds(engine: LLMEngine, shape: str, depth: int, concurrency: int, rounds: int) -> RoundTime:

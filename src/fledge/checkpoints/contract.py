@@ -8,9 +8,8 @@ drafter that accepts less than it should. Here each of them is a finding with a 
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from fledge.checkpoints.finding import Finding, Severity, config_error, config_warning
-from fledge.checkpoints.formats.aux_ids import as_outputs
-from fledge.checkpoints.formats.shared import AUX_IDS
+from fledge.checkpoints.finding import Finding, Severity, error, warning
+from fledge.checkpoints.formats.aux_ids import AUX_IDS, as_outputs
 from fledge.checkpoints.integrity import tensor_findings, value_findings, vocabulary_findings
 from fledge.checkpoints.reading import DrafterCheckpoint
 from fledge.layers.config import RopeConfig
@@ -42,7 +41,7 @@ def _config_findings(config: DrafterConfig) -> Iterator[Finding]:
         (not config.own_head, "shared-head-width", "lm_head"),
     ):
         if shared and widths_differ:
-            yield config_error(
+            yield error(
                 name,
                 "target_hidden_size",
                 found=f"{config.target_hidden_size}, with hidden_size {config.hidden_size} and no {what} tensor",
@@ -50,7 +49,7 @@ def _config_findings(config: DrafterConfig) -> Iterator[Finding]:
                 advice="fetch the complete checkpoint; vLLM would run with an uninitialised or misshapen matrix",
             )
     if config.fc_bias:
-        yield config_warning(
+        yield warning(
             "fc-bias",
             "bias",
             found="a bias on fc",
@@ -60,7 +59,7 @@ def _config_findings(config: DrafterConfig) -> Iterator[Finding]:
 
 
 def _aux_ids_omitted(default: str) -> Finding:
-    return config_warning(
+    return warning(
         "aux-ids-omitted",
         AUX_IDS,
         found="nothing",
@@ -75,7 +74,7 @@ def _aux_findings(config: DrafterConfig, target: TargetConfig) -> Iterator[Findi
     ids, layers, default = config.aux_layer_ids, target.num_layers, target.default_aux_layer_ids
     if ids is None:
         if len(default) != config.num_aux_states or list(default) != sorted(set(default)) or min(default) < 0:
-            yield config_error(
+            yield error(
                 "aux-ids-required",
                 AUX_IDS,
                 found="nothing",
@@ -85,7 +84,7 @@ def _aux_findings(config: DrafterConfig, target: TargetConfig) -> Iterator[Findi
         else:
             yield _aux_ids_omitted(f"{list(default)} (outputs {as_outputs(default)})")
     elif max(ids) > layers:
-        yield config_error(
+        yield error(
             "aux-ids-out-of-range",
             AUX_IDS,
             found=list(ids),
@@ -93,7 +92,7 @@ def _aux_findings(config: DrafterConfig, target: TargetConfig) -> Iterator[Findi
             advice=f"the target has {layers} layers: this drafter was made for another",
         )
     elif list(ids) == as_outputs(default):
-        yield config_warning(
+        yield warning(
             "aux-ids-look-like-outputs",
             AUX_IDS,
             found=list(ids),
@@ -101,7 +100,7 @@ def _aux_findings(config: DrafterConfig, target: TargetConfig) -> Iterator[Findi
             advice="they are read as inputs, but these are the usual layers counted as outputs: check the trainer",
         )
     elif list(ids) == [i + 1 for i in default]:
-        yield config_warning(
+        yield warning(
             "aux-ids-shifted-twice",
             AUX_IDS,
             found=list(ids),
@@ -115,15 +114,13 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
     other = "this drafter was made for another target"
     if config.vocab_size != target.vocab_size:
         expected = f"{target.vocab_size}, the target's"
-        yield config_error("vocabulary-size", "vocab_size", found=config.vocab_size, expected=expected, advice=other)
+        yield error("vocabulary-size", "vocab_size", found=config.vocab_size, expected=expected, advice=other)
     if config.target_hidden_size != target.hidden_size:
         field = "target_hidden_size" if "target_hidden_size" in checkpoint.fields else "hidden_size"
         expected = f"{target.hidden_size}, the target's hidden size"
-        yield config_error(
-            "target-hidden-size", field, found=config.target_hidden_size, expected=expected, advice=other
-        )
+        yield error("target-hidden-size", field, found=config.target_hidden_size, expected=expected, advice=other)
     if config.layer.rope != target.layer.rope:
-        yield config_warning(
+        yield warning(
             "rope-differs",
             "rope_theta",
             found=_rope_difference(config.layer.rope, target.layer.rope),
@@ -131,7 +128,7 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
             advice="right only if the drafter was trained so",
         )
     if config.max_positions < target.max_positions:
-        yield config_warning(
+        yield warning(
             "max-positions-short",
             "max_position_embeddings",
             found=config.max_positions,
@@ -141,7 +138,7 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
     architecture = FAMILIES[target.family].architecture
     named = checkpoint.target.architectures if checkpoint.target else ()
     if named and architecture not in named:
-        yield config_warning(
+        yield warning(
             "verifier-differs",
             "speculators_config.verifier.architectures",
             found=list(named),

@@ -5,16 +5,18 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Severity
 from fledge.checkpoints.formats.aux_ids import as_outputs
+from fledge.checkpoints.formats.shared import FLAGS
 from fledge.checkpoints.reading import DrafterCheckpoint
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.variants import name_of
 
-_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 _PARTS = (  # prefix of our tensor names, what the part is called
     ("fusion.", "fusion"),
     ("fc.", "fusion"),
@@ -23,8 +25,6 @@ _PARTS = (  # prefix of our tensor names, what the part is called
     ("embed_tokens.", "embedding"),
     ("lm_head.", "head"),
 )
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I8": 1}
-_ITEM_BYTES |= {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
 
 
 def describe_drafter(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def describe_drafter(checkpoint: DrafterCheckpoint, target: TargetConfig | None 
         "directory": str(checkpoint.directory),
         "variant": name_of(config),
         "format": checkpoint.format,
-        "flags": {flag: getattr(config, flag) for flag in _FLAGS},
+        "flags": {flag: getattr(config, flag) for flag in FLAGS},
         "aux_layer_ids": _aux_ids(config, target),
         "vocabulary": {
             "size": config.vocab_size,
@@ -107,6 +107,6 @@ def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:
         count = math.prod(info.shape)
         sizes = parts.setdefault(part, {"parameters": 0, "bytes": 0})
         sizes["parameters"] += count if part != "vocabulary maps" else 0
-        sizes["bytes"] += count * _ITEM_BYTES.get(info.dtype, 1)
+        sizes["bytes"] += count * getattr(getattr(torch, info.dtype, None), "itemsize", 1)
     totals = {unit: sum(part[unit] for part in parts.values()) for unit in ("parameters", "bytes")}
     return {**totals, "parts": dict(sorted(parts.items()))}

@@ -1,8 +1,8 @@
-"""Drafters: loaded under a contract with their target, and written for vLLM, SGLang and speculators."""
+"""Drafters: loaded under a contract with their target, written for vLLM, SGLang and speculators, and converted."""
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,33 @@ from torch import Tensor
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding, Severity
 from fledge.checkpoints.formats import speculators, vllm
+from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.formats.names import T2D
 from fledge.checkpoints.formats.shared import Format, TargetReference
-from fledge.checkpoints.loading import load_tensors
-from fledge.checkpoints.reading import D2T, PROVENANCE_FILE, DrafterCheckpoint, read_drafter, read_weights
-from fledge.checkpoints.stacking import stack, unstack
-from fledge.checkpoints.tensors import new_directory, write_json, write_tensors
+from fledge.checkpoints.reading import D2T, PROVENANCE_FILE, DrafterCheckpoint, read_drafter
+from fledge.checkpoints.target import read_target_config
+from fledge.checkpoints.tensors import refuse_existing, write_tensors
+from fledge.checkpoints.weights import DENSE, load_weights, unstack
 from fledge.errors import CheckpointError, CheckpointWarning
+from fledge.files import atomic_directory, write_json
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.version import __version__
 
-__all__ = ["DrafterCheckpoint", "Format", "TargetReference", "load_drafter", "read_drafter", "save_drafter"]
+__all__ = [
+    "Conversion",
+    "DrafterCheckpoint",
+    "Format",
+    "TargetReference",
+    "convert_drafter",
+    "load_drafter",
+    "read_drafter",
+    "save_drafter",
+]
 
 
 def load_drafter(
@@ -45,26 +57,26 @@ def load_drafter(
     model = target if isinstance(target, TargetModel) else None
     target_config = target.config if isinstance(target, TargetModel) else target
     checkpoint = read_drafter(directory)
-    raise_errors(checkpoint, findings := check(checkpoint, target_config))
+    _raise_errors(checkpoint, findings := check(checkpoint, target_config))
     for finding in findings:
         warnings.warn(finding.message(directory), CheckpointWarning, stacklevel=2)
 
     config = checkpoint.config.resolved(target_config)
     with torch.device("meta"):
         drafter = build(config)
-    # Copies: tensors mapped from a file are badly aligned, and would change with the file.
-    weights = {name: tensor.clone() for name, tensor in read_weights(checkpoint).items()}
-    load_tensors(drafter, stack(weights), directory)
-    if model is not None:
-        weight = model.embed_tokens.weight
-        dtype, device = dtype or weight.dtype, device or weight.device
-    drafter = drafter.to(device=device or "cpu", dtype=dtype or getattr(torch, config.dtype))
+    weight = None if model is None else model.embed_tokens.weight
+    placement = Placement(
+        device=device or ("cpu" if weight is None else weight.device),
+        dtype=dtype or (getattr(torch, config.dtype) if weight is None else weight.dtype),
+    )
+    load_weights(drafter, config.layer, checkpoint.files, checkpoint.weight_names, checkpoint.weight_format, placement)
+    drafter.to(device=placement.device)
     if model is not None:
         drafter.share_with(model)
     return drafter.eval()
 
 
-def raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
+def _raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
     """Raise the first error among `findings`, in one line that says how many more there are."""
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     if errors:
@@ -91,7 +103,7 @@ def save_drafter(
     config = replace(drafter.config, dtype=dtype)
     shared = ([] if config.own_embedding else ["embed_tokens."]) + ([] if config.own_head else ["lm_head."])
     state = {n: t for n, t in state.items() if not n.startswith(tuple(shared))}
-    write_drafter(
+    _write_drafter(
         config,
         unstack(state, config.layer),
         directory,
@@ -102,7 +114,59 @@ def save_drafter(
     )
 
 
-def write_drafter(
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What became of the source's findings."""
+
+    fixed: list[Finding]
+    remaining: list[Finding]
+
+
+def convert_drafter(
+    source: Path,
+    destination: Path,
+    *,
+    to: Format,
+    target: Path | None = None,
+    source_name: str | None = None,
+    target_name: str | None = None,
+    num_speculative_tokens: int = 3,
+) -> Conversion:
+    """Write `source` in the format `to`, weights bit for bit. Raises for contract errors it cannot repair.
+
+    With a target, layers that the source leaves to the default are written down. The names are what the result
+    records: where the user found source and target, as opposed to where they lie on this machine.
+    """
+    checkpoint = read_drafter(source)
+    if checkpoint.weight_format is not DENSE:
+        raise CheckpointError(f"{source}: quantised drafters are not converted; convert the unquantised one")
+    target_config = read_target_config(target) if target else None
+    findings = check(checkpoint, target_config)
+    _raise_errors(checkpoint, [finding for finding in findings if not finding.fixed_by_convert])
+    config, reference = checkpoint.config, checkpoint.target
+    if target_config is not None:
+        config = config.resolved(target_config)
+        architecture = FAMILIES[target_config.family].architecture
+        reference = TargetReference(name_or_path=target_name or str(target), architectures=(architecture,))
+    provenance = {"converted_from": source_name or str(source), "source_format": checkpoint.format}
+    tensors = {name: checkpoint.read(name) for name in checkpoint.weight_names}
+    if config.reduced_vocab:
+        tensors[D2T] = tensors[D2T].to(torch.int64)
+    _write_drafter(
+        config,
+        tensors,
+        destination,
+        to=to,
+        target=reference,
+        num_speculative_tokens=num_speculative_tokens,
+        provenance={**(checkpoint.provenance or {}), **provenance},
+    )
+    remaining = check(read_drafter(destination), target_config)
+    names = {finding.name for finding in remaining}
+    return Conversion(fixed=[finding for finding in findings if finding.name not in names], remaining=remaining)
+
+
+def _write_drafter(
     config: DrafterConfig,
     tensors: Mapping[str, Tensor],
     directory: Path,
@@ -112,14 +176,15 @@ def write_drafter(
     num_speculative_tokens: int,
     provenance: Mapping[str, Any] | None,
 ) -> None:
-    """`save_drafter` for tensors under our unstacked names. Weights are written bit for bit."""
+    """`save_drafter` for tensors under our names before joining. Weights are written bit for bit."""
+    refuse_existing(directory)
     tensors = {**tensors, **_implied_tensors(config, tensors)}
     if to == "vllm":
         table, fields = vllm.name_table(config), vllm.write(config)
     else:
         table = speculators.name_table(config)
         fields = speculators.write(config, target, num_speculative_tokens)
-    with new_directory(directory) as temporary:
+    with atomic_directory(directory) as temporary:
         write_tensors(temporary, {table.to_theirs(name): tensor for name, tensor in tensors.items()})
         write_json(temporary / "config.json", fields)
         write_json(temporary / PROVENANCE_FILE, {**(provenance or {}), "fledge_version": __version__})

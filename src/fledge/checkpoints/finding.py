@@ -1,7 +1,8 @@
 """One thing that is wrong, or suspicious, about a checkpoint."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ class Severity(StrEnum):
     WARNING = "warning"  # it works, but engines disagree about it or acceptance will suffer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What is wrong, where, what was expected and what to do. `name` is stable: documents and tests refer to it."""
 
-    severity: Severity
     name: str  # kebab-case
-    file: str  # within the checkpoint directory
     field: str  # a config field or a tensor name
-    found: str
+    _: KW_ONLY
+    found: object
     expected: str
     advice: str
+    file: str = "config.json"  # within the checkpoint directory
+    severity: Severity = Severity.ERROR
     fixed_by_convert: bool = False  # `fledge convert` writes what is evidently meant
 
     def message(self, directory: Path | None = None) -> str:
@@ -31,34 +33,9 @@ class Finding:
         return f"{file}: {self.field}: found {self.found}, expected {self.expected}; {advice} [{self.name}]"
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "severity": str(self.severity), "message": self.message()}
+        texts = {"severity": str(self.severity), "found": str(self.found), "message": self.message()}
+        return {**asdict(self), **texts}
 
 
-CONFIG_FILE = "config.json"
-
-
-def config_error(
-    name: str, field: str, *, found: object, expected: str, advice: str, fixed_by_convert: bool = False
-) -> Finding:
-    return Finding(
-        severity=Severity.ERROR,
-        name=name,
-        file=CONFIG_FILE,
-        field=field,
-        found=str(found),
-        expected=expected,
-        advice=advice,
-        fixed_by_convert=fixed_by_convert,
-    )
-
-
-def config_warning(name: str, field: str, *, found: object, expected: str, advice: str) -> Finding:
-    return Finding(
-        severity=Severity.WARNING,
-        name=name,
-        file=CONFIG_FILE,
-        field=field,
-        found=str(found),
-        expected=expected,
-        advice=advice,
-    )
+error = Finding
+warning = partial(Finding, severity=Severity.WARNING)

@@ -1,15 +1,16 @@
 """Whether the tensors of a checkpoint are the ones its config describes, and hold sensible values."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fledge.checkpoints.finding import Finding, Severity
+from fledge.checkpoints.finding import Finding, error, warning
+from fledge.checkpoints.formats.dense import WeightFormat
 from fledge.checkpoints.formats.names import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER, T2D, NameTable
 from fledge.checkpoints.reading import D2T, DrafterCheckpoint
-from fledge.checkpoints.stacking import unstack
+from fledge.checkpoints.weights import DENSE, stored_shapes
 from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.drafter.variants import build
 
@@ -17,10 +18,10 @@ from fledge.models.drafter.variants import build
 INFLATED = "fledge_inflated"
 
 
-def expected_tensors(config: DrafterConfig) -> dict[str, Tensor]:
-    """The tensors a config asks for, without data, under our unstacked names."""
+def expected_shapes(config: DrafterConfig, form: WeightFormat = DENSE) -> dict[str, tuple[int, ...]]:
+    """The tensors a config asks for, under our names before joining."""
     with torch.device("meta"):
-        return unstack(build(config).state_dict(), config.layer)
+        return stored_shapes(build(config), config.layer, form)
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ _SHAPE = (
 
 def tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     """Missing, unexpected and misshapen tensors; one finding for each kind, naming the first."""
-    expected = expected_tensors(checkpoint.config)
+    expected = expected_shapes(checkpoint.config, checkpoint.weight_format)
     stored = checkpoint.stored_names.keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
         yield _unneeded_d2t(checkpoint)
     for kind, names in _grouped(expected.keys() - stored, _MISSING):
-        shape = list(expected[names[0]].shape)
+        shape = list(expected[names[0]])
         yield _tensor_error(checkpoint, kind, names, found="no such tensor", expected=f"one of shape {shape}")
     unexpected = _UNEXPECTED[1:] if checkpoint.config.fc_norm else _UNEXPECTED  # a norm too many is no missing flag
     for kind, names in _grouped(stored - expected.keys(), unexpected):
         yield _tensor_error(checkpoint, kind, names, found="a tensor", expected="none")
-    wrong = [n for n in stored & expected.keys() if checkpoint.info(n).shape != tuple(expected[n].shape)]
+    wrong = [n for n in stored & expected.keys() if checkpoint.info(n).shape != expected[n]]
     for kind, names in _grouped(wrong, _SHAPE):
-        found, shape = list(checkpoint.info(names[0]).shape), list(expected[names[0]].shape)
+        found, shape = list(checkpoint.info(names[0]).shape), list(expected[names[0]])
         yield _tensor_error(checkpoint, kind, names, found=f"shape {found}", expected=f"shape {shape}")
 
 
@@ -103,11 +104,10 @@ def _tensor_error(
 ) -> Finding:
     first, more = names[0], f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""
     stored = first in checkpoint.stored_names
-    return Finding(
-        severity=Severity.ERROR,
-        name=kind.name,
+    return error(
+        kind.name,
+        checkpoint.stored_names[first] if stored else _spelling(checkpoint).to_theirs(first),
         file=(checkpoint.info(first).file if stored else checkpoint.files.files[0]).name,
-        field=checkpoint.stored_names[first] if stored else _spelling(checkpoint).to_theirs(first),
         found=found + more,
         expected=expected,
         advice=kind.advice,
@@ -124,11 +124,10 @@ def _spelling(checkpoint: DrafterCheckpoint) -> NameTable:
 
 def _unneeded_d2t(checkpoint: DrafterCheckpoint) -> Finding:
     identity = not checkpoint.read(D2T).any()
-    return Finding(
-        severity=Severity.ERROR,
-        name="d2t-without-reduction",
+    return error(
+        "d2t-without-reduction",
+        "d2t",
         file=checkpoint.info(D2T).file.name,
-        field="d2t",
         found="a map, although draft_vocab_size is vocab_size",
         expected="none",
         advice="vLLM refuses it" if identity else "it is not the identity: correct draft_vocab_size or vocab_size",
@@ -143,10 +142,8 @@ def vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
         return
     file = checkpoint.info(D2T).file.name
 
-    def finding(name: str, found: str, expected: str, advice: str, severity: Severity = Severity.ERROR) -> Finding:
-        return Finding(
-            severity=severity, name=name, file=file, field="d2t", found=found, expected=expected, advice=advice
-        )
+    def finding(name: str, found: str, expected: str, advice: str, how: Callable[..., Finding] = error) -> Finding:
+        return how(name, "d2t", file=file, found=found, expected=expected, advice=advice)
 
     d2t = checkpoint.read(D2T)
     if d2t.dtype not in (torch.int64, torch.int32):
@@ -173,10 +170,10 @@ def vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
         )
     elif not d2t.any():
         expected, advice = "the frequent tokens of the training data", "it may never have been filled in"
-        yield finding("d2t-all-zero", "only zeros: the first token ids", expected, advice, Severity.WARNING)
+        yield finding("d2t-all-zero", "only zeros: the first token ids", expected, advice, warning)
     elif (target_ids.diff() < 0).any():
         advice = "equal logits resolve to the lowest draft id here and to the lowest target id in vLLM"
-        yield finding("d2t-not-sorted", "target ids out of order", "ascending", advice, Severity.WARNING)
+        yield finding("d2t-not-sorted", "target ids out of order", "ascending", advice, warning)
 
 
 def _mask(target_ids: Tensor, like: Tensor) -> Tensor:
@@ -189,11 +186,10 @@ def value_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     for name in sorted(checkpoint.stored_names):
         tensor = checkpoint.read(name)
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            yield Finding(
-                severity=Severity.ERROR,
-                name="weights-not-finite",
+            yield error(
+                "weights-not-finite",
+                checkpoint.stored_names[name],
                 file=checkpoint.info(name).file.name,
-                field=checkpoint.stored_names[name],
                 found="NaN or infinity",
                 expected="finite weights",
                 advice="the training run diverged or the file is damaged; use an earlier checkpoint",

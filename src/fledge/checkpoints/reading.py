@@ -6,14 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fledge.checkpoints.finding import Finding, Severity, config_warning
+from fledge.checkpoints.finding import Finding, error, warning
 from fledge.checkpoints.formats import speculators, vllm
+from fledge.checkpoints.formats.dense import DENSE_DTYPES, WeightFormat
 from fledge.checkpoints.formats.names import T2D, architecture_of, is_ignored, reading_table
-from fledge.checkpoints.formats.shared import Format, TargetReference, architecture_names, refuse_unsupported
+from fledge.checkpoints.formats.shared import (
+    Format,
+    TargetReference,
+    architecture_findings,
+    architecture_names,
+    refuse_unsupported,
+)
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
+from fledge.checkpoints.weights import weight_format
 from fledge.errors import CheckpointError
 from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.hf_config import ConfigFields
@@ -21,7 +28,7 @@ from fledge.models.hf_config import ConfigFields
 PROVENANCE_FILE = "fledge_provenance.json"
 D2T = "vocabulary.d2t"
 _PREFIX = "model."
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors spells them
+_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +40,8 @@ class DrafterCheckpoint:
     config: DrafterConfig
     fields: ConfigFields  # config.json as it is
     files: TensorFiles
-    stored_names: Mapping[str, str]  # our unstacked name -> name in the files; ignored tensors left out
+    stored_names: Mapping[str, str]  # our name before joining -> name in the files; ignored tensors left out
+    weight_format: WeightFormat
     findings: tuple[Finding, ...]  # noticed while reading; `contract.check` adds the rest
     target: TargetReference | None
     provenance: Mapping[str, Any] | None  # what Fledge wrote beside the weights
@@ -44,6 +52,12 @@ class DrafterCheckpoint:
     def read(self, name: str) -> Tensor:
         return self.files.read(self.stored_names[name])
 
+    @property
+    def weight_names(self) -> dict[str, str]:
+        """`stored_names` of the tensors that are the model's: no t2d, and no d2t where the vocabulary is whole."""
+        left_out = {T2D} if self.config.reduced_vocab else {T2D, D2T}
+        return {ours: stored for ours, stored in self.stored_names.items() if ours not in left_out}
+
 
 def read_drafter(directory: Path) -> DrafterCheckpoint:
     """Read what can be known without the weights. Raises for what is no drafter, or none that can be understood."""
@@ -51,6 +65,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     files = TensorFiles(directory)
     bare = {stored: _bare(stored) for stored in files.infos}
     refuse_unsupported(fields, set(bare.values()))
+    form = weight_format(fields, files)
     architecture = _architecture(fields, set(bare.values()))
     table = reading_table(architecture)
     stored_names: dict[str, str] = {}
@@ -64,22 +79,29 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
             )
         stored_names[ours] = stored
     dtype, dtype_findings = _stored_dtype(files, stored_names)
-    if speculators.recognises(fields):
-        form: Format = "speculators"
+    layout: Format = "speculators" if speculators.recognises(fields) else "vllm"
+    if layout == "speculators":
         parsed = speculators.parse(fields, stored_names, dtype)
     else:
-        form = "vllm"
         parsed = vllm.parse(fields, architecture, stored_names, dtype)
+    provenance = directory / PROVENANCE_FILE
     return DrafterCheckpoint(
         directory=directory,
-        format=form,
+        format=layout,
         config=parsed.config,
         fields=fields,
         files=files,
         stored_names=stored_names,
-        findings=_prefix_findings(files) + parsed.findings + dtype_findings + _declared_dtype_findings(fields, dtype),
+        weight_format=form,
+        findings=(
+            *architecture_findings(fields),
+            *_prefix_findings(files),
+            *parsed.findings,
+            *dtype_findings,
+            *_declared_dtype_findings(fields, dtype),
+        ),
         target=parsed.target,
-        provenance=_read_provenance(directory),
+        provenance=ConfigFields.from_file(provenance).values if provenance.is_file() else None,
     )
 
 
@@ -89,17 +111,6 @@ def is_drafter(directory: Path) -> bool:
     if speculators.recognises(fields) or any("Eagle" in name for name in architecture_names(fields)):
         return True
     return architecture_of(map(_bare, TensorFiles(directory).infos)) is not None
-
-
-def read_weights(checkpoint: DrafterCheckpoint) -> dict[str, Tensor]:
-    """Every tensor of the model under our unstacked name, as stored."""
-    stored = checkpoint.files.read_all()
-    tensors = {ours: stored[theirs] for ours, theirs in checkpoint.stored_names.items() if ours != T2D}
-    if not checkpoint.config.reduced_vocab:
-        tensors.pop(D2T, None)
-    elif D2T in tensors:
-        tensors[D2T] = tensors[D2T].to(torch.int64)
-    return tensors
 
 
 def _architecture(fields: ConfigFields, names: Collection[str]) -> Architecture:
@@ -128,11 +139,10 @@ def _prefix_findings(files: TensorFiles) -> tuple[Finding, ...]:
     if not prefixed:
         return ()
     return (
-        Finding(
-            severity=Severity.ERROR,
-            name="model-prefix",
+        error(
+            "model-prefix",
+            prefixed[0],
             file=files.infos[prefixed[0]].file.name,
-            field=prefixed[0],
             found=f"{len(prefixed)} tensor names that begin with '{_PREFIX}'",
             expected=_bare(prefixed[0]),
             advice="vLLM refuses them",
@@ -143,30 +153,21 @@ def _prefix_findings(files: TensorFiles) -> tuple[Finding, ...]:
 
 def _stored_dtype(files: TensorFiles, stored_names: Mapping[str, str]) -> tuple[str, tuple[Finding, ...]]:
     """The dtype of the weights, going by the largest; what differs from it is reported."""
-    spelt = {
-        name: _FLOATS.get(files.infos[stored].dtype, files.infos[stored].dtype)
-        for name, stored in stored_names.items()
-        if name not in (D2T, T2D)
-    }
-    if not spelt:
+    names = [stored for ours, stored in stored_names.items() if ours not in (D2T, T2D)]
+    infos = {name: files.infos[name] for name in names if files.infos[name].dtype in DENSE_DTYPES}
+    if not infos:
         raise CheckpointError(f"{files.directory}: holds no weights")
-    largest = max(spelt, key=lambda name: math.prod(files.infos[stored_names[name]].shape))
-    dtype = spelt[largest]
-    if dtype not in _FLOATS.values():
-        raise CheckpointError(
-            f"{files.infos[stored_names[largest]].file}: tensor '{stored_names[largest]}' is {dtype}; "
-            "only unquantised float32, float16 and bfloat16 drafters are supported"
-        )
-    others = {name: found for name, found in spelt.items() if found != dtype}
+    dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{files.directory}: its weights are {dtype}, expected one of {', '.join(_DTYPES)}")
+    others = sorted(stored for stored, info in infos.items() if info.dtype != dtype)
     if not others:
         return dtype, ()
-    example = min(others)
-    mixed = Finding(
-        severity=Severity.WARNING,
-        name="mixed-dtypes",
-        file=files.infos[stored_names[example]].file.name,
-        field=stored_names[example],
-        found=others[example] + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else ""),
+    mixed = warning(
+        "mixed-dtypes",
+        others[0],
+        file=infos[others[0]].file.name,
+        found=infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else ""),
         expected=f"{dtype}, as the largest tensor",
         advice="all weights are cast to one dtype when loaded",
     )
@@ -178,7 +179,7 @@ def _declared_dtype_findings(fields: ConfigFields, dtype: str) -> tuple[Finding,
     if declared == dtype:
         return ()
     return (
-        config_warning(
+        warning(
             "dtype-differs",
             "torch_dtype",
             found=declared,
@@ -186,8 +187,3 @@ def _declared_dtype_findings(fields: ConfigFields, dtype: str) -> tuple[Finding,
             advice="engines that go by the config cast the weights",
         ),
     )
-
-
-def _read_provenance(directory: Path) -> Mapping[str, Any] | None:
-    path = directory / PROVENANCE_FILE
-    return ConfigFields.from_file(path).values if path.is_file() else None

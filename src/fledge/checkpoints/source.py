@@ -2,16 +2,23 @@
 
 import os
 import re
+from importlib.resources import files
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-from fledge.checkpoints.bundled import NAMES, bundled_directory
 from fledge.errors import CheckpointError
+
+# The models that come with the package: a small chat model and two drafters for it, by variant.
+TARGET = "fledgling"
+DRAFTERS = {"EAGLE-3": "fledgling-eagle3", "EAGLE-3.1": "fledgling-eagle3.1"}
+NAMES = (TARGET, *DRAFTERS.values())
 
 _HUB_NAME = re.compile(r"[\w][\w.\-]*/[\w][\w.\-]*")
 _WANTED = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+def bundled_directory(name: str) -> Path | None:
+    """Return the directory of a bundled model, or None if `name` is not the name of one."""
+    return Path(str(files("fledge"))) / "bundled" / name if name in NAMES else None
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Path:
@@ -33,6 +40,14 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
             f"{name}: no such directory, and not a Hugging Face name (owner/model) nor a bundled model "
             f"({', '.join(NAMES)})"
         )
+    # Here, not above: `fledge --help` reads the names of the bundled models and must not wait for the hub's client.
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED))
     except RepositoryNotFoundError:

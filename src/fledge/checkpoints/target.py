@@ -1,23 +1,26 @@
 """Target models from Hugging Face directories, and back."""
 
+import warnings
 from pathlib import Path
 
 import torch
 
-from fledge.checkpoints.loading import load_tensors
-from fledge.checkpoints.stacking import stack, unstack
-from fledge.checkpoints.tensors import TensorFiles, new_directory, write_json, write_tensors
-from fledge.errors import CheckpointError, nearest_name_hint
+from fledge.checkpoints.formats.dense import Placement
+from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_tensors
+from fledge.checkpoints.weights import load_weights, unstack, weight_format
+from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
+from fledge.files import atomic_directory, write_json
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, write_layer
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 
 # Older checkpoints store the rope frequencies, which follow from the config.
-IGNORED_TENSOR = "rotary_emb.inv_freq"
+_IGNORED_TENSOR = "rotary_emb.inv_freq"
 
 
 def read_target_config(directory: Path) -> TargetConfig:
+    """Read what a target is, from config.json alone. Raises for a drafter, an unknown family, unknown weights."""
     fields = ConfigFields.from_file(directory / "config.json")
     if "eagle" in str(fields.values.get("architectures")).lower() or "speculators_model_type" in fields:
         raise CheckpointError(f"{directory}: is an EAGLE drafter, where a target model was expected")
@@ -26,27 +29,43 @@ def read_target_config(directory: Path) -> TargetConfig:
         raise CheckpointError(
             f"{fields.where}: model_type '{family}' is not a supported target.{nearest_name_hint(family, FAMILIES)}"
         )
-    if "quantization_config" in fields:
-        raise fields.error("quantization_config", "set", "an unquantised checkpoint (bf16, fp16 or fp32)")
+    weight_format(fields)
     return FAMILIES[family].config_from_hf(fields)
 
 
 def load_target(
     directory: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> TargetModel:
-    """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, and no other."""
+    """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, and no other.
+
+    A class that is not its family's is a `CheckpointWarning`.
+    """
     config = read_target_config(directory)
+    fields = ConfigFields.from_file(directory / "config.json")
+    _warn_of_other_class(fields, FAMILIES[config.family].architecture)
     files = TensorFiles(directory)
-    # Copies: tensors mapped from a file are badly aligned, and would change with the file.
-    tensors = {_our_name(n): t.clone() for n, t in files.read_all().items() if IGNORED_TENSOR not in n}
+    names = {_our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
     if config.tied_head:
-        tensors.pop("lm_head.weight", None)
+        names.pop("lm_head.weight", None)
     with torch.device("meta"):
         model = TargetModel(config)
-    load_tensors(model, stack(tensors), directory, optional=frozenset(["lm_head.weight"] if config.tied_head else []))
+    placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
+    tied = ("lm_head",) if config.tied_head else ()
+    load_weights(model, config.layer, files, names, weight_format(fields, files), placement, tied=tied)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
-    return model.to(device=device, dtype=dtype or getattr(torch, config.dtype)).eval()
+    return model.to(device=device).eval()
+
+
+def _warn_of_other_class(fields: ConfigFields, architecture: str) -> None:
+    declared = fields.values.get("architectures")
+    if isinstance(declared, list) and declared and architecture not in declared:
+        warnings.warn(
+            f"{fields.where}: architectures: found {declared[0]}, expected {architecture} for this model_type; "
+            "read as the latter, as its tensors fit",
+            CheckpointWarning,
+            stacklevel=3,
+        )
 
 
 def save_target(model: TargetModel, directory: Path) -> None:
@@ -54,7 +73,8 @@ def save_target(model: TargetModel, directory: Path) -> None:
     tensors = unstack(model.state_dict(), model.config.layer)
     if model.config.tied_head:
         del tensors["lm_head.weight"]
-    with new_directory(directory) as temporary:
+    refuse_existing(directory)
+    with atomic_directory(directory) as temporary:
         write_tensors(temporary, {hf_name(n): t for n, t in tensors.items()})
         write_json(temporary / "config.json", hf_config(model.config, str(next(model.parameters()).dtype)))
 

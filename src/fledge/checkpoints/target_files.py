@@ -1,12 +1,12 @@
 """What training data depends on in a target's directory, read without loading the model."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from fledge.errors import CheckpointError
 from fledge.files import digest, file_digest
+from fledge.models.hf_config import ConfigFields
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 1 << 20
 
 def tokenizer_digests(directory: Path) -> dict[str, str]:
     """Sixteen hex digits each for the tokenizer's files and for the chat template's."""
-    config = _json_object(directory / "tokenizer_config.json")
+    config = _language_fields(directory / "tokenizer_config.json").values
     template = [file_digest(directory / name) for name in _TEMPLATE_FILES if (directory / name).is_file()]
     files = {name: file_digest(directory / name) for name in _TOKENIZER_FILES if (directory / name).is_file()}
     return {"tokenizer": digest(files), "chat_template": digest([config.get("chat_template"), template])}
@@ -47,12 +47,8 @@ def weights_digest(directory: Path) -> str:
 
 def config_stop_ids(directory: Path) -> tuple[int, ...]:
     """Return the ids that end an answer by the config and the generation config."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        config = _json_object(directory / name)
-        value = config.get("eos_token_id", _text_config(config).get("eos_token_id"))
-        found |= {int(v) for v in (value if isinstance(value, list) else [value]) if type(v) is int}
-    return tuple(sorted(found))
+    configs = [_language_fields(directory / name) for name in ("config.json", "generation_config.json")]
+    return tuple(sorted({token for config in configs for token in config.integers("eos_token_id") or ()}))
 
 
 def stop_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -65,24 +61,11 @@ def vocab_size(directory: Path) -> int:
     """Return the size of the target's vocabulary (its head's rows, which may be more than the tokenizer's tokens)."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: has no config.json; target.path must name a model's directory")
-    config = _json_object(directory / "config.json")
-    size = config.get("vocab_size", _text_config(config).get("vocab_size"))
-    if type(size) is not int or size < 1:
-        raise CheckpointError(f"{directory / 'config.json'}: 'vocab_size' is missing or no positive integer")
-    return size
+    return _language_fields(directory / "config.json").integer("vocab_size")
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Multimodal models keep the language model's fields one level down."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else {}
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {' '.join(str(error).split())}") from None
-    return values if isinstance(values, dict) else {}
+def _language_fields(path: Path) -> ConfigFields:
+    """The fields of the language model, which multimodal models keep one level down; none if there is no such file."""
+    fields = ConfigFields.from_file(path) if path.is_file() else ConfigFields({}, str(path))
+    inner = fields.nested("text_config")
+    return fields if inner is None else ConfigFields({**inner.values, **fields.values}, fields.where)

@@ -1,9 +1,6 @@
 """The tensor files of a model directory, whatever their number and format, read one tensor at a time."""
 
 import json
-import os
-import shutil
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -21,6 +18,9 @@ from fledge.errors import CheckpointError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"}
+_TORCH_NAMES |= {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
+_TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,22 @@ class TensorInfo:
     """What can be known of a tensor without reading its data."""
 
     file: Path
-    dtype: str
+    dtype: str  # as torch spells it
     shape: tuple[int, ...]
 
 
 class TensorFiles:
-    """All tensors of a directory by name. Opening reads headers only (safetensors); `read` loads one tensor."""
+    """All tensors of a directory by name. Opening reads headers only (safetensors); `read` loads one tensor.
+
+    Tensors read are mapped from their file: copy what shall outlive it. The files stay open as long as this object.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.files = _find_files(directory)
         self._pickled: dict[str, Tensor] = {}
+        self._opened: dict[Path, Any] = {}
         self.infos: dict[str, TensorInfo] = {}
-        self.metadata: dict[str, str] = {}
         for file in self.files:
             for name, info in self._scan(file):
                 if name in self.infos:
@@ -53,18 +56,9 @@ class TensorFiles:
         if name in self._pickled:
             return self._pickled[name]
         file = self.infos[name].file
-        with _opened(file) as handle:
-            tensor: Tensor = handle.get_tensor(name)
+        with _errors_of(file):
+            tensor: Tensor = self._opened[file].get_tensor(name)
         return tensor
-
-    def read_all(self) -> dict[str, Tensor]:
-        """Every tensor, opening each file once."""
-        tensors = dict(self._pickled)
-        for file in self.files:
-            if file.suffix == ".safetensors":
-                with _opened(file) as handle:
-                    tensors |= {name: handle.get_tensor(name) for name, i in self.infos.items() if i.file == file}
-        return tensors
 
     def _scan(self, file: Path) -> Iterator[tuple[str, TensorInfo]]:
         if file.suffix == ".bin":
@@ -72,11 +66,13 @@ class TensorFiles:
                 self._pickled[name] = tensor
                 yield name, TensorInfo(file, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             return
-        with _opened(file) as handle:
-            self.metadata |= handle.metadata() or {}
+        with _errors_of(file):
+            handle: Any = safe_open(str(file), framework="pt")
+            self._opened[file] = handle
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 part = handle.get_slice(name)
-                yield name, TensorInfo(file, part.get_dtype(), tuple(part.get_shape()))
+                dtype = part.get_dtype()
+                yield name, TensorInfo(file, _TORCH_NAMES.get(dtype, dtype), tuple(part.get_shape()))
 
 
 def _find_files(directory: Path) -> list[Path]:
@@ -112,10 +108,9 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _errors_of(file: Path) -> Iterator[None]:
     try:
-        with safe_open(str(file), framework="pt") as handle:
-            yield handle
+        yield
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file}: truncated or corrupt safetensors file ({error}); fetch it again") from None
 
@@ -133,30 +128,11 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@contextmanager
-def new_directory(destination: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `destination` that takes its name when the block ends without an error.
-
-    Refuses a destination that is there already, so nothing is overwritten or left half-written.
-    """
-    if destination.exists():
-        raise CheckpointError(f"{destination}: already exists; choose another destination or remove it first")
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-    except OSError as error:
-        raise CheckpointError(f"{destination}: cannot be created: {error.strerror}") from None
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        os.rename(temporary, destination)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, directory / _SINGLE, {"format": "pt"})
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def refuse_existing(destination: Path) -> None:
+    """Raise where a model directory is to be written and something is there already."""
+    if destination.exists():
+        raise CheckpointError(f"{destination}: already exists; choose another destination or remove it first")

@@ -32,7 +32,7 @@ def convert(
 
     Refuses a checkpoint with contract errors that it cannot repair, and an existing destination.
     """
-    from fledge.checkpoints.conversion import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
+    from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
 
     conversion = convert_drafter(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fledge.checkpoints.bundled import bundled_directory
+from fledge.checkpoints.source import bundled_directory
 from fledge.errors import FledgeError
 
 if TYPE_CHECKING:

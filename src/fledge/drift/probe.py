@@ -20,9 +20,9 @@ from fledge.drift.recording import MAX_SCORES
 from fledge.drift.replay import ReplaySettings, fusion_parts, replay
 from fledge.drift.result import DriftResult, tally_of
 from fledge.drift.segments import Conversation, Segment, SegmentedPrompt, segmented
+from fledge.engine.config import MAX_DEPTH
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import CompletionOutput
-from fledge.engine.speculative_config import MAX_DEPTH
 from fledge.errors import ConfigError, PromptError
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import name_of
@@ -137,7 +137,7 @@ def _require_chains(llm: LLM) -> Drafter:
     drafter, config = llm.drafter, llm.config
     if drafter is None:
         raise ConfigError("the probe observes a drafter, and this LLM has none; give speculative_config")
-    if config.tree is not None or config.sample_drafts:
+    if config.drafts_trees or config.sample_drafts:
         raise ConfigError(
             "the probe follows chains of a drafter's best tokens; load it without tree_width and without "
             "draft_sample_method 'probabilistic'"

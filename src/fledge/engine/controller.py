@@ -1,4 +1,10 @@
-"""How deep to draft, and what is known of the costs."""
+"""How deep to draft, step by step, and the measured costs to decide it by."""
+
+from collections.abc import Collection
+from typing import Protocol
+
+from fledge.engine.config import SpeculativeConfig
+from fledge.engine.request import Request
 
 SMOOTHING = 0.1  # weight of the newest round in the mean cost
 MIN_SAMPLES = 3  # rounds before a cost is believed
@@ -47,3 +53,41 @@ class CostTable:
         twin = CostTable()
         twin._costs = {depth: dict(costs) for depth, costs in self._costs.items()}
         return twin
+
+
+class DepthPolicy(Protocol):
+    """Chooses how deep to draft. Asked before every step, in the engine's process, so it must be quick."""
+
+    @property
+    def depths(self) -> Collection[int]:
+        """All depths it may choose: graphs are captured for these."""
+        ...
+
+    def depth(self, requests: Collection[Request], costs: CostTable) -> int:
+        """Return how many tokens to draft in the next step; 0 is plain decoding.
+
+        `requests` run or wait to; each knows its acceptance so far and its own limit. The drafts of a request that
+        wants fewer are cut by the engine.
+        """
+        ...
+
+
+class FixedDepth:
+    """The depth that the config has for a batch size, and no more than some request wants."""
+
+    def __init__(self, config: SpeculativeConfig | None, max_num_seqs: int) -> None:
+        """No config: never draft."""
+        self._by_batch = [0 if config is None else config.depth_at(size) for size in range(max_num_seqs + 1)]
+
+    @property
+    def depths(self) -> Collection[int]:
+        return set(self._by_batch[1:])
+
+    def depth(self, requests: Collection[Request], costs: CostTable) -> int:  # noqa: ARG002 - costs do not change it
+        depth = self._by_batch[min(len(requests), len(self._by_batch) - 1)]
+        wanted = 0
+        for request in requests:
+            wanted = max(wanted, request.draft_limit if request.draft_until else 0)
+            if wanted >= depth:
+                return depth
+        return wanted

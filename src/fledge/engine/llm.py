@@ -3,110 +3,76 @@
 It turns text into requests and tokens into text; the engine does the rest.
 """
 
+import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fledge.checkpoints.drafter import load_drafter
-from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import load_target
-from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
-from fledge.devices import choose_device, choose_dtype
+from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import ConstraintFactory
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
+from fledge.engine.loader import load_engine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.protocol import Engine
-from fledge.engine.sizing import EngineConfig
-from fledge.engine.speculative_config import SpeculativeConfig
-from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import ConfigError, PromptError, refuses_unknown_names
-from fledge.models.config import Architecture
+from fledge.engine.tokenizer import encode_chat
+from fledge.errors import ConfigError, PromptError
 from fledge.models.drafter.base import Drafter
+from fledge.models.target.decoder import TargetModel
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The part of `EngineConfig` that users set."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_prefix_caching: bool
-    enforce_eager: bool
-    gpu_memory_utilization: float
-    kv_cache_bytes: int | None
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}: found {value!r}, allowed is an integer of at least 1")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"
-            )
-
-
-@refuses_unknown_names("LLM argument")
 class LLM:
-    """A target, with or without a drafter, ready to answer."""
+    """A target, with or without a drafter, ready to answer. Its engine is ours, or any other: see `from_engine`."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 8192,
-        enable_prefix_caching: bool = True,
-        enforce_eager: bool = False,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_bytes: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Load the models. `dtype` "auto" is the dtype the target is stored in, on a CPU float32: CPUs compute
-        16-bit numbers more slowly. The drafter follows the target.
+    engine: Engine
+    tokenizer: Any | None
 
-        The other names are vLLM's; `kv_cache_bytes` sizes the KV cache directly, on a GPU or a CPU.
-        """
-        config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
-        directory = resolve(model)
-        place = choose_device(device)
-        precision = choose_dtype(dtype) or (torch.float32 if place.type == "cpu" else None)
-        self.target = load_target(directory, dtype=precision, device=place)
-        self.tokenizer = load_tokenizer(directory)
-        self.max_model_len = self._check_length(max_model_len)
-        self.eos_ids = self._find_eos_ids()
-        self.drafter: Drafter | None = None
-        engine = self._build_engine(
-            str(model),
-            config,
-            EngineOptions(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                enforce_eager=enforce_eager,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_bytes=kv_cache_bytes,
-            ),
-        )
-        self.engine: Engine = engine
-        self.config = engine.config
-        _warm_up(engine)
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        config = EngineConfig(**options)
+        engine, tokenizer = load_engine(model, config)
+        self._set_up(engine, tokenizer, config.seed)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Any | None = None, *, seed: int = 0) -> "LLM":
+        """Answer with an engine that is there already."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, tokenizer, seed)
+        return llm
+
+    def _set_up(self, engine: Engine, tokenizer: Any | None, seed: int) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_model_len = engine.info.max_model_len
+        self.eos_ids = engine.info.eos_ids
         self._seeds = random.Random(seed)  # for requests that bring none
         self._requests = 0
         self._answers: dict[str, Detokenizer] = {}  # by request
+
+    @property
+    def target(self) -> TargetModel:
+        """The loaded target, for those who look inside."""
+        return self._own_engine.target
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The loaded drafter, if there is one."""
+        return self._own_engine.drafter
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._own_engine.config
+
+    @property
+    def _own_engine(self) -> LLMEngine:
+        if not isinstance(self.engine, LLMEngine):
+            raise ConfigError("this looks at the models themselves, which only Fledge's own engine has")
+        return self.engine
 
     def generate(
         self,
@@ -255,55 +221,6 @@ class LLM:
             )
         return self.tokenizer
 
-    def _check_length(self, max_model_len: int | None) -> int:
-        limit = self.target.config.max_positions
-        if max_model_len is None:
-            return limit
-        if type(max_model_len) is not int or not 1 < max_model_len <= limit:
-            raise ConfigError(
-                f"max_model_len: found {max_model_len!r}, allowed is 2 to {limit} (the target's positions)"
-            )
-        return max_model_len
-
-    def _find_eos_ids(self) -> tuple[int, ...]:
-        own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
-        return tuple(sorted({*self.target.config.eos_ids, *(() if own is None else (own,))}))
-
-    def _load_drafter(self, config: SpeculativeConfig) -> Drafter:
-        drafter = load_drafter(resolve(config.model), self.target)
-        found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
-        if config.method not in (None, found):
-            raise ConfigError(
-                f"speculative_config: 'method' is '{config.method}', but {config.model} is a drafter "
-                f"for method '{found}'"
-            )
-        if config.max_model_len is not None:
-            limit = min(config.max_model_len, drafter.config.max_positions)
-            drafter.config = replace(drafter.config, max_positions=limit)
-        return drafter
-
-    def _build_engine(self, model: str, config: SpeculativeConfig | None, options: EngineOptions) -> LLMEngine:
-        if config is None:
-            plain = EngineConfig(max_model_len=self.max_model_len, **asdict(options))
-            return LLMEngine(self.target, None, plain, model=model, eos_ids=self.eos_ids)
-        engine_config = EngineConfig(
-            max_model_len=self.max_model_len,
-            **asdict(options),
-            max_depth=config.max_depth,
-            tree=None if config.tree_width is None else TreeShape(width=config.tree_width, budget=config.tree_budget),
-            sample_drafts=config.draft_sample_method == "probabilistic",
-        )
-        self.drafter = self._load_drafter(config)
-        return LLMEngine(
-            self.target,
-            self.drafter,
-            engine_config,
-            config.depth_at,
-            model=model,
-            drafter_name=config.model,
-            eos_ids=self.eos_ids,
-        )
-
 
 class _Job:
     """A prompt and the answers to it that are in the making."""
@@ -347,13 +264,16 @@ def _text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _warm_up(engine: LLMEngine) -> None:
-    """Capture the engine's graphs, with a progress bar on standard error."""
-    if engine.runner.graphs is None:
-        return
-    from rich.console import Console  # noqa: PLC0415 - only GPU machines have graphs to capture
-    from rich.progress import Progress  # noqa: PLC0415
+def _describe_options() -> None:
+    """Give `LLM(model, **options)` the signature and the docstring that its options have in `EngineConfig`."""
+    own = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+        for one in fields(EngineConfig)
+    ]
+    parameters = list(inspect.signature(LLM.__init__).parameters.values())[:-1]
+    setattr(LLM.__init__, "__signature__", inspect.Signature([*parameters, *own]))  # noqa: B010 - mypy knows no such name
+    told = "\n".join(f"    {one.name}: {one.metadata['help']}" for one in fields(EngineConfig))
+    LLM.__init__.__doc__ = f"Load `model`, a directory or a hub name. Options, by vLLM's names:\n\n{told}\n"
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("capturing CUDA graphs", total=None)
-        engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
+
+_describe_options()

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.engine.choosing import Chooser
-from fledge.engine.draft_round import propose
-from fledge.engine.paged_cache import ChunkPass, PagedCache
-from fledge.engine.recovery import drafters_fault
+from fledge.engine.draft_round import drafter_errors, extend_and_draft
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
+from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
-from fledge.kernels.round_rows import draft_places
-from fledge.models.drafter.base import DraftStates
+from fledge.kernels.settle_round import draft_places
+from fledge.layers.paged_cache import ChunkPass, PagedCache
 from fledge.models.target.decoder import TargetStates
 
 ALIGNMENT = 16  # numbers: kernels are compiled anew for tensors that begin at odd addresses
@@ -72,18 +70,18 @@ class PrefillInputs:
 
 
 def run_prefill(
-    models: RoundModels, state: RowState, inputs: PrefillInputs, chooser: Chooser, *, depth: int
+    models: RoundModels, state: RowState, inputs: PrefillInputs, sampler: Sampler, *, depth: int
 ) -> PrefillOutcome:
     """Read the chunks; draft `depth` tokens for those that complete. Updates the state of their rows."""
     drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
     aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
     tables = state.block_tables[inputs.rows]
-    storage = _storage(models.target_cache, inputs, tables)
+    storage = _storage(models, models.target_cache, inputs, tables)
     states = models.target(inputs.tokens, inputs.positions, storage, aux_layer_ids)
     final = states.final[inputs.ends]
     logits = models.target.logits(final)
-    choices = chooser.choices(logits, inputs.lengths[:, None])
-    chooser.note(logits, choices)
+    choices = sampler.choices(logits, inputs.lengths[:, None])
+    sampler.record_logprobs(logits, choices)
     first_tokens = torch.where(inputs.chooses != 0, choices, inputs.following[inputs.ends])
     inputs.following[inputs.ends] = first_tokens
     settled = inputs.settled_rows
@@ -92,7 +90,7 @@ def run_prefill(
     state.draft_count.index_fill_(0, settled, 0)  # assigning a number would copy it from the host, which graphs cannot
     drafts_health = None
     if drafter is not None:
-        with drafters_fault():
+        with drafter_errors():
             drafts_health = _extend_drafter(models, state, inputs, tables, states, depth)
     state.reset_padding()
     health = final.sum(-1, dtype=torch.float32)
@@ -103,20 +101,22 @@ def _extend_drafter(
     models: RoundModels, state: RowState, inputs: PrefillInputs, tables: Tensor, states: TargetStates, depth: int
 ) -> Tensor | None:
     drafter, cache = models.require_drafter()
-    out = drafter(inputs.following, drafter.fuse(states), inputs.positions, _storage(cache, inputs, tables))
+    storage = _storage(models, cache, inputs, tables)
     if depth == 0:
+        drafter(inputs.following, drafter.fuse(states), inputs.positions, storage)
         return None
     rows = inputs.settled_rows
     length = state.length[rows]
     places = draft_places(length, state.block_tables[rows], depth=depth, block_size=models.block_size)
-    settled = DraftStates(head=out.head[inputs.ends], feature=out.feature[inputs.ends])
-    deepest = propose(models, state, rows, settled, places, depth)
+    deepest = extend_and_draft(
+        models, state, rows, states, inputs.following, inputs.positions, storage, inputs.ends, places, depth
+    )
     room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
     state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
     return deepest.sum(-1, dtype=torch.float32)
 
 
-def _storage(cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkPass:
+def _storage(models: RoundModels, cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkPass:
     return ChunkPass(
         cache=cache,
         block_tables=tables,
@@ -124,6 +124,7 @@ def _storage(cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkP
         query_starts=inputs.query_starts.to(torch.int32),
         slots=inputs.slots,
         max_chunk=inputs.max_chunk,
+        max_context=models.max_length,
     )
 
 
@@ -141,7 +142,7 @@ def lay_out(
     spare = max(padded_tokens - starts[-1], 0)
     extra = max(padded_chunks - len(chunks), 0)
     assert spare > 0 or not extra, "an empty chunk has to end somewhere"
-    rows = [_row(chunk) for chunk in chunks]
+    rows = [chunk.request.running_row for chunk in chunks]
     by_token = (
         ([token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]], [0] * spare),
         ([token for chunk in chunks for token in _following(chunk)], [0] * spare),
@@ -169,11 +170,6 @@ def lay_out(
 
 def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def _row(chunk: Chunk) -> int:
-    assert chunk.request.row is not None
-    return chunk.request.row
 
 
 def _slots(chunk: Chunk, block_size: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.kv_pool import BlockTable
+from fledge.engine.block_manager import BlockTable
 from fledge.engine.outputs import RequestMetrics, RoundRecord
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Request:
     finish_reason: str | None = None
     failure: str | None = None  # why it ends with "error"
     failures: int = 0  # steps with it in them that failed, and nobody knows why
+    is_suspect: bool = False  # was in such a step, and has not been through a round since
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     rounds: list[RoundRecord] = field(default_factory=list)  # what `acceptance` counts, one by one
@@ -64,6 +65,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+
+    @property
+    def running_row(self) -> int:
+        """Its row in the device's state, of a request that runs."""
+        assert self.row is not None
+        return self.row
 
     @property
     def output(self) -> list[int]:
@@ -86,7 +93,7 @@ class Request:
 
     @property
     def chooses_first_token(self) -> bool:
-        """Whether prefill ends by choosing a token. After a preemption the last token is known already."""
+        """Whether prefill ends by mode a token. After a preemption the last token is known already."""
         return self.num_output == 0
 
     @property
@@ -95,7 +102,7 @@ class Request:
         return len(self.tokens) if self.chooses_first_token else len(self.tokens) - 1
 
     @property
-    def is_watched(self) -> bool:
+    def needs_host(self) -> bool:
         """Whether the host must see each round before the next: its choices depend on the tokens before."""
         p = self.params
         if self.constraint is not None:

@@ -8,6 +8,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from fledge.report.charts import SERIES
+from fledge.report.compact import compact_pictures
 from fledge.report.intervals import Interval
 from fledge.report.prose import ratio_tone
 
@@ -27,7 +28,8 @@ def page_style() -> Markup:
 
 
 def finished(page: str) -> str:
-    """A page as it is written: without what a file may not hold, does not show, or would rearrange the page."""
+    """A page as it is written: compact; without what a file may not hold, does not show, or would rearrange it."""
+    page = compact_pictures(page)
     hidden = {ord(c): "�" for c in set(page) if c not in "\n\t" and unicodedata.category(c) in _HIDDEN}
     return page.translate(hidden)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
-from fledge.engine.speculative_config import MAX_DEPTH
+from fledge.engine.config import MAX_DEPTH
 from fledge.server.errors import RequestError
 from fledge.server.options import RequestLimits
 

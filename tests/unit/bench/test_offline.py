@@ -16,9 +16,9 @@ from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, 
 from fledge.bench.shapes import SHAPES
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.protocol import DeadEngineError
-from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
 from fledge.evaluation.workloads import load_workload
 from tests.tiny_models import make_target

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.conversion import convert_drafter
-from fledge.checkpoints.drafter import load_drafter, read_drafter, save_drafter
+from fledge.checkpoints.drafter import convert_drafter, load_drafter, read_drafter, save_drafter
 from fledge.checkpoints.finding import Severity
 from fledge.checkpoints.target import save_target
 from fledge.errors import CheckpointError, CheckpointWarning

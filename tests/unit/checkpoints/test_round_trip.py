@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.conversion import convert_drafter
-from fledge.checkpoints.drafter import TargetReference, load_drafter, read_drafter, save_drafter
+from fledge.checkpoints.drafter import TargetReference, convert_drafter, load_drafter, read_drafter, save_drafter
 from fledge.errors import CheckpointError
 from fledge.models.drafter.base import Drafter
 from tests.checkpoint_fixtures import TARGET, draft_logits, drafter_configs, make_drafter

@@ -303,7 +303,7 @@ def test_a_failing_constraint_ends_its_own_request_only(method: str, after: int)
     assert failing.failure == "structured output: too complex"
     assert failing.output == plain(ask, LOOSE)[0][: failing.num_output]
     assert (company.output, company.finish_reason) == answer_of(other)
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
 
 
 def test_masks_of_a_tree_follow_its_branches() -> None:

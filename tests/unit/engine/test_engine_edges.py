@@ -12,12 +12,13 @@ from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.decoding.reference import Speculation
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Phase
-from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError, PromptError
 from fledge.layers.dense_cache import DenseCache
+from fledge.layers.norm import RMSNorm
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.engine_cases import (
     MAX_LENGTH,
@@ -34,6 +35,7 @@ from tests.engine_cases import (
     run,
     run_checking_drafts,
     sampled,
+    speculation,
     target,
 )
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -51,19 +53,20 @@ class _CountingTarget(ToyTarget):
 
     def __init__(self) -> None:
         super().__init__(COUNTING)
-        self.layers.append(torch.nn.Linear(1, 1))
+        self.layers.append(RMSNorm(1, 1e-6))
 
 
 class _CountingDrafter(ToyDrafter):
     def __init__(self) -> None:
         super().__init__(COUNTING)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+        self.layers = torch.nn.ModuleList([RMSNorm(1, 1e-6)])
 
 
 def counting_engine(depth: int = 5, **settings: object) -> LLMEngine:
     """Every draft stands, so a test can say what each round emits."""
-    config = EngineConfig(max_model_len=64, max_num_seqs=2, num_blocks=40, block_size=4, max_depth=depth, **settings)  # type: ignore[arg-type]
-    return LLMEngine(_CountingTarget(), _CountingDrafter(), config, lambda _: depth)
+    values = {"max_model_len": 64, "max_num_seqs": 2, "num_blocks": 40, "block_size": 4, **settings}
+    config = EngineConfig(speculative_config=speculation(depth), **values)  # type: ignore[arg-type]
+    return LLMEngine(_CountingTarget(), _CountingDrafter(), config)
 
 
 @BOTH
@@ -173,7 +176,7 @@ def test_a_pool_for_one_request_at_a_time(read_late: bool) -> None:
     asks = [greedy(TEXT[:8], 16), sampled(TEXT[3:9], 18, seed=1), greedy([1], 20)]
     engine = make_engine(drafts=drafter(), num_blocks=10, read_late=read_late)
     assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
 
 
 def test_a_request_id_in_use_is_refused_and_free_again_afterwards() -> None:
@@ -209,7 +212,7 @@ def test_abort_at_any_moment(steps: int, read_late: bool) -> None:
     assert request.output == answer_of(gone)[0][: request.num_output]
     assert (again.output, other.output) == (answer_of(gone)[0], answer_of(stays)[0])
     assert engine.stats().aborted == (phase is not Phase.FINISHED)
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
 
 
 def test_the_abort_test_meets_every_phase() -> None:

@@ -158,7 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.engine.has_unfinished, "the engine does not come to an end"
-        assert self.engine.pool.used == 0
+        assert self.engine.block_manager.used == 0
         for ask, request, depth in self.asked:
             speculation = None
             if self.kind == "sampled" and depth and self.drafter is not None:

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import hashlib
 import io
 import json
 import re
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from recipes.demo.small_programs import PROGRAMS, Program, chat_examples
+import fledge
+from recipes.demo import jsonlines
+from recipes.demo.small_programs import Program, chat_examples, programs
 from recipes.demo.small_programs.conversations import CONSTRAINTS, _base, javascript_examples
 from recipes.demo.small_programs.editing import (
     can_rename,
@@ -24,8 +27,10 @@ from recipes.demo.small_programs.editing import (
     without_hints,
 )
 
-EVALUATION = Path(__file__).parents[4] / "shared" / "data" / "eval"
+PROGRAMS = programs()
+EVALUATION = Path(fledge.__file__).parent / "evaluation" / "workloads" / "data"
 OVERLAP = 13  # words
+JAVASCRIPT_DEFINITION = re.compile(r"^(?:async )?(function|class)\*? (\w+)(?:\((.*)\))? \{$", re.MULTILINE)
 
 
 def run(source: str, check: str) -> None:
@@ -46,6 +51,15 @@ def texts(conversation: dict[str, Any]) -> Iterator[str]:
 def sequences(text: str) -> Iterator[tuple[str, ...]]:
     words = re.findall(r"\w+", text.lower())
     return zip(*(words[start:] for start in range(OVERLAP)), strict=False)
+
+
+def sentences(value: Any) -> Iterator[str]:
+    """Every text in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from sentences(inner)
 
 
 @pytest.fixture(scope="module")
@@ -183,15 +197,34 @@ def test_javascript_returns_what_python_returns() -> None:
     assert [(call, value) for (call, _), value in zip(expected, found, strict=True)] == expected
 
 
-@pytest.mark.skipif(not EVALUATION.is_dir(), reason="the evaluation data is not here")
+def test_javascript_has_the_names_and_arguments_of_python() -> None:
+    written = [(program, program.javascript) for program in PROGRAMS if program.javascript]
+    assert len(written) >= 50
+    for program, javascript in written:
+        definition = main_definition(program.python[0])
+        kind, name, arguments = JAVASCRIPT_DEFINITION.findall(javascript)[-1]
+        assert name.lower() == definition.name.replace("_", "").lower()
+        if isinstance(definition, ast.FunctionDef):
+            assert kind == "function"
+            assert len(re.findall(r"[^,]+", arguments)) == len(definition.args.args)
+        else:
+            assert kind == "class"
+
+
+def test_the_data_is_as_it_was_trained_on(conversations: list[dict[str, Any]]) -> None:
+    """The bundled models learnt from these conversations; others would make models that cannot be compared."""
+    digest = hashlib.sha256(json.dumps(conversations).encode()).hexdigest()
+    assert digest == "652cb35a9470c7ae5d08f25b8508ade13eacd8c81b218daa1560951c9b2e53c5"
+
+
 def test_nothing_is_shared_with_the_evaluation_data(conversations: list[dict[str, Any]]) -> None:
     ours = {sequence for conversation in conversations for text in texts(conversation) for sequence in sequences(text)}
     for program in PROGRAMS:
         for text in (*program.python, program.check, program.explanation, program.javascript or ""):
             ours.update(sequences(text))
-    for path in sorted(EVALUATION.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            for text in [message["content"] for message in row["messages"]] + [str(row.get("reference", ""))]:
-                shared = ours.intersection(sequences(text))
-                assert not shared, (path.name, shared)
+    files = sorted(EVALUATION.glob("*.jsonl.xz"))
+    assert len(files) >= 8
+    for path in files:
+        for text in sentences(list(jsonlines.read(path))):
+            shared = ours.intersection(sequences(text))
+            assert not shared, (path.name, shared)

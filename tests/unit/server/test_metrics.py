@@ -6,10 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestUpdate, RoundRecord
 from fledge.engine.protocol import EngineStats
-from fledge.engine.sizing import EngineConfig
 from fledge.server.dashboard import snapshot
 from fledge.server.history import History, by_context
 from fledge.server.metrics import MAX_TEMPLATES, Metrics
@@ -230,8 +228,7 @@ def test_two_services_in_one_process_count_apart():
 
 def test_a_real_engine_is_reported_truly():
     """The sums of all step reports are the engine's own totals, and requests tell their times in order."""
-    config = EngineConfig(max_model_len=engine_cases.MAX_LENGTH, max_num_seqs=4, max_depth=3, num_blocks=40)
-    engine = LLMEngine(engine_cases.target(), engine_cases.drafter(), config, lambda _running: 3)
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), num_blocks=None, block_size=None)
     metrics = _metrics()
     for i in range(6):
         engine.add_request(str(i), [2, 3, 4, 5], SamplingParams(max_tokens=12, temperature=0.0))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.drafting import SettledRows, draft_chain
-from fledge.engine.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.layers.dense_cache import DenseCache
+from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
@@ -61,7 +61,7 @@ def engine_serving(drafter: Drafter, settled: SettledRows, forced: Tensor) -> Te
     block_size, n = 4, len(settled.tokens)
     blocks = -(-(n + DEPTH) // block_size)
     cache = PagedCache(
-        drafter.config.layer,
+        drafter.config.layer.kv_cache,
         num_layers=drafter.config.num_layers,
         num_blocks=2 * blocks,
         block_size=block_size,
@@ -80,6 +80,7 @@ def engine_serving(drafter: Drafter, settled: SettledRows, forced: Tensor) -> Te
         query_starts=torch.tensor([0, n], dtype=torch.int32),
         slots=slots(settled.positions),
         max_chunk=n,
+        max_context=64,
     )
     states: DraftStates = drafter(settled.tokens, settled.features, settled.positions, prompt)
     logits, feature = [drafter.logits(states.head[-1])], states.feature[-1:]

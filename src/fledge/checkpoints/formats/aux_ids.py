@@ -11,10 +11,12 @@ list names inputs. We follow it, and warn.
 
 from collections.abc import Sequence
 
-from fledge.checkpoints.finding import Finding, config_error, config_warning
-from fledge.checkpoints.formats.shared import AUX_IDS, DEFAULT_NUM_AUX, NUM_AUX
+from fledge.checkpoints.finding import Finding, error, warning
 from fledge.models.hf_config import ConfigFields
 
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+NUM_AUX = "num_aux_hidden_states"
+DEFAULT_NUM_AUX = 3  # what every engine assumes when a config does not say
 _NESTED_FIELD = f"eagle_config.{AUX_IDS}"
 
 
@@ -25,7 +27,7 @@ def parse_aux_ids(fields: ConfigFields) -> tuple[tuple[int, ...] | None, tuple[F
     findings: list[Finding] = []
     if top is not None and nested is not None and list(nested) not in (list(top), as_outputs(top)):
         findings.append(
-            config_error(
+            error(
                 "aux-ids-contradiction",
                 _NESTED_FIELD,
                 found=list(nested),
@@ -37,7 +39,7 @@ def parse_aux_ids(fields: ConfigFields) -> tuple[tuple[int, ...] | None, tuple[F
         outputs = nested[0] == 1
         top = tuple(i + 1 for i in nested) if outputs else nested
         findings.append(
-            config_warning(
+            warning(
                 "aux-ids-nested",
                 _NESTED_FIELD,
                 found=list(nested),
@@ -48,7 +50,7 @@ def parse_aux_ids(fields: ConfigFields) -> tuple[tuple[int, ...] | None, tuple[F
         )
     if top is not None and list(top) != sorted(set(top)):
         findings.append(
-            config_error(
+            error(
                 "aux-ids-order",
                 AUX_IDS,
                 found=list(top),
@@ -69,7 +71,7 @@ def parse_num_aux(
         count = fields.integer(declared)
         if aux_ids is None or count == listed:
             return count, ()
-        contradiction = config_error(
+        contradiction = error(
             "aux-count",
             declared,
             found=count,
@@ -79,7 +81,7 @@ def parse_num_aux(
         return count, (contradiction,)
     if listed == DEFAULT_NUM_AUX or list_counts:
         return listed, ()
-    undeclared = config_error(
+    undeclared = error(
         "aux-count-undeclared",
         NUM_AUX,
         found="nothing",

@@ -1,13 +1,14 @@
-"""What the two config formats have in common: the shape of the layers, and what no reader of ours understands."""
+"""What the two config formats have in common: the drafter they describe, and what no reader of ours understands."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fledge.checkpoints.finding import Finding, config_error, config_warning
+from fledge.checkpoints.finding import Finding, error, warning
+from fledge.checkpoints.formats.aux_ids import DEFAULT_NUM_AUX, parse_aux_ids, parse_num_aux
 from fledge.errors import CheckpointError
 from fledge.layers.config import LayerConfig
-from fledge.models.config import DrafterConfig
+from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.hf_config import ConfigFields, read_layer, write_layer
 
 Format = Literal["vllm", "speculators"]
@@ -23,10 +24,8 @@ _KNOWN_CLASSES = (
     "Eagle3Speculator",  # the speculators format, old and new
     "Eagle3DraftModel",
 )
-
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-NUM_AUX = "num_aux_hidden_states"
-DEFAULT_NUM_AUX = 3  # what every engine assumes when a config does not say
+_PLAIN_CLASS = "LlamaForCausalLM"  # what EAGLE's own drafters say they are
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3 and 3.1, as all spell them
 _QWEN3_THETA, _LLAMA_THETA = 1_000_000.0, 10_000.0
 _LLAMA_MAX_POSITIONS = 2048  # the default of transformers' LlamaConfig, and with it of vLLM
 
@@ -61,8 +60,6 @@ def refuse_unsupported(fields: ConfigFields, names: Collection[str]) -> None:
             raise fields.error("architectures", name, f"a class that Fledge knows: {', '.join(_KNOWN_CLASSES)}")
     if any(".experts." in name for name in names):
         raise CheckpointError(f"{fields.where}: a mixture-of-experts drafter, which Fledge does not support")
-    if "quantization_config" in fields:
-        raise fields.error("quantization_config", "set", "an unquantised drafter (bf16, fp16 or fp32)")
     if "mask_hidden" in names:
         raise CheckpointError(f"{fields.where}: a parallel-drafting (P-EAGLE) drafter, which Fledge does not support")
 
@@ -74,7 +71,68 @@ def architecture_names(fields: ConfigFields) -> tuple[str, ...]:
     return tuple(found)
 
 
-def parse_layer(
+def architecture_findings(fields: ConfigFields) -> tuple[Finding, ...]:
+    """A class nobody here has met may compute something else than its tensors suggest."""
+    unknown = [name for name in architecture_names(fields) if name not in (*_KNOWN_CLASSES, _PLAIN_CLASS)]
+    if not unknown:
+        return ()
+    return (
+        warning(
+            "architecture-unknown",
+            "architectures",
+            found=unknown[0],
+            expected="a class that Fledge knows, such as LlamaForCausalLMEagle3",
+            advice="read as the EAGLE drafter that its tensors look like; check how it was trained",
+        ),
+    )
+
+
+def parse_drafter(
+    fields: ConfigFields,
+    layer_fields: ConfigFields,
+    names: Collection[str],
+    *,
+    architecture: Architecture,
+    num_layers: int,
+    flags: Mapping[str, bool],
+    dtype: str,
+    qwen3: bool,
+    list_counts: bool,
+) -> tuple[DrafterConfig, tuple[Finding, ...]]:
+    """Return the config, with what was noticed. `names` are our tensor names, `flags` the switches of EAGLE-3.
+
+    `list_counts` as in `parse_num_aux`, `qwen3` as in `_parse_layer`.
+    """
+    layer, max_positions, findings = _parse_layer(layer_fields, names, qwen3=qwen3)
+    eagle3 = architecture is Architecture.EAGLE3
+    vocab_size = layer_fields.integer("vocab_size")
+    draft_vocab_size, target_hidden_size, aux_ids, num_aux = vocab_size, layer.hidden_size, None, DEFAULT_NUM_AUX
+    if eagle3:
+        draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
+        target_hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
+        aux_ids, id_findings = parse_aux_ids(fields)
+        num_aux, count_findings = parse_num_aux(layer_fields, aux_ids, list_counts=list_counts)
+        findings += id_findings + count_findings
+    config = DrafterConfig(
+        architecture=architecture,
+        layer=layer,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        max_positions=max_positions,
+        target_hidden_size=target_hidden_size,
+        aux_layer_ids=aux_ids,
+        num_aux_states=num_aux,
+        own_embedding="embed_tokens.weight" in names,
+        own_head=eagle3 and ("lm_head.weight" in names or draft_vocab_size != vocab_size),
+        fc_bias=("fusion.fc.bias" if eagle3 else "fc.bias") in names,
+        dtype=dtype,
+        **flags,
+    )
+    return config, findings
+
+
+def _parse_layer(
     fields: ConfigFields, names: Collection[str], *, qwen3: bool
 ) -> tuple[LayerConfig, int, tuple[Finding, ...]]:
     """Return the layer, the number of positions it was made for, and findings.
@@ -104,7 +162,7 @@ def parse_layer(
     qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
     if qk_norm and not qwen3:
         findings.append(
-            config_error(
+            error(
                 "qk-norm-architecture",
                 "architectures",
                 found="a Llama-style class with q_norm and k_norm tensors",
@@ -116,7 +174,7 @@ def parse_layer(
     default_theta = _QWEN3_THETA if qwen3 else _LLAMA_THETA
     if not any("rope_theta" in holder for holder in _rope_holders(fields)):
         findings.append(
-            config_warning(
+            warning(
                 "rope-theta-omitted",
                 "rope_theta",
                 found="nothing",
@@ -127,7 +185,7 @@ def parse_layer(
         fields = ConfigFields({**fields.values, "rope_theta": default_theta}, fields.where)
     if "max_position_embeddings" not in fields:
         findings.append(
-            config_warning(
+            warning(
                 "max-positions-omitted",
                 "max_position_embeddings",
                 found="nothing",
@@ -153,22 +211,12 @@ def _rope_holders(fields: ConfigFields) -> list[ConfigFields]:
 
 def _bias_finding(flag: str, tensor: str, *, stored: bool, fixable: bool) -> Finding:
     if stored:
-        return config_error(
-            "bias-flag-off",
-            flag,
-            found=f"off, but the checkpoint stores {tensor}",
-            expected="true",
-            advice="vLLM drops the bias without a word",
-            fixed_by_convert=fixable,
-        )
-    return config_error(
-        "bias-missing",
-        flag,
-        found=f"on, but the checkpoint has no {tensor}",
-        expected="the tensor, or false",
-        advice="vLLM would use uninitialised memory for it",
-        fixed_by_convert=fixable,
-    )
+        name, found, expected = "bias-flag-off", f"off, but the checkpoint stores {tensor}", "true"
+        advice = "vLLM drops the bias without a word"
+    else:
+        name, found, expected = "bias-missing", f"on, but the checkpoint has no {tensor}", "the tensor, or false"
+        advice = "vLLM would use uninitialised memory for it"
+    return error(name, flag, found=found, expected=expected, advice=advice, fixed_by_convert=fixable)
 
 
 def write_layer_fields(config: DrafterConfig) -> dict[str, Any]:

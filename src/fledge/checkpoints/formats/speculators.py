@@ -3,23 +3,17 @@
 from collections.abc import Collection
 from typing import Any
 
-from fledge.checkpoints.finding import config_warning
-from fledge.checkpoints.formats.aux_ids import parse_aux_ids, parse_num_aux
+from fledge.checkpoints.finding import warning
+from fledge.checkpoints.formats.aux_ids import AUX_IDS, NUM_AUX
 from fledge.checkpoints.formats.names import EAGLE_3, NameTable
-from fledge.checkpoints.formats.shared import (
-    AUX_IDS,
-    NUM_AUX,
-    ParsedConfig,
-    TargetReference,
-    parse_layer,
-    write_layer_fields,
-)
+from fledge.checkpoints.formats.shared import FLAGS, ParsedConfig, TargetReference, parse_drafter, write_layer_fields
 from fledge.errors import CheckpointError
 from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.hf_config import ConfigFields
 
 _ALGORITHM = "eagle3"
 _LAYERS = "transformer_layer_config"
+_TRUE_BY_DEFAULT = "norm_before_residual"
 
 
 def recognises(fields: ConfigFields) -> bool:
@@ -37,41 +31,27 @@ def parse(fields: ConfigFields, names: Collection[str], dtype: str) -> ParsedCon
     family = inner.text("model_type", "llama")
     if family not in ("llama", "qwen3"):
         raise inner.error("model_type", family, "llama or qwen3")
-    layer, max_positions, findings = parse_layer(inner, names, qwen3=family == "qwen3")
-    if "norm_before_residual" not in fields:
+    config, findings = parse_drafter(
+        fields,
+        inner,
+        names,
+        architecture=Architecture.EAGLE3,
+        num_layers=inner.integer("num_hidden_layers", 1),
+        flags={flag: fields.flag(flag, flag == _TRUE_BY_DEFAULT) for flag in FLAGS},
+        dtype=dtype,
+        qwen3=family == "qwen3",
+        list_counts=family == "qwen3",
+    )
+    if _TRUE_BY_DEFAULT not in fields:
         findings += (
-            config_warning(
+            warning(
                 "norm-before-residual-omitted",
-                "norm_before_residual",
+                _TRUE_BY_DEFAULT,
                 found="nothing",
                 expected="true or false",
                 advice="read as true, as vLLM does; versions of speculators have meant false: check how it was trained",
             ),
         )
-    aux_ids, aux_findings = parse_aux_ids(fields)
-    num_aux, count_findings = parse_num_aux(inner, aux_ids, list_counts=family == "qwen3")
-    vocab_size = inner.integer("vocab_size")
-    draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
-    config = DrafterConfig(
-        architecture=Architecture.EAGLE3,
-        layer=layer,
-        num_layers=inner.integer("num_hidden_layers", 1),
-        vocab_size=vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        max_positions=max_positions,
-        target_hidden_size=fields.integer("target_hidden_size", layer.hidden_size),
-        aux_layer_ids=aux_ids,
-        num_aux_states=num_aux,
-        own_embedding="embed_tokens.weight" in names,
-        own_head="lm_head.weight" in names or draft_vocab_size != vocab_size,
-        fc_bias="fusion.fc.bias" in names,
-        norm_before_fc=fields.flag("norm_before_fc", False),
-        fc_norm=fields.flag("fc_norm", False),
-        norm_before_residual=fields.flag("norm_before_residual", True),
-        norm_output=fields.flag("norm_output", False),
-        dtype=dtype,
-    )
-    findings += aux_findings + count_findings
     return ParsedConfig(config=config, findings=findings, target=_parse_verifier(fields))
 
 
@@ -103,10 +83,7 @@ def write(config: DrafterConfig, target: TargetReference | None, num_speculative
         _LAYERS: {**write_layer_fields(config), NUM_AUX: config.num_aux_states, "torch_dtype": config.dtype},
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{flag: getattr(config, flag) for flag in FLAGS},
         "speculators_config": {
             "algorithm": _ALGORITHM,
             "default_proposal_method": "greedy",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fledge.checkpoints.bundled import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.cli.bench.rounds import integers
 from fledge.errors import ConfigError
 
@@ -83,7 +83,7 @@ def offline(
     from fledge.bench.offline_engines import Mode, parse_schedule, parse_trees  # noqa: PLC0415
     from fledge.bench.results import check_writable  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
-    from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
+    from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 

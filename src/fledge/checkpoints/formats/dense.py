@@ -1,0 +1,70 @@
+"""What a weight format is, and the plain one: floating-point values, one matrix for each linear.
+
+A weight format is one file of this package with a function `weight_format(quantization)`, which returns the format
+if the `quantization_config` of a config.json is its own, else None. `fledge.checkpoints.weights` finds it there.
+Norms, embeddings and biases are dense in every format.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fledge.layers.linear import Linear
+
+DENSE_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where weights go, and in which dtype."""
+
+    device: torch.device | str
+    dtype: torch.dtype
+
+
+class WeightFormat(Protocol):
+    """How a checkpoint stores the matrix of a linear, and how it becomes that linear again."""
+
+    def stored_shapes(self, name: str, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that stand for one matrix [rows, columns], by what follows the name of its linear in theirs.
+
+        `name` is ours, for formats that leave some linears dense.
+        """
+        ...
+
+    def linear(self, empty: Linear, parts: Sequence[Mapping[str, Tensor]], placement: Placement) -> nn.Module:
+        """Return a module that computes `empty` with these tensors: itself, filled, or another with its forward.
+
+        `parts` are the stored linears of which this one is made, rows joined in their order: query, key and value, or
+        gate and up, or the linear itself. Each has the tensors of `stored_shapes`, and "bias" where there is one.
+        """
+        ...
+
+
+class Dense:
+    """float32, float16 or bfloat16."""
+
+    def stored_shapes(self, name: str, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        return {"weight": (rows, columns)}
+
+    def linear(self, empty: Linear, parts: Sequence[Mapping[str, Tensor]], placement: Placement) -> nn.Module:
+        joined = {
+            name: dense_tensor([part[name] for part in parts], like, placement)
+            for name, like in empty.state_dict().items()
+        }
+        empty.load_state_dict(joined, assign=True)
+        return empty
+
+
+def dense_tensor(parts: Sequence[Tensor], like: Tensor, placement: Placement) -> Tensor:
+    """Join rows. Floating-point values arrive in the placement's dtype, others in that of `like`.
+
+    Always a copy: tensors mapped from a file are badly aligned, and would change with the file.
+    """
+    dtype = placement.dtype if like.is_floating_point() else like.dtype
+    if len(parts) == 1:
+        return parts[0].to(device=placement.device, dtype=dtype, copy=True)
+    return torch.cat(list(parts)).to(device=placement.device, dtype=dtype)

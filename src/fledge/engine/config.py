@@ -1,0 +1,175 @@
+"""Every setting of an engine, said once: the Python API, the command line and the docs follow from this file.
+
+`SpeculativeConfig` is vLLM's `--speculative-config`, `EngineConfig` all the rest under vLLM's names where it has the
+same. Importing this imports no torch: a command line that only wants the help texts does not wait for it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fledge.errors import ConfigError, refuses_unknown_names
+
+MAX_DEPTH = 16
+DEFAULT_DEPTH = 3
+DEFAULT_TREE_BUDGET = 60
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+_ANOTHER_ENGINE = "run this pair with vLLM, which loads the same checkpoints"
+
+
+@refuses_unknown_names("speculative_config key")
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """What to draft with and how. vLLM's names; `tree_width` and `tree_budget` are ours, as vLLM has no trees."""
+
+    model: str
+    method: str | None = None  # "eagle", "eagle3"; None: whatever the checkpoint is
+    num_speculative_tokens: int = DEFAULT_DEPTH
+    draft_sample_method: str = "greedy"
+    rejection_sample_method: str = "standard"
+    max_model_len: int | None = None  # no drafting beyond this position
+    num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None  # [[first, last, depth], ...]
+    draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
+    tree_width: int | None = None  # draft EAGLE-2 trees that go on with this many nodes at each level
+    tree_budget: int = DEFAULT_TREE_BUDGET  # and verify this many nodes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("speculative_config: 'model' must name the drafter's directory or hub name")
+        _one_of("method", self.method, (None, "eagle", "eagle3"))
+        _one_of("draft_sample_method", self.draft_sample_method, ("greedy", "probabilistic"))
+        _one_of("rejection_sample_method", self.rejection_sample_method, ("standard",), _ANOTHER_ENGINE)
+        _one_of("draft_tensor_parallel_size", self.draft_tensor_parallel_size, (None, 1), _ANOTHER_ENGINE)
+        _one_of("quantization", self.quantization, (None,), _ANOTHER_ENGINE)
+        _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DEPTH)
+        _within("max_model_len", self.max_model_len, 1)
+        _within("tree_width", self.tree_width, 1, 64)
+        _within("tree_budget", self.tree_budget, 1, 1024)
+        if self.tree_width is not None and self.draft_sample_method != "greedy":
+            raise ConfigError("speculative_config: draft trees are not sampled; use draft_sample_method 'greedy'")
+        for row in self.num_speculative_tokens_per_batch_size or ():
+            if not isinstance(row, Sequence) or len(row) != 3 or not all(type(value) is int for value in row):
+                raise ConfigError(
+                    f"speculative_config: a row of num_speculative_tokens_per_batch_size is {row!r}, "
+                    "expected [first batch size, last batch size, tokens]"
+                )
+            _within("num_speculative_tokens_per_batch_size", row[2], 0, MAX_DEPTH)
+
+    @classmethod
+    def from_dict(cls, values: "Mapping[str, Any] | SpeculativeConfig") -> "SpeculativeConfig":
+        if isinstance(values, SpeculativeConfig):
+            return values
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"speculative_config: found {type(values).__name__}, expected an object with vLLM's keys")
+        if "model" not in values and set(values) <= {field.name for field in fields(cls)}:
+            raise ConfigError("speculative_config: 'model' is missing; it names the drafter's directory or hub name")
+        return cls(**{str(key): value for key, value in values.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "SpeculativeConfig":
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"speculative_config: not valid JSON: {error}") from None
+        return cls.from_dict(values)
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest `depth_at` can answer."""
+        table = self.num_speculative_tokens_per_batch_size or ()
+        return max(self.num_speculative_tokens, *(row[2] for row in table), 0)
+
+    def depth_at(self, batch_size: int) -> int:
+        """Return how deep to draft for a batch; 0 means not at all."""
+        for first, last, depth in self.num_speculative_tokens_per_batch_size or ():
+            if first <= batch_size <= last:
+                return depth
+        return self.num_speculative_tokens
+
+
+def _one_of(key: str, found: object, allowed: tuple[object, ...], otherwise: str = "") -> None:
+    if found not in allowed:
+        names = " or ".join(repr(value) for value in allowed if value is not None) or "nothing"
+        raise ConfigError(
+            f"speculative_config: '{key}' is {found!r}, here it can be {names}"
+            + (f"; {otherwise}" if otherwise else "")
+        )
+
+
+def _within(key: str, found: object, low: int, high: int | None = None) -> None:
+    if found is None:
+        return
+    if type(found) is not int or found < low or (high is not None and found > high):
+        span = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(
+            f"speculative_config: '{key}' is {found!r}, allowed is an integer of {span}"
+            + ("; to decode without speculation, give no drafter" if found == 0 else "")
+        )
+
+
+def option(default: Any, text: str, *, least: int | None = None) -> Any:
+    """A field of `EngineConfig`: its default, what it is in a few words, and the least integer it can be."""
+    return field(default=default, metadata={"help": text, "least": least})
+
+
+@refuses_unknown_names("engine option")
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to load and run a target, with or without a drafter. `None` is worked out from the model and the device."""
+
+    speculative_config: SpeculativeConfig | None = field(
+        default=None, metadata={"help": "vLLM's JSON: which drafter, how deep.", "least": None}
+    )
+    dtype: str = option(
+        "auto", "auto, float32, float16 or bfloat16; auto is what the target is stored in, on a CPU float32."
+    )
+    device: str = option("auto", "auto, cpu or cuda.")
+    max_model_len: int | None = option(None, "Most tokens of prompt and answer together: 4096, 4k, auto.", least=2)
+    max_num_seqs: int = option(64, "Requests that run at once.", least=1)
+    max_num_batched_tokens: int = option(8192, "Tokens of prompts that are read in one step.", least=1)
+    gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory to use.")
+    kv_cache_bytes: int | None = option(None, "Size of the KV cache, instead; on a CPU too.", least=1)
+    kv_cache_dtype: str = option("auto", "auto, or the dtype that the model computes in.")
+    enable_prefix_caching: bool = option(True, "Share equal beginnings of prompts.")
+    enforce_eager: bool = option(False, "No CUDA graphs.")
+    seed: int = option(0, "For requests that bring none.")
+    block_size: int | None = option(None, "Tokens in a block of KV cache; 64 on a GPU, 16 on a CPU.", least=1)
+    num_blocks: int | None = option(None, "Blocks of KV cache, instead of its size.", least=2)
+    cudagraph_capture_sizes: Sequence[int] | None = option(None, "Batch sizes to capture as CUDA graphs.")
+    pack_weights: bool = option(True, "CPU, float32: a second copy of the weights in a faster layout.")
+    read_late: bool | None = option(None, "Read a step after the next one is under way; on a GPU only if not given.")
+
+    def __post_init__(self) -> None:
+        if self.speculative_config is not None:  # a mapping, as users write it, becomes what it means
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.from_dict(self.speculative_config))
+        for one in fields(self):
+            value, least = getattr(self, one.name), one.metadata["least"]
+            if least is not None and value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"{one.name}: found {value!r}, allowed is an integer of at least {least}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype: found {self.kv_cache_dtype!r}, allowed is {', '.join(KV_CACHE_DTYPES)}; for a "
+                f"quantised KV cache, {_ANOTHER_ENGINE}"
+            )
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest drafting there can be."""
+        return 0 if self.speculative_config is None else self.speculative_config.max_depth
+
+    @property
+    def drafts_trees(self) -> bool:
+        return self.speculative_config is not None and self.speculative_config.tree_width is not None
+
+    @property
+    def sample_drafts(self) -> bool:
+        """Whether drafts for sampled requests are drawn at random, and accepted by rejection."""
+        config = self.speculative_config
+        return config is not None and config.draft_sample_method == "probabilistic"

@@ -57,42 +57,6 @@ class ChatPrompt:
     template: Template
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatSource:
-    """What a client says about a conversation: fields of a chat request or of `/tokenize`."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False  # templates write them
-
-    @classmethod
-    def of(
-        cls,
-        request: ChatRequest | TokenizeRequest,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> "ChatSource":
-        """Take the fields that both kinds of requests have."""
-        return cls(
-            messages=messages,
-            tools=tools,
-            documents=documents,
-            chat_template=request.chat_template,
-            chat_template_kwargs=request.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            add_special_tokens=bool(request.add_special_tokens),
-        )
-
-
 class Prompts:
     """Renders and tokenizes for one model."""
 
@@ -126,29 +90,38 @@ class Prompts:
         special = True if add_special_tokens is None else add_special_tokens
         return await self._run(len(text), lambda tokenizer: self._encode(tokenizer, text, special))
 
-    async def chat(self, source: ChatSource) -> ChatPrompt:
-        """Render and tokenize a conversation."""
-        template, name = self._template(source)
-        messages = normalised(source.messages, self._limits.max_messages)
-        extra = dict(source.chat_template_kwargs or {})
+    async def chat(
+        self,
+        request: ChatRequest | TokenizeRequest,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """Render and tokenize a conversation, as the request's own fields say."""
+        template, name = self._template(request.chat_template)
+        conversation = normalised(messages, self._limits.max_messages)
+        extra = dict(chat_template_kwargs or {})
         reserved = sorted(_RESERVED & set(extra))
         if reserved:
             raise RequestError(f"chat_template_kwargs: '{reserved[0]}' cannot be set", param="chat_template_kwargs")
-        if source.continue_final_message and messages[-1]["role"] != "assistant":
+        continues = bool(request.continue_final_message)
+        if continues and conversation[-1]["role"] != "assistant":
             raise RequestError(
                 "continue_final_message: the last message must be the assistant's", param="continue_final_message"
             )
-        size = sum(len(message["content"]) for message in messages) + 1000 * len(source.tools or ())
+        size = sum(len(message["content"]) for message in conversation) + 1000 * len(tools or ())
 
         def work(tokenizer: Any) -> tuple[str, list[int]]:
             try:
                 text = tokenizer.apply_chat_template(
-                    messages,
-                    tools=None if not source.tools else [dict(tool) for tool in source.tools],
-                    documents=None if not source.documents else [dict(document) for document in source.documents],
+                    conversation,
+                    tools=None if not tools else [dict(tool) for tool in tools],
+                    documents=None if not documents else [dict(document) for document in documents],
                     chat_template=template,
-                    add_generation_prompt=source.add_generation_prompt and not source.continue_final_message,
-                    continue_final_message=source.continue_final_message,
+                    add_generation_prompt=request.add_generation_prompt is not False and not continues,
+                    continue_final_message=continues,
                     tokenize=False,
                     **extra,
                 )
@@ -156,7 +129,8 @@ class Prompts:
                 raise _refused(str(error) or type(error).__name__) from None
             except Exception as error:  # what a template does with messages that it was not written for
                 raise _refused(type(error).__name__) from None
-            return text, self._encode(tokenizer, text, source.add_special_tokens)
+            # Templates write special tokens themselves.
+            return text, self._encode(tokenizer, text, bool(request.add_special_tokens))
 
         text, token_ids = await self._run(size if template is self.chat_template else 2**62, work)
         return ChatPrompt(
@@ -188,19 +162,20 @@ class Prompts:
             )
         return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
-    def _template(self, source: ChatSource) -> tuple[str, str]:
-        if source.chat_template is not None:
+    def _template(self, asked_for: str | None) -> tuple[str, str]:
+        """Return the template to use and its name; `asked_for` is a client's own."""
+        if asked_for is not None:
             if not self._allows_client_templates:
                 raise RequestError(
                     "chat_template: this server uses its own; the operator can allow others (--allow-client-templates)",
                     param="chat_template",
                     status=403,
                 )
-            if len(source.chat_template.encode()) > self._limits.max_template_bytes:
+            if len(asked_for.encode()) > self._limits.max_template_bytes:
                 raise RequestError(
                     f"chat_template: larger than {self._limits.max_template_bytes} bytes", param="chat_template"
                 )
-            return source.chat_template, "client"
+            return asked_for, "client"
         if self.chat_template is None:
             raise RequestError(
                 "this model's tokenizer has no chat template; use /v1/completions, or start the server with "

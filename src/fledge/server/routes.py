@@ -9,7 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from fledge import __version__
 from fledge.server.api import JsonResponse, json_body, read_json
 from fledge.server.errors import RequestError
-from fledge.server.prompts import ChatSource
 from fledge.server.protocol import ApiModel, DetokenizeRequest, TokenizeRequest, parse
 from fledge.server.service import Service
 
@@ -33,7 +32,10 @@ def token_routes(service: Service) -> APIRouter:
         if asked.messages is None:
             ids = await service.prompts.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
         else:
-            ids = (await service.prompts.chat(ChatSource.of(asked, asked.messages, tools=asked.tools))).token_ids
+            prompt = await service.prompts.chat(
+                asked, asked.messages, tools=asked.tools, chat_template_kwargs=asked.chat_template_kwargs
+            )
+            ids = prompt.token_ids
         body: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.info.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)

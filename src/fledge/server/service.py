@@ -13,7 +13,7 @@ from fledge.server.grammar import Grammar
 from fledge.server.logprobs import TokenTexts
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
-from fledge.server.prompts import NO_TEMPLATE, ChatSource, Prompts, Template
+from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from fledge.server.reasoning import END, AnswerParser, ReasoningParser, detect_reasoning_parser, get_reasoning_parser
 from fledge.server.request_log import RequestLogEntry
@@ -94,14 +94,13 @@ class Service:
             extra = dict(request.chat_template_kwargs or {})
             if request.reasoning_effort is not None:
                 extra.setdefault("reasoning_effort", request.reasoning_effort)
-            source = ChatSource.of(
+            prompt = await self.prompts.chat(
                 request,
                 request.messages,
                 tools=request.tools if tools is not None and tools.is_active else None,
                 documents=request.documents,
                 chat_template_kwargs=extra,
             )
-            prompt = await self.prompts.chat(source)
             is_opened = self._reasoning is not None and self._reasoning.opened_by(prompt.ending)
             grammar = self._chat_grammar(request, tools, parser, is_opened=is_opened)
             if grammar is not None:

@@ -33,8 +33,8 @@ from fledge.bench.summary import Summary
 from fledge.bench.tables import print_results
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.sizing import EngineConfig
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, write_results
 from fledge.evaluation.workloads import load_workload, tokenised
 from fledge.provenance import run_provenance
@@ -75,7 +75,7 @@ class Peer(Protocol):
 @dataclass
 class Fledge:
     contender: Contender
-    engine: Engine
+    engine: LLMEngine
     asking: Asking
 
     def takes(self, _concurrency: int) -> bool:

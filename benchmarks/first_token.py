@@ -10,6 +10,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -18,14 +19,15 @@ from rich.table import Table
 from fledge.bench.engines import contenders, draft_modes, load_models, make_engine
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.sizing import EngineConfig
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
 from fledge.provenance import run_provenance
 
 
-def seconds_to_first_token(engine: Engine, prompt: list[int], number: int) -> float:
+def seconds_to_first_token(engine: LLMEngine, prompt: list[int], number: int) -> float:
     started = time.perf_counter()
-    request = engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=2))
+    engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=2))
+    request = engine.requests[str(number)]
     while request.first_token_at is None:
         engine.step()
     taken = request.first_token_at - started
@@ -48,8 +50,11 @@ def main() -> None:
     models = load_models(arguments.target, [arguments.drafter], dtype="auto", device="auto", inflate=arguments.inflate)
     base = EngineConfig(max_model_len=max(lengths) + 64, max_num_seqs=4, enable_prefix_caching=False)
     contender = contenders(models, arguments.target, draft_modes([arguments.depth], "", []))[-1]
-    engines = {name: make_engine(models, contender, base, [1]) for name in ("graphs", "kernel by kernel")}
-    engines["kernel by kernel"].runner.prefill_graphs = None
+    eager = replace(base, enforce_eager=True)
+    engines = {
+        "graphs": make_engine(models, contender, base, [1]),
+        "kernel by kernel": make_engine(models, contender, eager, [1]),
+    }
     generator = random.Random(0)
     vocabulary = models.target.config.vocab_size
     found: dict[int, dict[str, float]] = {}

@@ -5,9 +5,9 @@ drafter is right often enough for its every row to matter.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,11 +15,12 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.engine import Engine, Update
-from fledge.engine.prefill_graphs import PrefillGraphs
+from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.controller import CostTable
+from fledge.engine.engine import LLMEngine
+from fledge.engine.graphs import GraphCache, GraphRunner, batch_sizes
+from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
-from fledge.engine.round_graphs import RoundGraphs
-from fledge.engine.sizing import EngineConfig
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -67,10 +68,17 @@ class Ask:
     speculate: bool = True
     eos_ids: tuple[int, ...] = (EOS,)
 
-    def submit(self, engine: Engine, request_id: str) -> Request:
-        return engine.add_request(
-            request_id, self.prompt, self.params, seed=self.seed, eos_ids=self.eos_ids, speculate=self.speculate
+    def submit(self, engine: LLMEngine, request_id: str) -> Request:
+        limit = None if self.speculate else 0
+        return add_request(
+            engine, request_id, self.prompt, self.params, seed=self.seed, eos_ids=self.eos_ids, draft_limit=limit
         )
+
+
+def add_request(engine: LLMEngine, request_id: str, *args: Any, **settings: Any) -> Request:
+    """Queue a request and return what the engine keeps of it."""
+    engine.add_request(request_id, *args, **settings)
+    return engine.requests[request_id]
 
 
 def greedy(prompt: Sequence[int], max_tokens: int = 12, **settings: object) -> Ask:
@@ -112,29 +120,49 @@ def make_engine(
     depth: int | Callable[[int], int] = 3,
     max_depth: int | None = None,
     graphs: bool = False,
+    tree: TreeShape | None = None,
+    sample_drafts: bool = False,
     **settings: object,
-) -> Engine:
+) -> LLMEngine:
     """Build an engine on the tiny target. `graphs`: rounds go through (a stand-in for) captured graphs."""
-    values = {
-        "max_model_len": MAX_LENGTH,
-        "max_num_seqs": 4,
-        "block_size": 4,
-        "num_blocks": 200,
-        "max_depth": max_depth if max_depth is not None else depth if isinstance(depth, int) else 4,
-        **settings,
-    }
-    policy = (lambda _running: depth) if isinstance(depth, int) else depth
-    engine = Engine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
+    values = {"max_model_len": MAX_LENGTH, "max_num_seqs": 4, "block_size": 4, "num_blocks": 200, **settings}
+    deepest = max_depth if max_depth is not None else depth if isinstance(depth, int) else 4
+    if drafts is not None:
+        values["speculative_config"] = speculation(max(deepest, 1), tree=tree, sample_drafts=sample_drafts)
+    policy = AnyDepth(depth) if callable(depth) else AnyDepth(lambda _: 0) if depth == 0 else None
+    engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
-        models, state, recorder = engine.runner.models, engine.runner.state, CpuRecorder()
-        engine.runner.graphs = RoundGraphs(models, state, engine.config.max_num_seqs, recorder)
-        engine.runner.prefill_graphs = PrefillGraphs(models, state, recorder)
+        sizes = engine.config.cudagraph_capture_sizes or batch_sizes(engine.config.max_num_seqs)
+        engine.runner.graphs = GraphRunner(engine.runner.state, CpuGraphs(), sizes)
     return engine
 
 
-def run(engine: Engine, limit: int = 2000) -> list[Update]:
+def speculation(depth: int, *, tree: TreeShape | None = None, sample_drafts: bool = False) -> SpeculativeConfig:
+    """For an engine that is given its drafter."""
+    return SpeculativeConfig(
+        model="given",
+        num_speculative_tokens=depth,
+        tree_width=None if tree is None else tree.width,
+        tree_budget=60 if tree is None else tree.budget,
+        draft_sample_method="probabilistic" if sample_drafts else "greedy",
+    )
+
+
+class AnyDepth:
+    """A depth policy from a function of the number of requests; no more than some request wants."""
+
+    def __init__(self, depth: Callable[[int], int], depths: Sequence[int] = ()) -> None:
+        self._depth = depth
+        self.depths = depths
+
+    def depth(self, requests: Collection[Request], costs: CostTable) -> int:
+        wanted = max((request.draft_limit for request in requests if request.draft_until), default=0)
+        return min(self._depth(len(requests)), wanted)
+
+
+def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:
     """Step until nothing is left, checking integrity after each step; return all updates."""
-    updates: list[Update] = []
+    updates: list[RequestUpdate] = []
     while engine.has_unfinished:
         updates += engine.step()
         engine.check_integrity()
@@ -143,15 +171,15 @@ def run(engine: Engine, limit: int = 2000) -> list[Update]:
     return updates
 
 
-def answers(engine: Engine, asks: Sequence[Ask]) -> list[list[int]]:
+def answers(engine: LLMEngine, asks: Sequence[Ask]) -> list[list[int]]:
     """Run requests together and return their tokens."""
-    first = engine.statistics.finished + engine.statistics.aborted
+    first = engine.stats().finished + engine.stats().aborted
     requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
     run(engine)
     return [request.output for request in requests]
 
 
-class CpuRecorder:
+class CpuGraphs(GraphCache):
     """Graphs as they behave on a GPU, without one: recorded once, played again on the tensors they were given then.
 
     Results are new ones each time: on a GPU the copy to the host is queued behind the replay, here nothing keeps them.
@@ -196,9 +224,9 @@ def drafts_after(
     return tuple(draft.tokens.tolist()), tuple(parents)
 
 
-def run_checking_drafts(engine: Engine, name: str, asks: Sequence[Ask], limit: int = 2000) -> list[Request]:
+def run_checking_drafts(engine: LLMEngine, name: str, asks: Sequence[Ask], limit: int = 2000) -> list[Request]:
     """Run requests together on an engine that reads at once; what is drafted must be what the oracle drafts."""
-    first = engine.statistics.finished + engine.statistics.aborted
+    first = engine.stats().finished + engine.stats().aborted
     requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
     while engine.has_unfinished:
         engine.step()
@@ -210,7 +238,7 @@ def run_checking_drafts(engine: Engine, name: str, asks: Sequence[Ask], limit: i
     return requests
 
 
-def wrong_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> bool:
+def wrong_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> bool:
     """Whether the drafts that a request's next round verifies are not those the oracle drafts after its text."""
     state, row = engine.runner.state, request.row
     depth = engine.scheduler._last_draft
@@ -219,8 +247,8 @@ def wrong_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> bool:
     count = int(state.draft_count[row])
     assert count <= depth
     assert state.length[row] == len(request.tokens) - 1
-    if engine.config.tree is not None:
-        tokens, parents = drafts_after(name, tuple(request.tokens), depth, engine.config.tree)
+    if (tree := engine.runner.models.tree) is not None:
+        tokens, parents = drafts_after(name, tuple(request.tokens), depth, tree)
         found = (state.tree_tokens[row].tolist()[: len(tokens)], state.tree_parents[row].tolist()[: len(tokens)])
         return found != (list(tokens), list(parents))
     sampled_by = ask if engine.config.sample_drafts else None
@@ -228,5 +256,5 @@ def wrong_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> bool:
     return state.drafts[row, :count].tolist() != list(tokens[:count])
 
 
-def assert_drafts(engine: Engine, name: str, ask: Ask, request: Request) -> None:
+def assert_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> None:
     assert not wrong_drafts(engine, name, ask, request), f"wrong drafts for {request.id} after {request.tokens}"

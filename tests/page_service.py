@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -14,12 +15,12 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.request import RoundRecord
-from fledge.engine.round_clock import PhaseSeconds, RoundReport
+from fledge.engine.outputs import RequestMetrics, RequestUpdate, RoundRecord
+from fledge.engine.protocol import EngineStats, PhaseSeconds, RoundReport
 from fledge.server.dashboard import router
 from fledge.server.history import History
 from fledge.server.metrics import Metrics
-from fledge.server.observing import FinishedRequest, StepReport
+from fledge.server.prompts import Template
 
 ANSWER = ["A", " speculative", " decoder", " drafts", " a", " few", " tokens", " ahead", ",", " then", " verifies", "."]
 DRAFTED = [False, True, True, False, True, True, True, False, True, False, True, True]
@@ -32,45 +33,74 @@ def _event(choice: dict[str, Any]) -> str:
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
 
-def step(*, batch: int = 4, depth: int = 3, accepted: int = 2, seconds: float = 0.01, **changes: Any) -> StepReport:
-    """A step whose one round had `batch` requests, each with `accepted` of `depth` drafts accepted."""
-    cost = PhaseSeconds(seconds * 0.6, seconds * 0.02, seconds * 0.3 if depth else 0.0)
-    values: dict[str, Any] = {
-        "seconds": seconds,
-        "rounds": (RoundReport(batch, depth, depth, batch * (accepted + 1), cost),),
-        "acceptance": {(depth, accepted): batch} if depth else {},
-        "output_tokens": batch * (accepted + 1),
-        "running": batch,
-        "kv_used": 30,
-        "kv_capacity": 100,
-    }
-    return StepReport(**{**values, **changes})
+class EngineFeed:
+    """Tells metrics what an engine would: crafted steps and requests."""
 
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.stats = EngineStats()
 
-def finished(
-    *, accepted: int = 2, rounds: int = 20, template: str | None = "chatml", start: int = 100, **changes: Any
-) -> FinishedRequest:
-    """A request with `rounds` rounds of depth 3 that each accepted `accepted`."""
-    acceptance = AcceptanceStatistics()
-    acceptance.add(drafted=3, accepted=accepted, rounds=rounds)
-    values: dict[str, Any] = {
-        "id": "r",
-        "finish_reason": "stop",
-        "prompt_tokens": start,
-        "output_tokens": rounds * (accepted + 1),
-        "queue_s": 0.002,
-        "ttft_s": 0.05,
-        "tpot_s": 0.004,
-        "e2e_s": 0.4,
-        "speculated": rounds > 0,
-        "acceptance": acceptance,
-        "rounds": tuple(
-            RoundRecord(start=start + i * (accepted + 1), drafted=3, accepted=accepted) for i in range(rounds)
-        ),
-        "template_name": template,
-        "template_hash": None if template is None else "0123456789abcdef",
-    }
-    return FinishedRequest(**{**values, **changes})
+    def step(
+        self, *, batch: int = 4, depth: int = 3, accepted: int = 2, seconds: float = 0.01, **changes: Any
+    ) -> EngineStats:
+        """A step whose one round had `batch` requests, each with `accepted` of `depth` drafts accepted."""
+        cost = PhaseSeconds(seconds * 0.6, seconds * 0.02, seconds * 0.3 if depth else 0.0)
+        stats = self.stats
+        acceptance = AcceptanceStatistics.merge([stats.acceptance])
+        if depth:
+            acceptance.add(drafted=depth, accepted=accepted, rounds=batch)
+        costs = stats.costs.copy()
+        costs.add(batch=batch, depth=depth, seconds=sum(cost))
+        tokens = batch * (accepted + 1)
+        values: dict[str, Any] = {
+            "steps": stats.steps + 1,
+            "output_tokens": stats.output_tokens + tokens,
+            "acceptance": acceptance,
+            "num_rounds": stats.num_rounds + 1,
+            "timed_rounds": stats.timed_rounds + 1,
+            "rounds": (*stats.rounds[-7:], RoundReport(batch, depth, depth, tokens, cost)),
+            "costs": costs,
+            "read_seconds": stats.read_seconds + seconds,
+            "running": batch,
+            "kv_used": 30,
+            "kv_capacity": 100,
+        }
+        return self.tell(**{**values, **changes})
+
+    def tell(self, **changes: Any) -> EngineStats:
+        """A step that changed these figures."""
+        self.stats = replace(self.stats, **changes)
+        self.metrics.on_stats(self.stats)
+        return self.stats
+
+    def finished(
+        self,
+        *,
+        accepted: int = 2,
+        rounds: int = 20,
+        template: str = "chatml",
+        start: int = 100,
+        finish_reason: str = "stop",
+        **changes: Any,
+    ) -> None:
+        """A request with `rounds` rounds of depth 3 that each accepted `accepted`."""
+        acceptance = AcceptanceStatistics()
+        acceptance.add(drafted=3, accepted=accepted, rounds=rounds)
+        records = [RoundRecord(start=start + i * (accepted + 1), drafted=3, accepted=accepted) for i in range(rounds)]
+        values: dict[str, Any] = {
+            "acceptance": acceptance,
+            "rounds": tuple(records),
+            "prompt_tokens": start,
+            "output_tokens": rounds * (accepted + 1),
+            "cached_tokens": 0,
+            "preemptions": 0,
+            "queue_seconds": 0.002,
+            "time_to_first_token": 0.05,
+            "seconds": 0.4,
+        }
+        metrics = RequestMetrics(**{**values, **changes})
+        last = RequestUpdate("r", [], finish_reason=finish_reason, metrics=metrics)
+        self.metrics.on_finished(last, Template(template, "0123456789abcdef"))
 
 
 def _free_port() -> int:
@@ -114,6 +144,7 @@ class PageService:
         self.chats: list[dict[str, Any]] = []  # bodies of chat requests
         self.dropped = 0  # chats whose client went away
         self.metrics = Metrics(model_name="none", has_drafter=False)
+        self.feed = EngineFeed(self.metrics)
         self._running = contextlib.ExitStack()
 
     def __enter__(self) -> "PageService":
@@ -130,6 +161,7 @@ class PageService:
             version="0.1.0",
             history=History(interval_seconds=self.interval_s, kept=300),
         )
+        self.feed = EngineFeed(self.metrics)
         self._running = contextlib.ExitStack()
         self._running.enter_context(running(self._app(), self.port))
 

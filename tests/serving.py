@@ -1,7 +1,12 @@
-"""A service on a tiny pair, on a port of its own, in a thread: for tests that speak HTTP to it."""
+"""A service on a tiny pair, on a port of its own, in a thread: for tests that speak HTTP to it.
+
+Its engine runs in a thread too, where tests can look into it; everything between is what `fledge serve` has, pipes
+included. tests/unit/server/test_engine_process.py and tests/e2e/test_serve_load.py run the real process.
+"""
 
 import asyncio
 import functools
+import os
 import tempfile
 import threading
 import time
@@ -15,10 +20,9 @@ import uvicorn
 from fledge import LLM
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.engine.engine import Engine
 from fledge.models.drafter.variants import EAGLE_3_1
-from fledge.server.app import create_app
-from fledge.server.lifecycle import Server
+from fledge.server.app import DrainingServer, create_app
+from fledge.server.engine_process import EngineProcess, EngineSettings, EngineWorker, PipeReader
 from fledge.server.options import ServeOptions
 from fledge.server.service import Service
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -48,8 +52,62 @@ def make_llm(*, speculative: bool = True, **options: Any) -> LLM:
     return LLM(root / "target", speculative_config=speculation, **{"max_num_seqs": 16, **options})
 
 
+class LockedEngine:
+    """An engine that tests may look into between two of its calls."""
+
+    def __init__(self, engine: Any) -> None:
+        self.inner = engine
+        self.lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.inner, name)
+        if not callable(value):
+            return value
+
+        def locked(*arguments: Any, **named: Any) -> Any:
+            with self.lock:
+                return value(*arguments, **named)
+
+        return locked
+
+
+class EngineThread(EngineProcess):
+    """The engine of an `LLM` at the other end of the pipes, in a thread instead of a process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.engine = LockedEngine(llm.engine)
+        self._llm = llm
+        super().__init__(EngineSettings(llm={}))
+        self.tokenizer, self.info = llm.tokenizer, llm.engine.info
+        assert self._ready.wait(30)
+
+    def _start(self, commands: int, outputs: int) -> "EngineThread":
+        ready = self._ready = threading.Event()
+
+        def work() -> None:
+            reader = PipeReader(commands)
+            reader.read(wait=True)  # the settings
+            ready.set()
+            EngineWorker(self.engine, self._llm.tokenizer, reader, outputs).run()
+            reader.close()
+            os.close(outputs)
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+        return self
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def call(self, function: Callable[[Any], _T]) -> _T:
+        """Run a function with the engine, between two steps."""
+        with self.engine.lock:
+            return function(self.engine.inner)
+
+
 def make_service(llm: LLM | None = None, **options: Any) -> Service:
-    return Service(llm or make_llm(), ServeOptions(**{"served_model_names": (MODEL, "alias"), **options}))
+    settings = ServeOptions(**{"served_model_names": (MODEL, "alias"), **options})
+    return Service(EngineThread(llm or make_llm()), settings)
 
 
 class Serving:
@@ -60,9 +118,8 @@ class Serving:
         config = uvicorn.Config(create_app(self.service), host="127.0.0.1", port=0, log_config=None, access_log=False)
         self._ready = threading.Event()
         self.port = 0
-        self.server = Server(config, self.service, self._is_ready)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.server = DrainingServer(config, self.service, self._is_ready)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
 
     @property
     def url(self) -> str:
@@ -78,15 +135,16 @@ class Serving:
         self._thread.join(30)
         assert not self._thread.is_alive(), "the server does not stop"
 
-    def in_engine(self, function: Callable[[Engine], _T]) -> _T:
-        """Run a function in the engine's thread, between two steps."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self.service.engine.call(function), self._loop).result(60)
+    def in_engine(self, function: Callable[[Any], _T]) -> _T:
+        """Run a function with the engine, between two steps."""
+        process = self.service.engine.process
+        assert isinstance(process, EngineThread)
+        return process.call(function)
 
     def until_idle(self, seconds: float = 30) -> None:
         """Wait until the engine has nothing to do, then check that nothing is left behind."""
         deadline = time.monotonic() + seconds
-        while self.in_engine(lambda engine: engine.has_unfinished):
+        while self.service.engine.active or self.in_engine(lambda engine: engine.has_unfinished):
             assert time.monotonic() < deadline, "the engine does not come to rest"
             time.sleep(0.01)
         self.in_engine(lambda engine: engine.check_integrity())
@@ -95,10 +153,3 @@ class Serving:
     def _is_ready(self, port: int) -> None:
         self.port = port
         self._ready.set()
-
-    def _run(self) -> None:
-        async def serve() -> None:
-            self._loop = asyncio.get_running_loop()
-            await self.server.serve()
-
-        asyncio.run(serve())

@@ -14,7 +14,11 @@ class FledgeError(Exception):
 
 
 class ConfigError(FledgeError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another one. `param` names it, where that is known."""
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class CheckpointError(FledgeError):
@@ -31,6 +35,16 @@ class DataError(FledgeError):
 
 class PromptError(FledgeError):
     """A request cannot be served: empty, too long, or not expressible with this tokenizer."""
+
+
+class ContextLengthError(PromptError):
+    """A prompt, or a prompt with the answer asked for, is longer than the model or the KV cache takes."""
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception as one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:

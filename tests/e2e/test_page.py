@@ -15,7 +15,7 @@ from fledge import LLM  # noqa: E402
 from fledge.server.app import create_app  # noqa: E402
 from fledge.server.options import ServeOptions  # noqa: E402
 from fledge.server.service import Service  # noqa: E402
-from tests.page_service import ANSWER, DRAFTED, THINK, PageService, finished, running, step  # noqa: E402
+from tests.page_service import ANSWER, DRAFTED, THINK, PageService, running  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -60,10 +60,10 @@ def _open(page: Page, service: PageService) -> None:
 def _feed(service: PageService) -> None:
     """Traffic of which one template does not pay."""
     for _ in range(10):
-        service.metrics.on_step(step(depth=3, accepted=2, seconds=0.012))
-        service.metrics.on_step(step(depth=0, accepted=0, seconds=0.010))
-        service.metrics.on_finished(finished(accepted=2))
-        service.metrics.on_finished(finished(accepted=0, template="alpaca"))
+        service.feed.step(depth=3, accepted=2, seconds=0.012)
+        service.feed.step(depth=0, accepted=0, seconds=0.010)
+        service.feed.finished(accepted=2)
+        service.feed.finished(accepted=0, template="alpaca")
 
 
 def test_shows_the_verdict_the_figures_and_the_history(page: Page, service: PageService):

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from fledge import SamplingParams
-from fledge.engine.engine import Update
+from fledge.engine.outputs import RequestUpdate
 from tests.serving import MODEL, Serving, make_llm, make_service, pair_directory
 
 CHAT = "/v1/chat/completions"
@@ -90,9 +90,9 @@ def _serving() -> Iterator[Serving]:
 def test_connections_that_are_dropped_leave_nothing_behind(serving: Serving) -> None:
     storm(serving.port, DROPPED, seed=1)
     serving.until_idle()
-    assert serving.in_engine(lambda engine: engine.pool.used) == 0
-    assert serving.in_engine(lambda engine: engine.statistics.failed_steps) == 0
-    assert serving.in_engine(lambda engine: engine.statistics.aborted) > DROPPED // 4
+    assert serving.in_engine(lambda engine: engine.block_manager.used) == 0
+    assert serving.in_engine(lambda engine: engine.stats().failed_steps) == 0
+    assert serving.in_engine(lambda engine: engine.stats().aborted) > DROPPED // 4
     answer = httpx.post(serving.url + CHAT, json={**LONG, "max_tokens": 20}, timeout=60).json()
     expected = make_llm(speculative=False).chat(LONG["messages"], SamplingParams(temperature=0, max_tokens=20))
     assert answer["choices"][0]["message"]["content"] == expected[0].outputs[0].text
@@ -100,7 +100,7 @@ def test_connections_that_are_dropped_leave_nothing_behind(serving: Serving) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_ends_its_request_within_a_round(serving: Serving, stream: bool) -> None:
-    aborted = serving.in_engine(lambda engine: engine.statistics.aborted)
+    aborted = serving.in_engine(lambda engine: engine.stats().aborted)
 
     async def go() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", serving.port)
@@ -114,7 +114,7 @@ def test_a_client_that_goes_ends_its_request_within_a_round(serving: Serving, st
 
     asyncio.run(go())
     serving.until_idle(5)
-    assert serving.in_engine(lambda engine: engine.statistics.aborted) == aborted + 1
+    assert serving.in_engine(lambda engine: engine.stats().aborted) == aborted + 1
 
 
 def test_too_many_requests_get_429_and_when_to_come_back() -> None:
@@ -142,7 +142,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     llm = make_llm()
     step = llm.engine.step
 
-    def slowly() -> list[Update]:
+    def slowly() -> list[RequestUpdate]:
         time.sleep(0.01)
         return step()
 
@@ -191,7 +191,7 @@ def test_a_drafter_that_fails_is_given_up_and_every_stream_goes_on() -> None:
         serving.until_idle()
         metrics = httpx.get(serving.url + "/metrics").text
         assert httpx.get(serving.url + "/health").status_code == 200
-    assert llm.engine.statistics.drafter_failure == "RuntimeError: no kernel image is available"
+    assert llm.engine.stats().drafter_failure == "RuntimeError: no kernel image is available"
     assert re.search(r"^fledge:\S*fallback\S* 1.0$", metrics, re.MULTILINE)
     plain = make_llm(speculative=False)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -253,11 +253,18 @@ class Process:
             self.process.wait()
 
 
-async def read_stream(http: httpx.AsyncClient, started: asyncio.Event, tokens: int) -> tuple[int, str | None]:
-    """Return the number of tokens of a streamed answer, and the error that ended it."""
+async def read_stream(
+    http: httpx.AsyncClient, started: asyncio.Event, tokens: int, admitted: asyncio.Event | None = None
+) -> tuple[int, str | None]:
+    """Return the number of tokens of a streamed answer, and the error that ended it.
+
+    `admitted` is set when its headers come, `started` when its first token does.
+    """
     count, error = 0, None
     body = {**LONG, "max_tokens": tokens, "stream": True, "return_token_ids": True}
     async with http.stream("POST", CHAT, json=body) as answer:
+        if admitted is not None:
+            admitted.set()
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 started.set()
@@ -280,8 +287,9 @@ def test_memory_stays_flat_and_sigterm_lets_running_streams_finish() -> None:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
                 flags = [asyncio.Event() for _ in range(12)]  # more than run at once: some still wait
-                streams = [asyncio.ensure_future(read_stream(http, flag, 150)) for flag in flags]
-                await asyncio.wait([asyncio.ensure_future(flag.wait()) for flag in flags[:1]])
+                started = asyncio.Event()
+                streams = [asyncio.ensure_future(read_stream(http, started, 150, flag)) for flag in flags]
+                await asyncio.gather(started.wait(), *(flag.wait() for flag in flags))
                 server.process.send_signal(signal.SIGTERM)
                 await asyncio.sleep(0.1)
                 refused = await http.post(CHAT, json=LONG)

@@ -93,4 +93,4 @@ def _make_plausible(body: dict[str, Any]) -> None:
 
 def test_the_server_is_as_it_was(serving: Serving) -> None:
     assert serving.service.engine.is_healthy
-    assert serving.in_engine(lambda engine: engine.statistics.failed_steps) == 0
+    assert serving.in_engine(lambda engine: engine.stats().failed_steps) == 0

@@ -14,10 +14,10 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.engine.engine import Engine
-from fledge.engine.sizing import EngineConfig
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
 from fledge.models.drafter.variants import EAGLE_3_1
-from tests.engine_cases import TARGET
+from tests.engine_cases import TARGET, AnyDepth, speculation
 from tests.tiny_models import make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -52,14 +52,15 @@ def random_prompt(chance: random.Random) -> list[int]:
     return [*stem, *(chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(1, 6)))]
 
 
-def soak(engine: Engine, count: int, chance: random.Random) -> None:
+def soak(engine: LLMEngine, count: int, chance: random.Random) -> None:
     """Send `count` requests through, cancelling some at some moment."""
     alive: list[str] = []
     sent = 0
     while sent < count or engine.has_unfinished:
         while sent < count and len(engine.scheduler.waiting) < 16:
             identity = str(sent)
-            engine.add_request(identity, random_prompt(chance), random_params(chance), speculate=chance.random() < 0.9)
+            limit = None if chance.random() < 0.9 else 0
+            engine.add_request(identity, random_prompt(chance), random_params(chance), draft_limit=limit)
             alive.append(identity)
             sent += 1
         for _ in range(chance.randint(0, 6)):
@@ -78,12 +79,19 @@ def soak(engine: Engine, count: int, chance: random.Random) -> None:
 def test_thousands_of_requests_leave_nothing_behind(read_late: bool) -> None:
     target = make_target(CONFIG)
     depths = random.Random(1)
-    engine = Engine(
+    engine = LLMEngine(
         target,
         make_drafter(DRAFTER, target),
         # Too few blocks for 64 requests, so that some are preempted.
-        EngineConfig(max_model_len=40, max_num_seqs=64, num_blocks=320, block_size=2, max_depth=2, read_late=read_late),
-        lambda _: depths.choice([0, 1, 2, 2, 2, 2, 2]),
+        EngineConfig(
+            speculative_config=speculation(2),
+            max_model_len=40,
+            max_num_seqs=64,
+            num_blocks=320,
+            block_size=2,
+            read_late=read_late,
+        ),
+        AnyDepth(lambda _: depths.choice([0, 1, 2, 2, 2, 2, 2])),
     )
     chance = random.Random(0)
     soak(engine, REQUESTS // 4, chance)  # caches, allocators and the like reach their size
@@ -93,13 +101,13 @@ def test_thousands_of_requests_leave_nothing_behind(read_late: bool) -> None:
     gc.collect()
 
     engine.check_integrity()
-    assert engine.pool.used == 0
-    assert not engine._requests
+    assert engine.block_manager.used == 0
+    assert not engine.requests
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert sorted(engine.scheduler._free_rows) == list(range(64))
-    assert len(engine.pool._key_of) <= 320
-    statistics = engine.statistics
+    assert len(engine.block_manager._key_of) <= 320
+    statistics = engine.stats()
     assert statistics.finished + statistics.aborted == REQUESTS // 4 * 2
     assert statistics.aborted > REQUESTS // 20
     assert statistics.finished > REQUESTS // 4
@@ -142,5 +150,5 @@ def test_streams_and_calls_that_are_dropped_leave_nothing_behind(tmp_path: Path)
     llm.engine.check_integrity()
     assert not llm._answers
     assert not llm.engine.has_unfinished
-    assert llm.engine.pool.used == 0
+    assert llm.engine.block_manager.used == 0
     assert len(gc.get_objects()) - objects < 500

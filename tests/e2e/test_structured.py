@@ -14,8 +14,10 @@ from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.engine.constraint import ConstraintFactory
 from fledge.models.drafter.variants import EAGLE_3_1
-from fledge.server.structured import GrammarCompiler, read_format
+from fledge.server.grammar import GrammarCompiler
+from fledge.server.structured import read_format
 from fledge.server.tools import call_grammar, get_parser, read_tools
+from tests.parsing import parse_whole
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -76,7 +78,7 @@ def _plain(pair: Path) -> LLM:
 
 def factories(compiler: GrammarCompiler) -> list[ConstraintFactory]:
     grammars = [read_format(**fields) for fields, _ in CASES]
-    return [compiler.compile_now(grammar) for grammar in grammars if grammar is not None]
+    return [compiler.compile(grammar) for grammar in grammars if grammar is not None]
 
 
 SPECULATION = [
@@ -104,8 +106,8 @@ def test_greedy_answers_are_valid_and_those_without_speculation(
         assert check(output.text), output.text
     free = plain.generate(prompts[1::2], GREEDY)
     assert [o.token_ids for o in outputs[llm][1::2]] == [o.outputs[0].token_ids for o in free]
-    assert llm.engine.statistics.acceptance.rounds > 20
-    assert llm.engine.pool.used == 0
+    assert llm.engine.stats().acceptance.rounds > 20
+    assert llm.engine.block_manager.used == 0
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=["chain", "tree", "sampled drafts"])
@@ -132,15 +134,16 @@ def test_forced_calls_are_read_back(pair: Path) -> None:
     compiler = compiler_of(llm)
     asked = read_tools([{"type": "function", "function": {"name": "find", "parameters": SCHEMA}}], "required", False)
     assert asked is not None
-    for name in ("hermes", "llama3_json", "kimi_k2"):
-        parser = get_parser(name)
-        grammar = call_grammar(parser, asked, marker=compiler.marker)
+    for syntax in ("hermes", "llama3_json", "kimi_k2"):
+        parser = get_parser(syntax)
+        grammar = call_grammar(parser, asked)
         assert grammar is not None
-        output = llm.generate("x", replace(GREEDY, max_tokens=400), constraint=compiler.compile_now(grammar))
-        content, calls = parser.parse(output[0].outputs[0].text)
+        output = llm.generate("x", replace(GREEDY, max_tokens=400), constraint=compiler.compile(grammar))
+        content, calls = parse_whole(parser(), output[0].outputs[0].text)
         assert content is None
-        assert [call.name for call in calls] == ["find"]
-        assert is_animal(calls[0].arguments)
+        ((name, arguments),) = calls
+        assert name == "find"
+        assert is_animal(arguments)
 
 
 def test_limits_cut_and_stops_end_as_ever(plain: LLM) -> None:

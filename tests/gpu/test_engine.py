@@ -25,14 +25,15 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.reference import Speculation
 from fledge.decoding.sampling import adjust_logits, distribution
-from fledge.engine.engine import Engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
-from fledge.engine.sizing import EngineConfig
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
+from tests.engine_cases import AnyDepth, add_request, speculation
 from tests.gpu.script import run_checks
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
@@ -80,10 +81,18 @@ def on_gpu(target: TargetModel, drafter: Drafter, dtype: torch.dtype) -> tuple[T
 
 
 def make_engine(
-    target: TargetModel, drafter: Drafter | None, depth: Callable[[int], int], **settings: object
-) -> Engine:
-    values = {"max_model_len": 256, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16, "max_depth": 4, **settings}
-    return Engine(target, drafter, EngineConfig(**values), depth)  # type: ignore[arg-type]
+    target: TargetModel,
+    drafter: Drafter | None,
+    depth: Callable[[int], int],
+    *,
+    tree: TreeShape | None = None,
+    sample_drafts: bool = False,
+    **settings: object,
+) -> LLMEngine:
+    values = {"max_model_len": 256, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16, **settings}
+    if drafter is not None:
+        values["speculative_config"] = speculation(4, tree=tree, sample_drafts=sample_drafts)
+    return LLMEngine(target, drafter, EngineConfig(**values), AnyDepth(depth, (0, 3, 4)))  # type: ignore[arg-type]
 
 
 def next_logits(target: TargetModel, text: list[int]) -> Tensor:
@@ -157,14 +166,15 @@ def random_mix(
             prompt = stem[: chance.randint(0, 70)] + [chance.randrange(vocab) for _ in range(chance.randint(1, 5))]
             speculate = chance.random() < 0.85
             params = random_params(chance)
-            asked.append(engine.add_request(str(len(asked)), prompt, params, seed=len(asked), speculate=speculate))
+            limit = None if speculate else 0
+            asked.append(add_request(engine, str(len(asked)), prompt, params, seed=len(asked), draft_limit=limit))
         if asked and chance.random() < 0.04:
             engine.abort(chance.choice(asked).id)
         if chance.random() < 0.1 and not settings.get("sample_drafts"):
             depth = chance.randint(0, 4)
         engine.step()
         engine.check_integrity()
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
     parted = 0
     for request in asked:
         speculation = None
@@ -242,7 +252,8 @@ def graphs_change_no_token_and_no_acceptance() -> None:
     for eager in (False, True):
         engine = make_engine(target, drafter, lambda _: 3, enforce_eager=eager)
         requests = [
-            engine.add_request(str(i), [i, 7, 9], SamplingParams(temperature=0, max_tokens=8 + 9 * i)) for i in range(5)
+            add_request(engine, str(i), [i, 7, 9], SamplingParams(temperature=0, max_tokens=8 + 9 * i))
+            for i in range(5)
         ]
         while engine.has_unfinished:
             engine.step()
@@ -266,12 +277,12 @@ def bf16_speculation_parts_only_at_near_ties() -> None:
     outputs = {}
     for depth in (0, 3):
         engine = make_engine(target, drafter, lambda _, depth=depth: depth, max_num_seqs=64, num_blocks=4000)  # type: ignore[misc]
-        requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        requests = [add_request(engine, str(i), prompt, params) for i, prompt in enumerate(prompts)]
         while engine.has_unfinished:
             engine.step()
         outputs[depth] = [request.output for request in requests]
         if depth:
-            length = engine.statistics.acceptance.acceptance_length
+            length = engine.stats().acceptance.acceptance_length
 
     def with_error(text: list[int]) -> tuple[Tensor, float]:
         logits = next_logits(exact, text)[0]

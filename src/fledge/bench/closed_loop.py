@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.request import Request
+from fledge.engine.outputs import RequestUpdate
+from fledge.engine.protocol import Engine
 from fledge.evaluation.results import RequestRecord, tally_triples
 from fledge.evaluation.workloads import spread
 
@@ -33,7 +33,9 @@ class ClosedLoop:
     seed: int = 0
     failure: str | None = None  # why it did not get to the end
     started: float = 0.0
-    _asked: list[tuple[TokenPrompt, Request]] = field(default_factory=list)
+    _asked: dict[str, TokenPrompt] = field(default_factory=dict)  # by request
+    _tokens: dict[str, list[int]] = field(default_factory=dict)
+    _last: dict[str, RequestUpdate] = field(default_factory=dict)
 
     def run(self) -> None:
         """Answer everything. Whatever is left over from an interruption is aborted."""
@@ -44,48 +46,56 @@ class ClosedLoop:
                 self._ask(number, prompt)
             while self.engine.has_unfinished:
                 for update in self.engine.step():
-                    following = next(waiting, None) if update.finish_reason is not None else None
-                    if following is not None:
-                        self._ask(*following)
+                    self._tokens[update.request_id] += update.token_ids
+                    if update.finish_reason is not None:
+                        self._last[update.request_id] = update
+                        if (following := next(waiting, None)) is not None:
+                            self._ask(*following)
         finally:
-            for _, request in self._asked:
-                if request.finish_reason is None:
-                    self.engine.abort(request.id)
+            for request_id in self._asked.keys() - self._last.keys():
+                if (last := self.engine.abort(request_id)) is not None:
+                    self._last[request_id] = last
 
     def _ask(self, number: int, prompt: TokenPrompt) -> None:
-        request = self.engine.add_request(
-            str(number), prompt.tokens, self.params, seed=self.seed + number, eos_ids=self.eos_ids
-        )
-        self._asked.append((prompt, request))
+        request_id = str(number)
+        self.engine.add_request(request_id, prompt.tokens, self.params, seed=self.seed + number, eos_ids=self.eos_ids)
+        self._asked[request_id], self._tokens[request_id] = prompt, []
 
     @property
     def records(self) -> tuple[RequestRecord, ...]:
-        return tuple(_record(prompt, request, self.started, self.failure) for prompt, request in self._asked)
+        return tuple(
+            _record(prompt, self._tokens[request_id], self._last[request_id], self.started, self.failure)
+            for request_id, prompt in self._asked.items()
+        )
 
     @property
     def seconds(self) -> float:
-        ends = [request.finished_at for _, request in self._asked if request.finished_at is not None]
+        ends = [one.metrics.arrived + one.metrics.seconds for one in self._last.values() if one.metrics is not None]
         return round(max(ends, default=self.started) - self.started, 6)
 
 
-def _record(prompt: TokenPrompt, request: Request, started: float, failure: str | None) -> RequestRecord:
-    error = request.failure
-    if error is None and request.finish_reason not in ("stop", "length"):
-        error = failure or f"ended with {request.finish_reason}"
+def _record(
+    prompt: TokenPrompt, tokens: list[int], last: RequestUpdate, started: float, failure: str | None
+) -> RequestRecord:
+    metrics, error = last.metrics, last.error
+    assert metrics is not None
+    if error is None and last.finish_reason not in ("stop", "length"):
+        error = failure or f"ended with {last.finish_reason}"
 
-    def after(moment: float | None) -> float | None:
-        return None if moment is None else round(moment - started, 6)  # microseconds: a run has many thousand of them
+    def after(seconds: float | None) -> float | None:
+        """From the start, in microseconds: a run has many thousand of them."""
+        return None if seconds is None else round(metrics.arrived - started + seconds, 6)
 
     return RequestRecord(
         prompt=prompt.id,
-        sent=round(request.arrived - started, 6),
-        first_token=after(request.first_token_at),
-        done=None if error is not None else after(request.finished_at),
+        sent=round(metrics.arrived - started, 6),
+        first_token=after(metrics.time_to_first_token),
+        done=None if error is not None else after(metrics.seconds),
         prompt_tokens=len(prompt.tokens),
-        output_tokens=request.num_output,
+        output_tokens=len(tokens),
         error=error,
-        digest=token_digest(request.output),
-        acceptance=tally_triples(request.acceptance),
+        digest=token_digest(tokens),
+        acceptance=tally_triples(metrics.acceptance),
     )
 
 

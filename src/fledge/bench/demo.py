@@ -57,7 +57,7 @@ class TransformersLoop:
     """transformers' own loop on the same weights, greedy."""
 
     def __init__(self, beside: LLM) -> None:
-        weight = beside.engine.runner.models.target.embed_tokens.weight
+        weight = beside.target.embed_tokens.weight
         model = AutoModelForCausalLM.from_pretrained(resolve(TARGET), dtype=weight.dtype)
         self._model = model.to(weight.device).eval()
         self.token_ids: list[tuple[int, ...]] = []
@@ -142,7 +142,7 @@ def report(contenders: Sequence[DemoContender], generate: TransformersLoop, sett
         }
 
     return {
-        "device": str(baseline.llm.engine.device),
+        "device": baseline.llm.engine.info.device,
         "depth": settings.depth,
         "prompts": len(settings.prompts),
         "tokens": sum(map(len, baseline.token_ids)),

@@ -13,11 +13,9 @@ from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
-from fledge.decoding.drafting import TreeShape
 from fledge.devices import choose_device, choose_dtype
-from fledge.engine.engine import Engine
-from fledge.engine.sizing import EngineConfig
-from fledge.engine.speculative_config import DEFAULT_TREE_BUDGET, SpeculativeConfig
+from fledge.engine.config import DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
+from fledge.engine.engine import LLMEngine
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Contender
@@ -152,22 +150,15 @@ def titles(models: Models) -> dict[str, str]:
     return {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
 
 
-def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_sizes: Sequence[int]) -> Engine:
+def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:
     """An engine on the shared weights, its graphs captured for `batch_sizes`; others are padded to the next of them."""
+    config = replace(base, cudagraph_capture_sizes=tuple(batch_sizes))
     if contender.drafter is None or contender.speculation is None:
-        engine = Engine(models.target, None, base)
+        engine = LLMEngine(models.target, None, config)
     else:
-        config = SpeculativeConfig.from_dict(contender.speculation)
-        width = config.tree_width
-        sized = replace(
-            base,
-            max_depth=config.max_depth,
-            tree=None if width is None else TreeShape(width=width, budget=config.tree_budget),
-        )
-        engine = Engine(models.target, models.drafters[contender.drafter], sized, config.depth_at)
-    if (graphs := engine.runner.graphs) is not None:
-        graphs.sizes = sorted({*batch_sizes, base.max_num_seqs})
-        engine.warm_up()
+        speculative = replace(config, speculative_config=SpeculativeConfig.from_dict(contender.speculation))
+        engine = LLMEngine(models.target, models.drafters[contender.drafter], speculative)
+    engine.warm_up()
     return engine
 
 

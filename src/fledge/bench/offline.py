@@ -13,9 +13,9 @@ from fledge.bench.closed_loop import ClosedLoop, TokenPrompt, cycled
 from fledge.bench.engines import DraftMode, Models, contenders, graph_sizes, load_models, make_engine
 from fledge.bench.run import INTERRUPTED, BenchRun, CellTurn, RunSettings
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.recovery import DeadEngineError
-from fledge.engine.sizing import EngineConfig
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
+from fledge.engine.protocol import DeadEngineError
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Cell, Status
 from fledge.evaluation.workloads import tokenised
@@ -62,7 +62,7 @@ class OfflineRun(BenchRun):
     _facts: dict[str, Any] = field(default_factory=dict)
     _models: Models | None = None
     _tokens: dict[str, list[TokenPrompt]] = field(default_factory=dict)  # by workload
-    _engines: dict[str, Engine] = field(default_factory=dict)
+    _engines: dict[str, LLMEngine] = field(default_factory=dict)
     _dead: dict[str, str] = field(default_factory=dict)  # contender -> why nothing more is asked of it
 
     @property
@@ -144,7 +144,7 @@ class OfflineRun(BenchRun):
                         break
                     advance(note=name)
 
-    def _loop(self, engine: Engine, prompts: Sequence[TokenPrompt], concurrency: int, max_tokens: int) -> ClosedLoop:
+    def _loop(self, engine: LLMEngine, prompts: Sequence[TokenPrompt], concurrency: int, max_tokens: int) -> ClosedLoop:
         assert self._models is not None, "prepared"
         params = SamplingParams(
             temperature=self.settings.temperature,
@@ -170,7 +170,7 @@ class OfflineRun(BenchRun):
             self.cells.append(_cell(turn, loop, self._dead.get(name)))
         advance(count, note=str(turn))
 
-    def _measure(self, turn: CellTurn, loop: ClosedLoop, engine: Engine) -> None:
+    def _measure(self, turn: CellTurn, loop: ClosedLoop, engine: LLMEngine) -> None:
         name = turn.contender
         if name in self._dead:
             return
@@ -184,8 +184,9 @@ class OfflineRun(BenchRun):
         except Exception as error:  # ours to repair: it ends the run, but not with a cell that looks whole
             loop.failure = f"{type(error).__name__}: {error}"
             raise
-        if engine.statistics.drafter_failure is not None and name not in self._dead:
-            self._dead[name] = loop.failure = f"the drafter failed: {engine.statistics.drafter_failure}"
+        failure = engine.stats().drafter_failure
+        if failure is not None and name not in self._dead:
+            self._dead[name] = loop.failure = f"the drafter failed: {failure}"
 
 
 def _cell(turn: CellTurn, loop: ClosedLoop, dead: str | None) -> Cell:

@@ -11,8 +11,8 @@ import torch
 
 from fledge.bench.shapes import SHAPES, make_pair
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.sizing import EngineConfig
+from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.engine import LLMEngine
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -68,25 +68,25 @@ def make_engine(
     concurrency: int,
     max_model_len: int,
     enforce_eager: bool = False,
-) -> Engine:
+) -> LLMEngine:
     config = EngineConfig(
         max_model_len=max_model_len,
         max_num_seqs=concurrency,
         max_num_batched_tokens=8192,
-        max_depth=depth,
+        speculative_config=SpeculativeConfig(model="random", num_speculative_tokens=depth) if depth else None,
         enforce_eager=enforce_eager,
         enable_prefix_caching=False,
     )
-    return Engine(target, drafter if depth else None, config, lambda _running: depth)
+    return LLMEngine(target, drafter if depth else None, config)
 
 
-def _time_rounds(engine: Engine, shape: str, depth: int, concurrency: int, rounds: int) -> RoundTime:
+def _time_rounds(engine: LLMEngine, shape: str, depth: int, concurrency: int, rounds: int) -> RoundTime:
     add_prompts(engine, concurrency, PROMPT_TOKENS, max_tokens=800)
     # Warm up until every prompt is read and a few rounds have run (graphs captured, kernels compiled).
     for _ in range(8 + concurrency * PROMPT_TOKENS // 8192):
         engine.step()
     _synchronize(engine)
-    planned = engine.statistics.schedule_seconds
+    planned = engine.stats().schedule_seconds
     times = []
     begun = time.perf_counter()
     for _ in range(rounds):
@@ -103,7 +103,7 @@ def _time_rounds(engine: Engine, shape: str, depth: int, concurrency: int, round
         concurrency=concurrency,
         milliseconds=1e3 * sum(kept) / len(kept),
         mean_milliseconds=1e3 * whole / rounds,
-        schedule_milliseconds=1e3 * (engine.statistics.schedule_seconds - planned) / rounds,
+        schedule_milliseconds=1e3 * (engine.stats().schedule_seconds - planned) / rounds,
     )
 
 
@@ -135,7 +135,7 @@ def measure_long_context(
     engine = make_engine(target, drafter, depth=depth, concurrency=1, max_model_len=tokens + 1024)
     add_prompts(engine, 1, tokens, max_tokens=900)
     started = time.perf_counter()
-    while engine.statistics.output_tokens == 0:
+    while engine.stats().output_tokens == 0:
         engine.step()
     _synchronize(engine)
     prefill = time.perf_counter() - started
@@ -201,7 +201,7 @@ def _device_seconds(work: Callable[[], object], repeats: int = 10) -> float:
     return (time.perf_counter() - started) / repeats
 
 
-def add_prompts(engine: Engine, count: int, tokens: int, *, max_tokens: int) -> None:
+def add_prompts(engine: LLMEngine, count: int, tokens: int, *, max_tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     vocab = engine.runner.vocab_size
     for number in range(count):
@@ -210,6 +210,6 @@ def add_prompts(engine: Engine, count: int, tokens: int, *, max_tokens: int) -> 
         engine.add_request(str(number), prompt, params)
 
 
-def _synchronize(engine: Engine) -> None:
+def _synchronize(engine: LLMEngine) -> None:
     if engine.device.type == "cuda":
         torch.cuda.synchronize()

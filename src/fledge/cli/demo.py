@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli.options import Device, MaxTokens, Threads
 from fledge.errors import ConfigError
 
 INTRODUCTION = (
@@ -19,17 +20,15 @@ def demo(
     ] = None,
     *,
     depth: Annotated[int, typer.Option(help="Tokens to draft ahead, 1 to 16.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 120,
+    max_tokens: MaxTokens = 120,
     repeats: Annotated[int, typer.Option(help="How often the answers are timed.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; torch's choice if left out. Use 1 on a busy machine.")
-    ] = None,
+    device: Device = "auto",
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Answer a few questions with the bundled models, with and without speculation, and compare; transformers too."""
-    for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats), ("--threads", threads)):
-        if value is not None and value < 1:
+    for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
+        if value < 1:
             raise ConfigError(f"{name}: found {value}, allowed is 1 or more")
 
     import torch  # noqa: PLC0415 - torch takes seconds, and --help should not

@@ -3,15 +3,15 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fledge.engine.speculative_config import SpeculativeConfig
-from fledge.errors import ConfigError, PromptError
+from fledge.cli.options import MaxTokens, engine_options, read_speculation
+from fledge.errors import PromptError
 
 if TYPE_CHECKING:
     from fledge.decoding.params import SamplingParams
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DRAFTED_STYLE = "green"
 
 
+@engine_options("dtype", "device", "max_model_len")
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt. Or use --prompts.")] = None,
     *,
@@ -42,7 +43,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user turn through the chat template.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    max_tokens: MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
@@ -51,13 +52,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    engine: Mapping[str, Any],
 ) -> None:
     """Generate text, with accepted draft tokens in colour, and say how the speculation went."""
-    speculation = _speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
+    speculation = read_speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
     requests = _read_requests(prompt, prompts, chat)
 
     from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
@@ -72,9 +71,7 @@ def generate(
         stop=stop or (),
         ignore_eos=ignore_eos,
     )
-    llm = LLM(
-        target, speculative_config=speculation, dtype=dtype, device=device, max_model_len=max_model_len, seed=seed
-    )
+    llm = LLM(target, speculative_config=speculation, seed=seed, **engine)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
     started = time.perf_counter()
     if as_json:
@@ -83,26 +80,6 @@ def generate(
     else:
         outputs = list(_answer_in_turn(llm, encoded, params))
         _print_summary(_total(outputs, time.perf_counter() - started))
-
-
-def _speculation(
-    drafter: str | None, config: str | None, depth: int | None, tree: tuple[int, int] | None
-) -> SpeculativeConfig | None:
-    """Return the options as a speculative config."""
-    if config is not None:
-        if drafter is not None or depth is not None or tree is not None:
-            raise ConfigError("--speculative-config says it all; leave out --drafter, --depth and --tree")
-        return SpeculativeConfig.from_json(config)
-    if drafter is None:
-        if depth is not None or tree is not None:
-            raise ConfigError("--depth and --tree need a --drafter")
-        return None
-    values: dict[str, Any] = {"model": drafter}
-    if depth is not None:
-        values["num_speculative_tokens"] = depth
-    if tree is not None:
-        values |= {"tree_width": tree[0], "tree_budget": tree[1]}
-    return SpeculativeConfig.from_dict(values)
 
 
 def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[dict[str, Any]]:

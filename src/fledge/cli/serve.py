@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
+from fledge.cli.options import Threads, engine_options
 from fledge.cli.vllm_options import translate
-from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
 
 BUNDLED_DEPTH = 5
@@ -46,6 +48,22 @@ def _repeat_lists(arguments: list[str]) -> list[str]:
     return made
 
 
+ENGINE_OPTIONS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "dtype",
+    "device",
+    "gpu_memory_utilization",
+    "kv_cache_bytes",
+    "kv_cache_dtype",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "seed",
+)
+
+
+@engine_options(*ENGINE_OPTIONS)
 def serve(
     model: Annotated[
         str | None,
@@ -61,18 +79,6 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name that clients use; several may be given.")
     ] = None,
-    max_model_len: Annotated[
-        str | None, typer.Option(help="Most tokens of prompt and answer together: 4096, 4k, auto.")
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of prompts that are read in one step.")] = 8192,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="Size of the KV cache, instead.")] = None,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Share equal beginnings of prompts.")] = True,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
-    seed: Annotated[int, typer.Option(help="For requests that bring none.")] = 0,
     chat_template: Annotated[
         str | None, typer.Option(help="File with a chat template, instead of the tokenizer's.")
     ] = None,
@@ -99,7 +105,8 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.")] = 30.0,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice if left out.", min=1)] = None,
+    threads: Threads = None,
+    engine: Mapping[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API, and a page that shows whether speculation pays."""
     del enable_auto_tool_choice  # vLLM's consent to read tool calls; here a request's `tools` is enough
@@ -111,11 +118,11 @@ def serve(
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
     template = None if chat_template is None else _read_template(chat_template)
-    longest = _length(max_model_len)
+    EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
 
     try:
-        from fledge.server.engine_process import EngineSettings, ProcessLink  # noqa: PLC0415 - torch takes seconds
-        from fledge.server.lifecycle import run  # noqa: PLC0415
+        from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.engine_process import EngineProcess, EngineSettings  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
         from fledge.server.service import Service, check_options  # noqa: PLC0415
@@ -142,29 +149,20 @@ def serve(
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
         default_sampling=_sampling_defaults(directory, generation_config),
-        seed=seed,
+        seed=engine["seed"],
     )
     check_options(options)
     settings = {
+        **engine,
         "model": str(directory),
         "speculative_config": None if speculation is None else asdict(speculation),
-        "dtype": dtype,
-        "device": device,
-        "max_model_len": longest,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "enable_prefix_caching": enable_prefix_caching,
-        "enforce_eager": enforce_eager,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "kv_cache_bytes": kv_cache_memory_bytes,
-        "seed": seed,
     }
-    link = ProcessLink(EngineSettings(llm=settings, threads=threads, log_format=log_format))
+    process = EngineProcess(EngineSettings(llm=settings, threads=threads, log_format=log_format))
     try:
-        link.wait_until_ready()
-        service = Service(link, options)
+        process.wait_until_ready()
+        service = Service(process, options)
     except BaseException:
-        link.kill()
+        process.kill()
         raise
     scheme = "http" if ssl_certfile is None else "https"
 
@@ -178,7 +176,7 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
-        os._exit(status)  # the engine's thread may be in the middle of a step that nobody waits for
+        os._exit(status)  # other threads may be in the middle of what nobody waits for
 
 
 def _speculation(model: str | None, config: str | None) -> SpeculativeConfig | None:
@@ -210,18 +208,6 @@ def _read_template(file: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--chat-template: {file} cannot be read: {reason}") from None
-
-
-def _length(text: str | None) -> int | None:
-    """Read vLLM's ways to write a length: 4096, 4k (4000), 4K (4096), auto."""
-    if text is None or text in ("auto", "-1"):
-        return None
-    factors = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-    number, factor = (text[:-1], factors[text[-1]]) if text[-1:] in factors else (text, 1)
-    try:
-        return int(float(number) * factor)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"--max-model-len: found '{text}', expected a number, 4k or auto") from None
 
 
 def _sampling_defaults(directory: Path, source: str) -> dict[str, float | int]:

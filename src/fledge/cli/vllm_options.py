@@ -51,7 +51,6 @@ FOREIGN: Mapping[str, Foreign] = {
     "--kv-transfer-config": _refused(f"disaggregated serving, {_VLLM}"),
     "--headless": Foreign(reason=_SEVERAL_GPUS, is_flag=True),
     "--quantization": _refused(f"quantised weights, {_VLLM}", "None", "none"),
-    "--kv-cache-dtype": _refused(f"a quantised KV cache, {_VLLM}", "auto"),
     "--cpu-offload-gb": _refused(f"weights in the host's memory, {_VLLM}", "0", "0.0"),
     "--swap-space": _value("there is no swap space: a preempted request is read again"),
     "--enable-lora": Foreign(reason=f"adapters, {_VLLM}", is_flag=True),
@@ -91,7 +90,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "--guided-decoding-backend": _value("structured output is always on, through llguidance"),
     "--max-log-len": _value("prompts are never logged"),
     "--response-role": _refused("the role of answers is always 'assistant'", "assistant"),
-    "--disable-frontend-multiprocessing": _flag("the engine is a thread of the server"),
+    "--disable-frontend-multiprocessing": _flag("the engine is always a process of its own"),
     "--scheduling-policy": _refused("requests are served in order of arrival", "fcfs"),
     "--enable-reasoning": _flag("see --reasoning-parser"),
 }
@@ -107,7 +106,6 @@ ALIASES: Mapping[str, str] = {
     "-O2": "--optimization-level",
     "-O3": "--optimization-level",
     "-sc": "--speculative-config",
-    "--kv-cache-bytes": "--kv-cache-memory-bytes",
     "--allowed-origins": "--cors-origin",
     "--cors-origins": "--cors-origin",
 }

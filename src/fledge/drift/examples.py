@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fledge.decoding.params import SamplingParams
 from fledge.drift.result import AnswerExample, ExampleToken, PromptRow, TokenStatus
-from fledge.engine.request import RoundRecord
-from fledge.engine.text_stream import TextStream
+from fledge.engine.detokenizer import Detokenizer
+from fledge.engine.outputs import RoundRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,10 @@ def _pieces(tokens: Sequence[int], tokenizer: Any | None) -> list[str]:
     """The text of each token. A character of several tokens is the last one's; the others are empty."""
     if tokenizer is None:
         return [_text([token], None) for token in tokens]
-    stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=False))
+    detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False))
     for token in tokens:
-        stream.push(token)
-    texts = dict(stream.release(finished=True))
-    return [texts.get(place, "") for place in range(len(tokens))]
+        detokenizer.push(token)
+    return detokenizer.token_texts()
 
 
 def _text(tokens: Sequence[int], tokenizer: Any | None) -> str:

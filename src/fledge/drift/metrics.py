@@ -25,7 +25,7 @@ from fledge.drift.result import (
     tally_of,
 )
 from fledge.drift.segments import LABELS, Segment
-from fledge.engine.request import RoundRecord
+from fledge.engine.outputs import RoundRecord
 
 BINS = 10
 _STATES = ("hidden", "head", "feature")  # whose size is followed from depth to depth

@@ -23,9 +23,9 @@ from fledge.drift.replay import MAX_SCORES, fusion_parts, replay
 from fledge.drift.result import DriftResult, tally_of
 from fledge.drift.segments import ProbePrompt, Segment, SegmentedPrompt, segmented
 from fledge.drift.workloads import with_earlier_answers
+from fledge.engine.config import MAX_DEPTH
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import CompletionOutput
-from fledge.engine.speculative_config import MAX_DEPTH
 from fledge.errors import ConfigError, PromptError
 from fledge.files import read_json
 from fledge.models.drafter.base import Drafter
@@ -183,7 +183,7 @@ def probe(
         temperature=settings.temperature,
         trained_depth=trained_depth,
         depth=settings.depth,
-        engine_depth=llm.engine.config.max_depth,
+        engine_depth=llm.config.max_depth,
         prompts=len(prompts),
         prompt_tokens=sum(len(read.token_ids) for read in encoded),
         output_tokens=sum(len(answer.token_ids) for answer in answers),
@@ -200,10 +200,10 @@ def probe(
 
 
 def _require_chains(llm: LLM) -> Drafter:
-    drafter, config = llm.engine.runner.models.drafter, llm.engine.config
+    drafter, config = llm.drafter, llm.config
     if drafter is None:
         raise ConfigError("the probe observes a drafter, and this LLM has none; give speculative_config")
-    if config.tree is not None or config.sample_drafts:
+    if config.drafts_trees or config.sample_drafts:
         raise ConfigError(
             "the probe follows chains of a drafter's best tokens; load it without tree_width and without "
             "draft_sample_method 'probabilistic'"

@@ -1,5 +1,7 @@
 """The drafting half of a round, for a batch: chains, or trees. `decoding/drafting.py` is the same for one sequence."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,11 +13,25 @@ from fledge.decoding.sampling import choose
 from fledge.decoding.tree import Expansion, expand, rank
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
+from fledge.errors import describe
 from fledge.kernels.open_round import slots_of
 from fledge.kernels.settle_round import DraftPlaces
 from fledge.layers.paged_cache import PagedPass, RoundPass
 from fledge.models.drafter.base import DraftStates
 from fledge.models.target.decoder import TargetStates
+
+
+class DrafterError(Exception):
+    """The drafter raised. Nobody loses anything but speed: the target's work of the step is done by then."""
+
+
+@contextmanager
+def drafter_errors() -> Iterator[None]:
+    """Whatever is raised inside is the drafter's doing."""
+    try:
+        yield
+    except Exception as error:
+        raise DrafterError(describe(error)) from error
 
 
 def extend_and_draft(

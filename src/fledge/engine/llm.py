@@ -4,104 +4,78 @@ It turns text into requests and tokens into text; the engine does the rest.
 """
 
 import gc
+import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fledge.checkpoints.drafter import load_drafter
-from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import load_target
-from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
-from fledge.devices import choose_device, choose_dtype
-from fledge.engine.answer import Answer
+from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.constraint import ConstraintFactory
-from fledge.engine.engine import Engine
+from fledge.engine.detokenizer import Detokenizer
+from fledge.engine.engine import LLMEngine
+from fledge.engine.loader import build_engine, load_engine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
-from fledge.engine.sizing import EngineConfig
-from fledge.engine.speculative_config import SpeculativeConfig
-from fledge.engine.text_stream import TextStream
-from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import ConfigError, FledgeError, PromptError, refuses_unknown_names
-from fledge.models.config import Architecture
+from fledge.engine.protocol import Engine
+from fledge.engine.tokenizer import encode_chat
+from fledge.errors import ConfigError, FledgeError, PromptError
 from fledge.models.drafter.base import Drafter
+from fledge.models.target.decoder import TargetModel
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The part of `EngineConfig` that users set."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_prefix_caching: bool
-    enforce_eager: bool
-    gpu_memory_utilization: float
-    kv_cache_bytes: int | None
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}: found {value!r}, allowed is an integer of at least 1")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"
-            )
-
-
-@refuses_unknown_names("LLM argument")
 class LLM:
-    """A target, with or without a drafter, ready to answer."""
+    """A target, with or without a drafter, ready to answer. Its engine is ours, or any other: see `from_engine`."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 8192,
-        enable_prefix_caching: bool = True,
-        enforce_eager: bool = False,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_bytes: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Load the models. `dtype` "auto" is the dtype the target is stored in, on a CPU float32: CPUs compute
-        16-bit numbers more slowly. The drafter follows the target.
+    engine: Engine
+    tokenizer: Any | None
 
-        The other names are vLLM's; `kv_cache_bytes` sizes the KV cache directly, on a GPU or a CPU.
-        """
-        config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
-        directory = resolve(model)
-        place = choose_device(device)
-        precision = choose_dtype(dtype) or (torch.float32 if place.type == "cpu" else None)
-        self.target = load_target(directory, dtype=precision, device=place)
-        self.tokenizer = load_tokenizer(directory)
-        self.max_model_len = self._check_length(max_model_len)
-        self.eos_ids = self._find_eos_ids()
-        self._options = EngineOptions(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            enforce_eager=enforce_eager,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_bytes=kv_cache_bytes,
-        )
-        self.engine = self._build_engine(config, None if config is None else self._load_drafter(config))
-        _warm_up(self.engine)
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        config = EngineConfig(**options)
+        engine, tokenizer = load_engine(model, config)
+        self._set_up(engine, tokenizer, config.seed)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Any | None = None, *, seed: int = 0) -> "LLM":
+        """Answer with an engine that is there already."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, tokenizer, seed)
+        return llm
+
+    def _set_up(self, engine: Engine, tokenizer: Any | None, seed: int) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_model_len = engine.info.max_model_len
+        self.eos_ids = engine.info.eos_ids
         self._seeds = random.Random(seed)  # for requests that bring none
         self._requests = 0
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, Detokenizer] = {}  # by request
+
+    @property
+    def target(self) -> TargetModel:
+        """The loaded target, for those who look inside."""
+        return self._own_engine.target
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The loaded drafter, if there is one."""
+        return self._own_engine.drafter
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._own_engine.config
+
+    @property
+    def _own_engine(self) -> LLMEngine:
+        if not isinstance(self.engine, LLMEngine):
+            raise ConfigError("this looks at the models themselves, which only Fledge's own engine has")
+        return self.engine
 
     def set_speculation(self, speculative_config: Mapping[str, Any] | SpeculativeConfig | None) -> None:
         """Exchange drafter and depth, or do without (None); the target stays loaded. No request may be running.
@@ -110,19 +84,19 @@ class LLM:
         goes on alone.
         """
         assert not self._answers, "drafters are exchanged between requests"
-        config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
-        vars(self).pop("engine", None)  # first: it holds most of a GPU's memory. There is none if a build failed before
+        speculation = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
+        target, config, model = self.target, self.config, self.engine.info.model
+        del self.engine  # first: it holds most of a GPU's memory
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        alone = replace(config, speculative_config=None)
         try:
-            drafter = None if config is None else self._load_drafter(config)
+            wanted = replace(alone, speculative_config=speculation)
+            self.engine = build_engine(target, self.tokenizer, wanted, model=model)
         except FledgeError:
-            self.engine = self._build_engine(None, None)
-            _warm_up(self.engine)
+            self.engine = build_engine(target, self.tokenizer, alone, model=model)
             raise
-        self.engine = self._build_engine(config, drafter)
-        _warm_up(self.engine)
 
     def generate(
         self,
@@ -158,7 +132,7 @@ class LLM:
                 self._advance()
                 for number in [number for number, job in waiting.items() if job.is_finished]:
                     job = waiting.pop(number)
-                    outputs[number] = job.output(self.eos_ids)
+                    outputs[number] = job.output()
                     self._forget([job])
                     if progress is not None:
                         progress(len(several) - len(waiting), len(several))
@@ -180,7 +154,7 @@ class LLM:
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
         ids = self._encode(prompt)
-        self.engine.check_request(ids, params)
+        self.engine.info.check_request(ids, params)
         return self._stream(_text_of(prompt), ids, params)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -189,7 +163,7 @@ class LLM:
 
     def _stream(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
         job = self._submit(text, prompt_ids, params)
-        (answer,) = job.answers
+        (answer,) = job.answers.values()
         sent, output = 0, None
         try:
             while output is None:
@@ -197,7 +171,7 @@ class LLM:
                     self._advance()
                 fresh = tuple(answer.token_ids[sent:])
                 sent += len(fresh)
-                output = job.output(self.eos_ids) if job.is_finished else None
+                output = job.output() if job.is_finished else None
                 if fresh or output is not None:
                     yield StreamEvent(pieces=answer.release(), token_ids=fresh, output=output)
         finally:
@@ -213,37 +187,37 @@ class LLM:
         number = self._requests
         self._requests += 1
         drawn = self._seeds.getrandbits(63)
-        answers = []
+        answers = {}
         for index in range(params.n):
             # Answers to one prompt must differ, and still follow from the seed.
             seed = next_int64(drawn if params.seed is None else params.seed, index)
-            request = self.engine.add_request(
-                f"{number}-{index}",
+            request_id = f"{number}-{index}"
+            self.engine.add_request(
+                request_id,
                 prompt_ids,
                 replace(params, seed=None, n=1),
                 seed=seed,
                 eos_ids=self.eos_ids,
                 constraint=None if constraint is None else constraint(),
             )
-            stream = None if self.tokenizer is None else TextStream(self.tokenizer, params)
-            answers.append(Answer(request, stream, index))
-            self._answers[request.id] = answers[-1]
+            answers[request_id] = self._answers[request_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
         return _Job(str(number), text, tuple(prompt_ids), answers)
 
     def _advance(self) -> None:
         """One step of the engine, for all answers in the making."""
         for update in self.engine.step():
-            answer = self._answers[update.request.id]
-            answer.take(update)
-            if answer.stopped_by_string and answer.request.finish_reason is None:
-                self.engine.abort(answer.request.id, reason="stop")
+            answer = self._answers[update.request_id]
+            if answer.add(update):
+                last = self.engine.abort(update.request_id, reason="stop")
+                assert last is not None
+                answer.add(last)
 
     def _forget(self, jobs: Iterable["_Job"]) -> None:
         """Drop jobs, finished or not (an exception, or a stream that nobody reads to its end)."""
         for job in jobs:
-            for answer in job.answers:
-                self.engine.abort(answer.request.id)
-                self._answers.pop(answer.request.id, None)
+            for request_id in job.answers:
+                self.engine.abort(request_id)
+                self._answers.pop(request_id, None)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Mapping):
@@ -271,51 +245,13 @@ class LLM:
             )
         return self.tokenizer
 
-    def _check_length(self, max_model_len: int | None) -> int:
-        limit = self.target.config.max_positions
-        if max_model_len is None:
-            return limit
-        if type(max_model_len) is not int or not 1 < max_model_len <= limit:
-            raise ConfigError(
-                f"max_model_len: found {max_model_len!r}, allowed is 2 to {limit} (the target's positions)"
-            )
-        return max_model_len
-
-    def _find_eos_ids(self) -> tuple[int, ...]:
-        own = self.tokenizer.eos_token_id if self.tokenizer is not None else None
-        return tuple(sorted({*self.target.config.eos_ids, *(() if own is None else (own,))}))
-
-    def _load_drafter(self, config: SpeculativeConfig) -> Drafter:
-        drafter = load_drafter(resolve(config.model), self.target)
-        found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
-        if config.method not in (None, found):
-            raise ConfigError(
-                f"speculative_config: 'method' is '{config.method}', but {config.model} is a drafter "
-                f"for method '{found}'"
-            )
-        if config.max_model_len is not None:
-            limit = min(config.max_model_len, drafter.config.max_positions)
-            drafter.config = replace(drafter.config, max_positions=limit)
-        return drafter
-
-    def _build_engine(self, config: SpeculativeConfig | None, drafter: Drafter | None) -> Engine:
-        options = asdict(self._options)
-        if config is None:
-            return Engine(self.target, None, EngineConfig(max_model_len=self.max_model_len, **options))
-        engine_config = EngineConfig(
-            max_model_len=self.max_model_len,
-            **options,
-            max_depth=config.max_depth,
-            tree=None if config.tree_width is None else TreeShape(width=config.tree_width, budget=config.tree_budget),
-            sample_drafts=config.draft_sample_method == "probabilistic",
-        )
-        return Engine(self.target, drafter, engine_config, config.depth_at)
-
 
 class _Job:
     """A prompt and the answers to it that are in the making."""
 
-    def __init__(self, number: str, text: str | None, prompt_ids: tuple[int, ...], answers: list[Answer]) -> None:
+    def __init__(
+        self, number: str, text: str | None, prompt_ids: tuple[int, ...], answers: dict[str, Detokenizer]
+    ) -> None:
         self.number = number
         self.text = text
         self.prompt_ids = prompt_ids
@@ -323,15 +259,16 @@ class _Job:
 
     @property
     def is_finished(self) -> bool:
-        return all(answer.is_finished for answer in self.answers)
+        return all(answer.is_finished for answer in self.answers.values())
 
-    def output(self, eos_ids: tuple[int, ...]) -> RequestOutput:
+    def output(self) -> RequestOutput:
+        metrics = [answer.metrics for answer in self.answers.values() if answer.metrics is not None]
         return RequestOutput(
             request_id=self.number,
             prompt=self.text,
             prompt_token_ids=self.prompt_ids,
-            outputs=tuple(answer.completion(eos_ids) for answer in self.answers),
-            metrics=RequestMetrics.pooled([answer.metrics() for answer in self.answers]),
+            outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
+            metrics=RequestMetrics.pooled(metrics),
         )
 
 
@@ -351,13 +288,16 @@ def _text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _warm_up(engine: Engine) -> None:
-    """Capture the engine's graphs, with a progress bar on standard error."""
-    if engine.runner.graphs is None:
-        return
-    from rich.console import Console  # noqa: PLC0415 - only GPU machines have graphs to capture
-    from rich.progress import Progress  # noqa: PLC0415
+def _describe_options() -> None:
+    """Give `LLM(model, **options)` the signature and the docstring that its options have in `EngineConfig`."""
+    own = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+        for one in fields(EngineConfig)
+    ]
+    parameters = list(inspect.signature(LLM.__init__).parameters.values())[:-1]
+    setattr(LLM.__init__, "__signature__", inspect.Signature([*parameters, *own]))  # noqa: B010 - mypy knows no such name
+    told = "\n".join(f"    {one.name}: {one.metadata['help']}" for one in fields(EngineConfig))
+    LLM.__init__.__doc__ = f"Load `model`, a directory or a hub name. Options, by vLLM's names:\n\n{told}\n"
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("capturing CUDA graphs", total=None)
-        engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
+
+_describe_options()

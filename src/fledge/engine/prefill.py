@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.engine.choosing import Chooser
-from fledge.engine.draft_round import extend_and_draft
-from fledge.engine.recovery import drafters_fault
+from fledge.engine.draft_round import drafter_errors, extend_and_draft
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
+from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.kernels.settle_round import draft_places
 from fledge.layers.paged_cache import ChunkPass, PagedCache
@@ -71,7 +70,7 @@ class PrefillInputs:
 
 
 def run_prefill(
-    models: RoundModels, state: RowState, inputs: PrefillInputs, chooser: Chooser, *, depth: int
+    models: RoundModels, state: RowState, inputs: PrefillInputs, sampler: Sampler, *, depth: int
 ) -> PrefillOutcome:
     """Read the chunks; draft `depth` tokens for those that complete. Updates the state of their rows."""
     drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
@@ -81,8 +80,8 @@ def run_prefill(
     states = models.target(inputs.tokens, inputs.positions, storage, aux_layer_ids)
     final = states.final[inputs.ends]
     logits = models.target.logits(final)
-    choices = chooser.choices(logits, inputs.lengths[:, None])
-    chooser.note(logits, choices)
+    choices = sampler.choices(logits, inputs.lengths[:, None])
+    sampler.record_logprobs(logits, choices)
     first_tokens = torch.where(inputs.chooses != 0, choices, inputs.following[inputs.ends])
     inputs.following[inputs.ends] = first_tokens
     settled = inputs.settled_rows
@@ -91,7 +90,7 @@ def run_prefill(
     state.draft_count.index_fill_(0, settled, 0)  # assigning a number would copy it from the host, which graphs cannot
     drafts_health = None
     if drafter is not None:
-        with drafters_fault():
+        with drafter_errors():
             drafts_health = _extend_drafter(models, state, inputs, tables, states, depth)
     state.reset_padding()
     health = final.sum(-1, dtype=torch.float32)
@@ -143,7 +142,7 @@ def lay_out(
     spare = max(padded_tokens - starts[-1], 0)
     extra = max(padded_chunks - len(chunks), 0)
     assert spare > 0 or not extra, "an empty chunk has to end somewhere"
-    rows = [_row(chunk) for chunk in chunks]
+    rows = [chunk.request.running_row for chunk in chunks]
     by_token = (
         ([token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]], [0] * spare),
         ([token for chunk in chunks for token in _following(chunk)], [0] * spare),
@@ -171,11 +170,6 @@ def lay_out(
 
 def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def _row(chunk: Chunk) -> int:
-    assert chunk.request.row is not None
-    return chunk.request.row
 
 
 def _slots(chunk: Chunk, block_size: int) -> list[int]:

@@ -3,11 +3,12 @@
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.kv_pool import BlockTable
+from fledge.engine.block_manager import BlockTable
+from fledge.engine.outputs import RequestMetrics, RoundRecord
 
 if TYPE_CHECKING:
     from fledge.engine.constraint import TokenConstraint
@@ -21,14 +22,6 @@ class Phase(StrEnum):
     PREFILL = "prefill"  # has a row and blocks; its tokens are being read
     DECODE = "decode"
     FINISHED = "finished"
-
-
-class RoundRecord(NamedTuple):
-    """One verification of at least one draft, as `AcceptanceStatistics` counts them."""
-
-    start: int  # tokens of prompt and answer there were before it; its first draft is for this place
-    drafted: int
-    accepted: int  # before the answer is trimmed at a stop
 
 
 @dataclass(eq=False, kw_only=True)
@@ -59,10 +52,10 @@ class Request:
     finish_reason: str | None = None
     failure: str | None = None  # why it ends with "error"
     failures: int = 0  # steps with it in them that failed, and nobody knows why
+    is_suspect: bool = False  # was in such a step, and has not been through a round since
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     rounds: list[RoundRecord] = field(default_factory=list)  # what `acceptance` counts, one by one
-    logprobs: list["TokenLogprobs"] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, found in the pool when it was admitted
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)
@@ -72,6 +65,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+
+    @property
+    def running_row(self) -> int:
+        """Its row in the device's state, of a request that runs."""
+        assert self.row is not None
+        return self.row
 
     @property
     def output(self) -> list[int]:
@@ -94,7 +93,7 @@ class Request:
 
     @property
     def chooses_first_token(self) -> bool:
-        """Whether prefill ends by choosing a token. After a preemption the last token is known already."""
+        """Whether prefill ends by mode a token. After a preemption the last token is known already."""
         return self.num_output == 0
 
     @property
@@ -103,7 +102,7 @@ class Request:
         return len(self.tokens) if self.chooses_first_token else len(self.tokens) - 1
 
     @property
-    def is_watched(self) -> bool:
+    def needs_host(self) -> bool:
         """Whether the host must see each round before the next: its choices depend on the tokens before."""
         p = self.params
         if self.constraint is not None:
@@ -129,6 +128,22 @@ class Request:
                 return tokens[:count]
         return tokens
 
+    def metrics(self) -> RequestMetrics:
+        """Return how it went, once it has ended."""
+        assert self.finished_at is not None, f"request {self.id} has not ended"
+        return RequestMetrics(
+            acceptance=self.acceptance,
+            rounds=tuple(self.rounds),
+            prompt_tokens=len(self.prompt),
+            output_tokens=self.num_output,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            arrived=self.arrived,
+            queue_seconds=None if self.admitted_at is None else self.admitted_at - self.arrived,
+            time_to_first_token=None if self.first_token_at is None else self.first_token_at - self.arrived,
+            seconds=self.finished_at - self.arrived,
+        )
+
     def _constraint_takes(self, token: int) -> bool:
         """Move the constraint past a token. If it fails, or failed before, note why."""
         if self.constraint is not None and self.failure is None:
@@ -137,12 +152,3 @@ class Request:
             except Exception as error:  # it concerns this request and no other
                 self.failure = f"structured output: {str(error) or type(error).__name__}"
         return self.failure is None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
-    """Log-probabilities under the target's own distribution, before temperature and penalties."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens, best first

@@ -7,10 +7,10 @@ requests that are decoding.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fledge.engine.kv_pool import KVPool
+from fledge.engine.block_manager import BlockManager
 from fledge.engine.request import Phase, Request
 
 
@@ -26,7 +26,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ScheduledBatch:
     """One step. `verify` drafts are checked and `draft` tokens drafted in the round; chunks that complete draft too."""
 
     chunks: list[Chunk]
@@ -44,50 +44,58 @@ class Plan:
 
 
 class MustSettle(Exception):  # noqa: N818 - a signal, not an error
-    """The plan needs tokens that are still in flight: read them and ask again."""
+    """The next step needs tokens that are still in flight: read them and ask again."""
+
+
+def lookahead(depth: int, scratch: int) -> int:
+    """Slots a request needs beyond its known tokens: one unread round, one to run, its drafts, and room for trees."""
+    return 3 * (depth + 1) + scratch
 
 
 class Scheduler:
     """Owns the waiting queue, the running requests, their rows and their blocks."""
 
     def __init__(
-        self, pool: KVPool, *, max_requests: int, max_prefill_tokens: int, max_depth: int, scratch_slots: int = 0
+        self,
+        block_manager: BlockManager,
+        *,
+        max_requests: int,
+        max_prefill_tokens: int,
+        max_depth: int,
+        scratch_slots: int = 0,
     ) -> None:
         """`scratch_slots` is what a round needs beyond the tokens it may add: the room to lay out trees."""
-        self.pool = pool
+        self.block_manager = block_manager
         self.scratch_slots = scratch_slots
         self.max_prefill_tokens = max_prefill_tokens
         self.max_depth = max_depth
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission: the last is the first to be preempted
-        self.held: list[Request] = []  # waiting, and not to be admitted for now
         self.preemptions = 0
-        self._is_gated = False
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._last_draft = 0
 
     @property
     def lookahead(self) -> int:
-        """Slots a request needs beyond its known tokens: one unread round, one to run, and its drafts."""
-        return 3 * (self.max_depth + 1) + self.scratch_slots
+        return lookahead(self.max_depth, self.scratch_slots)
 
     @property
     def alive(self) -> list[Request]:
-        return [*self.running, *self.waiting, *self.held]
+        return [*self.running, *self.waiting]
 
     def add(self, request: Request) -> None:
-        (self.held if self._is_gated else self.waiting).append(request)
+        self.waiting.append(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it stands. What the device still computes for it is discarded."""
         if request.phase is Phase.WAITING:
-            (self.held if request in self.held else self.waiting).remove(request)
+            self.waiting.remove(request)
         elif request.phase is not Phase.FINISHED:
             self.running.remove(request)
             self._vacate(request)
         request.phase = Phase.FINISHED
 
-    def plan(self, depth: int) -> Plan:
+    def schedule(self, depth: int) -> ScheduledBatch:
         """Decide the next step, drafting `depth` tokens. Raises MustSettle before anything is changed for good.
 
         Changes phases, rows and blocks of the requests it moves.
@@ -102,18 +110,16 @@ class Scheduler:
             if request.phase is Phase.DECODE:  # not preempted by an earlier one in this loop
                 self._grow(request)
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
-        chunks = self._plan_chunks(self.max_prefill_tokens - len(decoding) * (verify + 1))
+        chunks = self._schedule_chunks(self.max_prefill_tokens - len(decoding) * (verify + 1))
         for request in decoding:
             request.in_flight += verify + 1
         self._last_draft = depth
-        return Plan(chunks=chunks, decoding=decoding, verify=verify, draft=depth)
+        return ScheduledBatch(chunks=chunks, decoding=decoding, verify=verify, draft=depth)
 
     def restart(self, alive: Iterable[Request]) -> None:
         """Send everybody back to the queue, in the given order: what a failed step left of rows and blocks is void."""
         self.running.clear()
         self.waiting.clear()
-        self.held.clear()
-        self._is_gated = False
         for request in alive:
             if request.row is not None:
                 self._vacate(request)
@@ -122,48 +128,33 @@ class Scheduler:
             request.phase = Phase.WAITING
             self.waiting.append(request)
 
-    def hold_all_but(self, welcome: Sequence[Request]) -> None:
-        """Admit nobody but these, from now on."""
-        self._is_gated = True
-        self.held += [request for request in self.waiting if request not in welcome]
-        self.waiting = deque(request for request in self.waiting if request in welcome)
-
-    def let_in(self, request: Request) -> None:
-        """Admit this one too."""
-        if request in self.held:
-            self.held.remove(request)
-            self.waiting.append(request)
-
-    def let_everybody_in(self) -> None:
-        self._is_gated = False
-        self.waiting.extend(self.held)
-        self.held.clear()
-
     def check_integrity(self) -> None:
-        self.pool.check_integrity(request.table for request in self.running)
+        self.block_manager.check_integrity(request.table for request in self.running)
         rows = [request.row for request in self.running]
         assert None not in rows
         assert len(set(rows) | set(self._free_rows)) == len(rows) + len(self._free_rows), "a row is owned twice"
         assert all(request.phase in (Phase.PREFILL, Phase.DECODE) for request in self.running)
-        queued = [*self.waiting, *self.held]
-        assert all(request.phase is Phase.WAITING for request in queued)
-        assert all(not request.table.blocks and request.row is None for request in queued)
-        assert self._is_gated or not self.held
+        assert all(request.phase is Phase.WAITING for request in self.waiting)
+        assert all(not request.table.blocks and request.row is None for request in self.waiting)
         assert all(0 <= request.settled < len(request.tokens) + 1 for request in self.running)
         assert all(request.in_flight >= 0 for request in self.running)
 
-    def _plan_chunks(self, budget: int) -> list[Chunk]:
+    def _schedule_chunks(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = max(budget, 1)  # however many requests decode, prompts move on
         for request in self.running:
             if request.phase is Phase.PREFILL and budget > 0:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].end - chunks[-1].start
-        while budget > 0 and self.waiting and self._free_rows and self._admit(self.waiting[0]):
+        while budget > 0 and self._may_admit() and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             chunks.append(self._chunk(request, budget))
             budget -= chunks[-1].end - chunks[-1].start
         return chunks
+
+    def _may_admit(self) -> bool:
+        """Whether the first that waits may run now, if there is room. A suspect is tried before anybody else comes."""
+        return bool(self.waiting and self._free_rows) and not any(request.is_suspect for request in self.running)
 
     def _chunk(self, request: Request, budget: int) -> Chunk:
         start, end = request.settled, min(request.prefill_end, request.settled + budget)
@@ -177,12 +168,12 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give the request a row and blocks for all it has, what is cached included; False if there is no room."""
-        table = self.pool.match(request.tokens[: request.prefill_end])
-        cached = len(table.blocks) * self.pool.block_size
-        if not self.pool.grow(table, len(request.tokens) + self.lookahead):
-            self.pool.release(table)
-            self.pool.asked_tokens -= request.prefill_end
-            self.pool.hit_tokens -= cached
+        table = self.block_manager.match(request.tokens[: request.prefill_end])
+        cached = len(table.blocks) * self.block_manager.block_size
+        if not self.block_manager.grow(table, len(request.tokens) + self.lookahead):
+            self.block_manager.release(table)
+            self.block_manager.asked_tokens -= request.prefill_end
+            self.block_manager.hit_tokens -= cached
             return False
         request.table, request.row = table, self._free_rows.pop()
         request.settled, request.placed_blocks = cached, 0
@@ -196,7 +187,7 @@ class Scheduler:
     def _grow(self, request: Request) -> None:
         """Allocate ahead for the next round; preempt from the back of the line until there is room."""
         needed = len(request.tokens) + request.in_flight + self.lookahead - (self.max_depth + 1)
-        while not self.pool.grow(request.table, needed):
+        while not self.block_manager.grow(request.table, needed):
             if any(other.in_flight for other in self.running):
                 raise MustSettle
             victim = self.running[-1]
@@ -226,6 +217,6 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         assert request.row is not None
         self._free_rows.append(request.row)
-        self.pool.release(request.table)
+        self.block_manager.release(request.table)
         request.row = None
         request.settled = request.placed_blocks = request.in_flight = 0

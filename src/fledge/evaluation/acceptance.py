@@ -186,7 +186,7 @@ class AcceptanceMeter:
             progress=steps(advance),
         )
         seconds = time.perf_counter() - started
-        drafter = self.llm.engine.runner.models.drafter
+        drafter = self.llm.drafter
         in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
         requests, different = [], []
         for number, (turn, output) in enumerate(zip(turns, outputs, strict=True)):
@@ -198,7 +198,7 @@ class AcceptanceMeter:
             requests=tuple(requests),
             different=tuple(different),
             seconds=seconds,
-            failure=self.llm.engine.statistics.drafter_failure,
+            failure=self.llm.engine.stats().drafter_failure,
         )
 
     def clear_differences(

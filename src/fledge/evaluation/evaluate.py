@@ -11,7 +11,7 @@ from typing import Any
 
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
-from fledge.engine.speculative_config import MAX_DEPTH
+from fledge.engine.config import MAX_DEPTH
 from fledge.errors import CheckpointError, ConfigError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, TargetTurn
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, Status, write_results

@@ -1,194 +1,347 @@
-"""The engine for an event loop: answers as asynchronous iterators.
+"""The engine for an event loop: requests in, answers out as asynchronous streams of text.
 
-    event loop                                       engine's process or thread
-    generate() -> Submit ------------------------->  between steps: submit, abort
-    AnswerStream <- one frame for each step -------  step(): tokens of all requests
-
-Nothing is awaited where the engine runs, and nothing is computed in the event loop but text: a client that reads
-slowly finds the tokens of several rounds in one chunk. Closing an `AnswerStream` ends its request within a round.
+Nothing is awaited where the engine runs, and nothing is computed in the event loop but text: a client that reads slowly
+finds the tokens of several rounds in one delta. Closing a `Generation` ends its requests within a round.
 """
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.llm import LLM
-from fledge.server.answer_stream import AnswerStream
-from fledge.server.engine_link import CompiledGrammar, EngineLink, ThreadLink
-from fledge.server.engine_worker import Abort, Call, Ended, Frame, Submit
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.detokenizer import Detokenizer
+from fledge.engine.llm import next_int64
+from fledge.engine.outputs import RequestMetrics, RequestUpdate, TextPiece, TokenLogprobs
+from fledge.server.engine_process import (
+    Abort,
+    AddRequest,
+    CompileGrammar,
+    EngineDied,
+    EngineProcess,
+    GrammarCompiled,
+    Output,
+)
 from fledge.server.errors import RequestError
-from fledge.server.observing import EngineObserver
-
-_T = TypeVar("_T")
+from fledge.server.grammar import Grammar, GrammarLimits, refuse_grammar
+from fledge.server.metrics import Metrics
+from fledge.server.prompts import NO_TEMPLATE, Template
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestOptions:
-    """What a request wants beyond its sampling parameters."""
+class TextDelta:
+    """What has become known of an answer since its last delta. The last one has a finish reason."""
 
-    speculation_depth: int | None = None  # 0: no speculation; None: as deep as the server drafts
-    grammar: CompiledGrammar | None = None
-    template_name: str | None = None
-    template_hash: str | None = None
+    pieces: tuple[TextPiece, ...] = ()
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
 
 
 class AsyncEngine:
     """Runs an engine for an event loop. `start` in the loop that will call it; `close` when all is done."""
 
-    def __init__(
-        self, engine: LLM | EngineLink, *, max_queue: int, observers: Sequence[EngineObserver] = (), seed: int = 0
-    ) -> None:
-        """At most `max_queue` requests wait beside those that the engine runs at once. An LLM gets a thread here."""
-        self.link: EngineLink = ThreadLink(engine) if isinstance(engine, LLM) else engine
-        self.facts = self.link.facts
-        self.eos_ids = frozenset(self.facts.eos_ids)
-        self.max_requests = self.facts.max_num_seqs + max_queue
+    def __init__(self, process: EngineProcess, *, max_queue: int, metrics: Metrics, seed: int = 0) -> None:
+        """At most `max_queue` requests wait beside those that the engine runs at once."""
+        self.process = process
+        self.info = process.info
+        self.max_requests = self.info.max_num_seqs + max_queue
         self.death: str | None = None  # why the engine has stopped for ever
         self.on_death: Callable[[], None] = lambda: None
-        self.queue_depth = 0  # requests that wait, after the latest step
-        self._observers = tuple(observers)
+        self._metrics = metrics
         self._seeds = random.Random(seed)  # for requests that bring none
-        self._streams: dict[int, AnswerStream] = {}  # by number: those the engine is not done with
-        self._next_number = 0
+        self._reserved = 0  # room for requests that are being prepared
+        self._running: dict[str, Generation] = {}  # by request: those the engine is not done with
+        self._templates: dict[str, Template] = {}  # the same, and those that were aborted and have not ended yet
+        self._grammar_limits = GrammarLimits()
+        self._compile_slots = asyncio.Semaphore(self._grammar_limits.compile_threads)
+        self._compiling: dict[int, asyncio.Future[RequestError | None]] = {}
+        self._numbers = itertools.count()
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin to serve the running event loop."""
-        self.link.start(self._deliver)
+        await self.process.connect(self._deliver)
 
     async def close(self) -> None:
         """End all requests and the engine."""
         self.fail_all("the server is shutting down")
-        await self.link.close()
+        for request_id in list(self._running):
+            self.abort(request_id, "shutdown")
+        await self.process.close()
 
     def fail_all(self, why: str) -> None:
-        """End all requests with an error."""
-        for stream in list(self._streams.values()):
-            stream.put(RequestError(why, status=503, code="shutting_down"))
+        """Tell all who wait that they wait in vain."""
+        for generation in set(self._running.values()):
+            generation.put(RequestError(why, status=503, code="shutting_down"))
 
     @property
     def is_healthy(self) -> bool:
-        return self.death is None and self.link.is_alive
+        return self.death is None and self.process.is_alive
 
     @property
     def active(self) -> int:
-        """Requests that run or wait."""
-        return len(self._streams)
+        """Requests that run, wait, or are being prepared."""
+        return len(self._running) + self._reserved
 
     async def drain(self, timeout: float) -> bool:
         """Wait for all requests to end; False if some have not when the time is up."""
         deadline = time.monotonic() + timeout
-        while self._streams and time.monotonic() < deadline:
+        while self.active and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        return not self._streams
+        return not self.active
 
-    def reject(self, reason: str) -> None:
-        """Tell observers that a request was refused before the engine saw it."""
-        for observer in self._observers:
-            observer.on_rejected(reason)
+    @contextmanager
+    def reserve(self, requests: int) -> Iterator[None]:
+        """Hold room for so many requests while they are prepared and submitted. Raises RequestError if there is none.
 
-    def check_room(self, requests: int = 1) -> None:
-        """Raise RequestError if so many more requests cannot be taken now."""
+        The only place where room is checked: whoever gets in can submit them all.
+        """
+        if requests > self.max_requests:
+            raise RequestError(f"the request asks for {requests} answers, this server takes {self.max_requests}")
         if not self.is_healthy:
-            self.reject("unhealthy")
+            self._metrics.on_rejected("unhealthy")
             raise RequestError("the engine has stopped working; see the server's log", status=503, code="engine_dead")
         if self.active + requests > self.max_requests:
-            self.reject("queue_full")
+            self._metrics.on_rejected("queue_full")
             raise RequestError(
                 f"{self.active} requests are running or waiting, which is all that this server takes; try again later",
                 status=429,
                 code="queue_full",
                 retry_after=1,
             )
+        self._reserved += requests
+        try:
+            yield
+        finally:
+            self._reserved -= requests
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Have a grammar compiled where the engine runs. Raises RequestError if it fails or takes too long."""
+        seconds = self._grammar_limits.compile_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._compile_slots.acquire()
+        except TimeoutError:
+            message = "too many grammars are being compiled; try again"
+            raise RequestError(message, status=503, param=grammar.param, retry_after=1) from None
+        done: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(lambda _: self._compile_slots.release())  # its thread is busy until then
+        number = next(self._numbers)
+        self._compiling[number] = done
+        self.process.send(CompileGrammar(number, grammar))
+        try:
+            error = await asyncio.wait_for(asyncio.shield(done), seconds)
+        except TimeoutError:
+            refuse_grammar(grammar.param, f"the grammar takes longer than {seconds:g} s to compile")
+        if error is not None:
+            raise error
 
     def generate(
         self,
-        prompt_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
         request_id: str,
-        seed: int | None = None,
-        options: RequestOptions | None = None,
-    ) -> AnswerStream:
-        """Submit a request for one answer. Raises what makes it impossible now, before anything is streamed."""
-        assert params.n == 1, "one answer for each stream"
-        self.facts.bounds.check(prompt_ids, params)
-        self.check_room()
-        options = options or RequestOptions()
-        chosen = seed if seed is not None else params.seed if params.seed is not None else self.draw_seed()
-        number = self._next_number
-        self._next_number += 1
-        stream = AnswerStream(self, number, params, self.link.tokenizer)
-        self._streams[number] = stream
-        self.link.send(
-            Submit(
-                number=number,
-                request_id=request_id,
-                prompt_ids=prompt_ids,
-                params=replace(params, seed=None),
-                seed=chosen,
-                draft_limit=options.speculation_depth,
-                constraint=None if options.grammar is None else self.link.constraint(options.grammar),
-                template_name=options.template_name,
-                template_hash=options.template_hash,
+        n: int = 1,
+        draft_limit: int | None = None,
+        grammar: Grammar | None = None,
+        template: Template = NO_TEMPLATE,
+        timeout: float | None = None,
+    ) -> "Generation":
+        """Submit requests for `n` answers to each of the prompts; their ids begin with `request_id`.
+
+        Raises PromptError or ConfigError for what can never run, before any of them is submitted.
+        """
+        for prompt in prompts:
+            self.info.check_request(prompt, params)
+        ids = [f"{request_id}-{number}" for number in range(len(prompts) * n)]
+        generation = Generation(self, ids, prompts, params, n=n, timeout=timeout)
+        seed = 0
+        for number, name in enumerate(ids):
+            if number % n == 0:
+                seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+            self._running[name] = generation
+            self._templates[name] = template
+            self.process.send(
+                AddRequest(
+                    request_id=name,
+                    prompt=prompts[number // n],
+                    params=replace(params, seed=None, n=1),
+                    seed=next_int64(seed, number % n),  # answers to one prompt differ, and follow from the seed
+                    draft_limit=draft_limit,
+                    grammar=grammar,
+                )
             )
-        )
-        return stream
+        return generation
 
-    def draw_seed(self) -> int:
-        return self._seeds.getrandbits(63)
+    def stop(self, request_id: str) -> None:
+        """End a request whose stop string was found. Its last update comes like that of any other."""
+        self.process.send(Abort(request_id, "stop"))
 
-    def stop(self, number: int) -> None:
-        self.link.send(Abort(number=number, reason="stop"))
+    def abort(self, request_id: str, reason: str) -> None:
+        """End a request that nobody waits for any more, unless it has ended."""
+        if self._running.pop(request_id, None) is not None:
+            self.process.send(Abort(request_id, reason))
 
-    def end(self, number: int, reason: str) -> None:
-        self._streams.pop(number, None)
-        self.link.send(Abort(number=number, reason=reason))
+    def _deliver(self, output: Output) -> None:
+        """Take what the engine's process says."""
+        if isinstance(output, EngineDied):
+            self._die(output.reason)
+        elif isinstance(output, GrammarCompiled):
+            self._compiling.pop(output.number).set_result(output.error)
+        else:
+            for update in output.updates:
+                self._take(update)
+            self._metrics.on_stats(output.stats)
 
-    async def call(self, function: Callable[[Engine], _T]) -> _T:
-        """Run a function between two steps, where the engine runs. For engines in this process."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
+    def _take(self, update: RequestUpdate) -> None:
+        generation = self._running.get(update.request_id)
+        if update.finish_reason is not None:
+            self._running.pop(update.request_id, None)  # whoever reads it may take their time
+            self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
+        if generation is not None:
+            generation.put(update)
 
-        def work(engine: Engine) -> None:
-            result: Any
-            try:
-                result = function(engine)
-            except Exception as error:
-                loop.call_soon_threadsafe(future.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(future.set_result, result)
-
-        self.link.send(Call(function=work))
-        return await future
-
-    def _deliver(self, frame: Frame) -> None:
-        """Take a frame from the engine."""
-        for tokens in frame.tokens:
-            stream = self._streams.get(tokens.number)
-            if stream is not None:
-                stream.put(tokens)
-        for ended in frame.ended:
-            stream = self._streams.pop(ended.number, None)  # whoever reads it may take their time
-            if stream is not None:
-                stream.put(ended)
-            if ended.finished is not None:
-                for observer in self._observers:
-                    observer.on_finished(ended.finished)
-        if frame.report is not None:
-            self.queue_depth = frame.report.waiting
-            for observer in self._observers:
-                observer.on_step(frame.report)
-        if frame.death is not None:
-            self._die(frame.death)
-
-    def _die(self, why: str) -> None:
-        self.death = why
-        for number in list(self._streams):
-            lost = Ended(number=number, finish_reason="error", failure="the engine has stopped working")
-            self._streams.pop(number).put(lost)
+    def _die(self, reason: str) -> None:
+        if self.death is not None:
+            return  # the end of its process follows its last words
+        self.death = reason
+        lost = RequestError("the engine has stopped working", status=500, code="generation_failed")
+        for generation in set(self._running.values()):
+            generation.put(lost)
+        self._running.clear()
+        self._templates.clear()
+        for number in list(self._compiling):
+            self._compiling.pop(number).set_result(lost)
         self.on_death()
+
+
+class Generation:
+    """All answers to one HTTP request in the making: several prompts, several answers to each. Used by one reader."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        ids: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        timeout: float | None = None,
+    ) -> None:
+        """`timeout`: seconds from now, after which reading raises RequestError (408)."""
+        self.n = n
+        self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.output_tokens = 0  # that have been read
+        self._engine = engine
+        self._numbers = {request_id: number for number, request_id in enumerate(ids)}
+        self._texts = [Detokenizer(engine.process.tokenizer, params, engine.info.eos_ids) for _ in ids]
+        self._told = [0] * len(ids)  # tokens of each that have been read
+        self._inbox: deque[RequestUpdate | RequestError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timeout = timeout
+        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+
+    @property
+    def answers(self) -> int:
+        return len(self._texts)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [text.finish_reason for text in self._texts if text.finish_reason is not None]
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Of the answers that have ended, pooled."""
+        parts = [text.metrics for text in self._texts if text.metrics is not None]
+        return RequestMetrics.pooled(parts) if parts else None
+
+    def put(self, message: RequestUpdate | RequestError) -> None:
+        """Take a message from the engine, or the error that ends everything."""
+        self._inbox.append(message)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self, reason: str = "abort") -> None:
+        """End what has not ended."""
+        for request_id in self._numbers:
+            self._engine.abort(request_id, reason)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
+        """Yield (number of the answer, what is new of it) until all have ended. Raises RequestError, and closes."""
+        left = self.answers
+        while left:
+            await self._wait()
+            for number in self._digest():
+                delta = self._delta(number)
+                if delta is not None:
+                    left -= delta.finish_reason is not None
+                    yield number, delta
+
+    async def _wait(self) -> None:
+        """Return when there are messages."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                while not self._inbox:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+        except TimeoutError:
+            self.close("timeout")
+            message = f"the request took longer than {self._timeout:g} s"
+            raise RequestError(message, status=408, code="timeout") from None
+
+    def _digest(self) -> list[int]:
+        """Make text of all that has come in; return the numbers of the answers that are concerned."""
+        concerned: dict[int, None] = {}
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, RequestError):
+                self.close("error")
+                raise message
+            if message.finish_reason == "error":
+                self.close("error")
+                raise RequestError(message.error or "the request failed", status=500, code="generation_failed")
+            number = self._numbers[message.request_id]
+            if self._texts[number].add(message):
+                self._engine.stop(message.request_id)
+            concerned[number] = None
+        return list(concerned)
+
+    def _delta(self, number: int) -> TextDelta | None:
+        """Return what is new of an answer; None if nothing is."""
+        text = self._texts[number]
+        told, self._told[number] = self._told[number], len(text.token_ids)
+        delta = TextDelta(
+            pieces=text.release(),
+            token_ids=text.token_ids[told:],
+            logprobs=text.logprobs[told:],
+            finish_reason=text.finish_reason,
+            stop_reason=text.stop_reason if text.is_finished else None,
+        )
+        self.output_tokens += len(delta.token_ids)
+        return delta if delta.token_ids or delta.pieces or text.is_finished else None
+
+    def usage(self, *, speculation: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return OpenAI's usage object so far; with `speculation` in it, how that went."""
+        cached = sum(text.metrics.cached_tokens for text in self._texts[:: self.n] if text.metrics is not None)
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if speculation is not None:
+            parts = [text.metrics.acceptance for text in self._texts if text.metrics is not None]
+            usage["speculation"] = {**speculation, **AcceptanceStatistics.merge(parts).to_dict()}
+        return usage

@@ -1,47 +1,43 @@
-"""An engine in a process of its own, so that HTTP and rounds never wait for each other's Python.
+"""The engine in a process of its own, so that HTTP and rounds never wait for each other's Python.
 
-The parent starts `python -m fledge.server.engine_process COMMANDS FRAMES` and speaks with it over two pipes: pickled
-commands one way, pickled frames the other. Both ends are ours; nothing that a client sends is ever unpickled. The
-child ends when its parent does, whatever way that comes about.
+    EngineProcess (parent, in the event loop)              EngineWorker (child)
+    AddRequest, Abort, CompileGrammar, Stop  ----------->  between two steps
+    RequestUpdates and EngineStats  <--------------------  one StepOutput for each step, whatever the number of clients
+
+The parent starts Python with `main` of this file and speaks with it over two pipes of pickled values. Both ends are
+ours; nothing that a client sends is ever unpickled. The child ends when its parent does, whatever way that comes about.
 """
 
 import asyncio
+import logging
 import os
 import pickle
-import queue
+import select
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fledge.checkpoints.source import resolve
-from fledge.engine.constraint import TokenConstraint
+from fledge.decoding.params import SamplingParams
 from fledge.engine.llm import LLM
+from fledge.engine.outputs import RequestUpdate
+from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo, EngineStats
 from fledge.engine.tokenizer import load_tokenizer
-from fledge.errors import ConfigError, FledgeError
-from fledge.server.engine_link import CompiledGrammar, Deliver
-from fledge.server.engine_worker import (
-    Abort,
-    Command,
-    EngineFacts,
-    EngineWorker,
-    Frame,
-    GrammarSource,
-    Stop,
-    Submit,
-)
+from fledge.errors import ConfigError, FledgeError, describe
+from fledge.server.errors import RequestError
+from fledge.server.grammar import Grammar, GrammarCompiler, GrammarLimits
 from fledge.server.request_log import set_up_logging
-from fledge.server.structured import GrammarCompiler
+
+_log = logging.getLogger("fledge.server")
 
 CLOSING_SECONDS = 10.0
 _LENGTH = struct.Struct("!I")
@@ -56,237 +52,296 @@ class EngineSettings:
     log_format: str = "text"
 
 
-class ProcessLink:
-    """The parent's end. Starts the child at once; `wait_until_ready` before anything else."""
+@dataclass(frozen=True, kw_only=True)
+class AddRequest:
+    """Begin a request. Its grammar has been compiled, which the worker remembers."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.tokenizer: Any = None
-        self._settings = settings
-        (their_commands, our_commands), (our_frames, their_frames) = os.pipe(), os.pipe()
-        theirs = [their_commands, their_frames]
-        command = [sys.executable, "-m", "fledge.server.engine_process", *map(str, theirs)]
-        self._process = subprocess.Popen(command, pass_fds=theirs, stdin=subprocess.DEVNULL)
-        for handle in theirs:
-            os.close(handle)
-        self._to_child = Connection(our_commands, readable=False)
-        self._frames = FrameReader(our_frames)
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="engine-commands", daemon=True)
-        self._deliver: Deliver = lambda _frame: None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._facts: EngineFacts | None = None
-        self._is_closing = False
-        self._to_child.send(settings)
-
-    @property
-    def facts(self) -> EngineFacts:
-        assert self._facts is not None, "wait_until_ready first"
-        return self._facts
-
-    def wait_until_ready(self) -> None:
-        """Wait for the models to be loaded. Raises what the child could not do, in its words."""
-        self.tokenizer = load_tokenizer(resolve(self._settings.llm["model"]))  # meanwhile
-        answer = self._frames.wait_for_one()
-        if answer is None:
-            raise ConfigError(f"the engine's process ended with status {self._process.wait()}; see above") from None
-        if not isinstance(answer, EngineFacts):
-            self._process.wait()
-            raise answer
-        self._facts = answer
-
-    def start(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-        self._loop = asyncio.get_running_loop()
-        self._frames.stop_blocking()
-        self._loop.add_reader(self._frames.handle, self._read)
-        self._writer.start()
-
-    def send(self, command: Command) -> None:
-        self._commands.put(command)
-
-    def constraint(self, compiled: CompiledGrammar) -> Any:
-        return GrammarSource(grammar=compiled.grammar, reasoning=compiled.reasoning)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    async def close(self) -> None:
-        self._is_closing = True
-        self.send(Stop())
-        for _ in range(int(CLOSING_SECONDS / 0.01)):
-            if self._process.poll() is not None:
-                break
-            await asyncio.sleep(0.01)
-        else:
-            self._process.kill()
-            self._process.wait()
-        self._commands.put(None)
-        self._stop_reading()
-
-    def kill(self) -> None:
-        """End the child now. For a service that never started."""
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> None:
-        """Take what has come."""
-        frames, is_over = self._frames.read()
-        for packed in frames:
-            self._deliver(Frame.unpack(packed))
-        if is_over:
-            self._stop_reading()
-            if not self._is_closing:
-                self._deliver(Frame(death="its process has ended"))
-
-    def _stop_reading(self) -> None:
-        if self._loop is not None and not self._frames.is_closed:
-            self._loop.remove_reader(self._frames.handle)
-            self._frames.close()
-
-    def _write(self) -> None:
-        """Send commands, in a thread: a long prompt may not fit into the socket's buffer at once."""
-        while (command := self._commands.get()) is not None:
-            try:
-                self._to_child.send_bytes(pickle.dumps(command))
-            except OSError:
-                return  # the child has gone, which the reader finds out
+    request_id: str  # never used before
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    draft_limit: int | None = None
+    grammar: Grammar | None = None
 
 
-class FrameReader:
+class Abort(NamedTuple):
+    request_id: str
+    reason: str
+
+
+class CompileGrammar(NamedTuple):
+    number: int  # of the question, for the answer
+    grammar: Grammar
+
+
+class Stop(NamedTuple):
+    """End, whatever runs."""
+
+
+class StepOutput(NamedTuple):
+    """What one step has brought, and where the engine stands after it."""
+
+    updates: list[RequestUpdate]
+    stats: EngineStats
+
+
+class GrammarCompiled(NamedTuple):
+    number: int
+    error: RequestError | None
+
+
+class EngineDied(NamedTuple):
+    """There will be no more."""
+
+    reason: str
+
+
+Command = AddRequest | Abort | CompileGrammar | Stop
+Output = StepOutput | GrammarCompiled | EngineDied
+
+
+def packed(value: Any) -> bytes:
+    """Return one value for a `PipeReader`."""
+    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+class PipeReader:
     """Pickled values from a pipe, each after its length. Reads what is there and does not wait for the rest."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self.is_closed = False
         self._buffer = bytearray()
+        self._poll = select.poll()
+        self._poll.register(handle, select.POLLIN)
+        os.set_blocking(handle, False)
 
-    def stop_blocking(self) -> None:
-        os.set_blocking(self.handle, False)
-
-    def wait_for_one(self) -> Any:
-        """Return the next value, however long it takes; None: the other end was closed."""
+    def read(self, *, wait: bool = False, size: int = 2**20) -> list[Any]:
+        """Return the values that are complete; with `wait`, not before there is one. Raises EOFError at the end."""
+        values: list[Any] = []
         while True:
-            values, is_over = self.read(1)
-            if values or is_over:
-                return values[0] if values else None
-
-    def read(self, size: int = 2**20) -> tuple[list[Any], bool]:
-        """Return the values that are complete, and whether the other end was closed."""
-        is_over = False
-        try:
-            part = os.read(self.handle, size)
-            is_over = not part
+            if wait:
+                self._poll.poll()
+            try:
+                part = os.read(self.handle, size)
+            except BlockingIOError:
+                return values
+            if not part:
+                raise EOFError
             self._buffer += part
-        except BlockingIOError:
-            pass
-        values = []
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            values.append(pickle.loads(memoryview(self._buffer)[_LENGTH.size : end]))
-            del self._buffer[:end]
-        return values, is_over
+            while len(self._buffer) >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer)
+                end = _LENGTH.size + length
+                if len(self._buffer) < end:
+                    break
+                values.append(pickle.loads(memoryview(self._buffer)[_LENGTH.size : end]))
+                del self._buffer[:end]
+            if values or not wait:
+                return values
 
     def close(self) -> None:
-        self.is_closed = True
         os.close(self.handle)
 
 
-def write_frame(handle: int, value: Any) -> None:
-    """Write one value for a `FrameReader`, all of it."""
-    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    rest = memoryview(_LENGTH.pack(len(body)) + body)
+class EngineProcess:
+    """The parent's end. Starts the child at once; `wait_until_ready` before anything else, `connect` in the loop."""
+
+    info: EngineInfo
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.tokenizer: Any = None
+        self._settings = settings
+        (their_commands, our_commands), (our_outputs, their_outputs) = os.pipe(), os.pipe()
+        self._child = self._start(their_commands, their_outputs)
+        self._commands = os.fdopen(our_commands, "wb", buffering=0)
+        self._outputs = PipeReader(our_outputs)
+        self._writer: asyncio.WriteTransport | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Callable[[Output], None] = lambda _output: None
+        self._is_closing = False
+        self._commands.write(packed(settings))
+
+    def _start(self, commands: int, outputs: int) -> Any:
+        """Start the child with its ends of the pipes; return what can be polled, waited for and killed."""
+        # Not with -m: the messages' classes would be those of `__main__` there, and others here.
+        code = f"from fledge.server.engine_process import main; main({commands}, {outputs})"
+        command = [sys.executable, "-c", code]
+        child = subprocess.Popen(command, pass_fds=[commands, outputs], stdin=subprocess.DEVNULL)
+        os.close(commands)
+        os.close(outputs)
+        return child
+
+    def wait_until_ready(self) -> None:
+        """Wait for the models to be loaded. Raises what the child could not do, in its words."""
+        self.tokenizer = load_tokenizer(resolve(self._settings.llm["model"]))  # meanwhile
+        try:
+            (answer,) = self._outputs.read(wait=True)
+        except EOFError:
+            raise ConfigError(f"the engine's process ended with status {self._child.wait()}; see above") from None
+        if not isinstance(answer, EngineInfo):
+            self._child.wait()
+            raise answer
+        self.info = answer
+
+    async def connect(self, deliver: Callable[[Output], None]) -> None:
+        """Serve the running event loop: from now on `deliver` is called in it with each output."""
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self._writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, self._commands)
+        self._loop.add_reader(self._outputs.handle, self._read)
+
+    def send(self, command: Command) -> None:
+        """Send without waiting: what does not fit into the pipe goes later, in order."""
+        assert self._writer is not None, "connect first"
+        if not self._writer.is_closing():  # the child has gone, which the reader finds out
+            self._writer.write(packed(command))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.poll() is None
+
+    async def close(self) -> None:
+        """Stop the child and wait for its end."""
+        self._is_closing = True
+        self.send(Stop())
+        for _ in range(int(CLOSING_SECONDS / 0.01)):
+            if not self.is_alive:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            self.kill()
+        self._stop_reading()
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.abort()
+
+    def kill(self) -> None:
+        """End the child now."""
+        self._child.kill()
+        self._child.wait()
+
+    def _read(self) -> None:
+        try:
+            outputs = self._outputs.read()
+        except EOFError:
+            self._stop_reading()
+            outputs = [] if self._is_closing else [EngineDied("its process has ended")]
+        for output in outputs:
+            self._deliver(output)
+
+    def _stop_reading(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._outputs.handle)
+            self._outputs.close()
+            self._loop = None
+
+
+class EngineWorker:
+    """Runs an engine until it is told to stop, its parent goes, or it dies. Grammars are compiled beside it."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, commands: PipeReader, outputs: int) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._commands = commands
+        self._outputs = outputs
+        self._writing = threading.Lock()
+        self._updates: list[RequestUpdate] = []
+        self._told_rounds = 0
+        self._compiler: GrammarCompiler | None = None
+        self._making_compiler = threading.Lock()
+        self._threads = ThreadPoolExecutor(GrammarLimits().compile_threads, thread_name_prefix="grammar")
+
+    def run(self) -> None:
+        try:
+            while self._obey(wait=not self._engine.has_unfinished):
+                if self._engine.has_unfinished:
+                    self._updates += self._engine.step()
+                elif not self._updates:
+                    continue
+                updates, self._updates = self._updates, []
+                self._write(StepOutput(updates, self._stats()))
+        except (EOFError, BrokenPipeError):
+            pass  # the parent has gone: there is nobody to compute for
+        except Exception as error:
+            expected = isinstance(error, DeadEngineError)
+            _log.critical("the engine has stopped: %s", describe(error), exc_info=not expected)
+            self._write(EngineDied(describe(error)))
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _obey(self, *, wait: bool) -> bool:
+        """Do what was asked for meanwhile; with `wait`, sleep until something is. False: no more."""
+        for command in self._commands.read(wait=wait):
+            if isinstance(command, AddRequest):
+                self._add(command)
+            elif isinstance(command, Abort):
+                last = self._engine.abort(command.request_id, command.reason)
+                self._updates += [] if last is None else [last]
+            elif isinstance(command, CompileGrammar):
+                self._threads.submit(self._compile, command)
+            else:
+                return False
+        return True
+
+    def _add(self, asked: AddRequest) -> None:
+        try:
+            # Compiled a moment ago: this finds it, or in the worst case compiles what is known to be good again.
+            constraint = None if asked.grammar is None else self._grammars().compile(asked.grammar)()
+            self._engine.add_request(
+                asked.request_id,
+                asked.prompt,
+                asked.params,
+                seed=asked.seed,
+                eos_ids=self._engine.info.eos_ids,
+                draft_limit=asked.draft_limit,
+                constraint=constraint,
+            )
+        except Exception as error:  # whatever it is, it is this request's
+            refused = RequestUpdate(asked.request_id, [], finish_reason="error", error=describe(error))
+            self._updates.append(refused)
+
+    def _compile(self, asked: CompileGrammar) -> None:
+        """In a thread of its own."""
+        error: RequestError | None = None
+        try:
+            self._grammars().compile(asked.grammar)
+        except RequestError as refused:
+            error = refused
+        except Exception as unexpected:
+            _log.exception("a grammar could not be compiled")
+            error = RequestError(f"{asked.grammar.param}: {describe(unexpected)}", param=asked.grammar.param)
+        self._write(GrammarCompiled(asked.number, error))
+
+    def _grammars(self) -> GrammarCompiler:
+        with self._making_compiler:
+            if self._compiler is None:
+                info = self._engine.info
+                self._compiler = GrammarCompiler(self._tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids)
+            return self._compiler
+
+    def _stats(self) -> EngineStats:
+        """Return where the engine stands, with those rounds that have not been told yet."""
+        stats = self._engine.stats()
+        fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
+        stats.rounds = stats.rounds[-fresh:] if fresh else ()
+        return stats
+
+    def _write(self, output: Output) -> None:
+        with self._writing:
+            write_all(self._outputs, packed(output))
+
+
+def write_all(handle: int, data: bytes) -> None:
+    rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
 
 
-class _Inbox:
-    """The child's commands. Grammars are compiled beside the engine, and only their own requests wait for that."""
-
-    def __init__(self, connection: Connection, llm: LLM) -> None:
-        self._connection = connection
-        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._llm = llm
-        self._compiler: GrammarCompiler | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._lock = threading.Lock()
-        self._compiling: set[int] = set()  # numbers of requests
-        threading.Thread(target=self._read, name="commands", daemon=True).start()
-
-    def take(self, *, wait: bool) -> Command | None:
-        try:
-            return self._queue.get(block=wait)
-        except queue.Empty:
-            return None
-
-    def _read(self) -> None:
-        while True:
-            try:
-                command: Command = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                os._exit(0)  # the parent has gone: there is nobody to compute for
-            if isinstance(command, Submit) and isinstance(command.constraint, GrammarSource):
-                with self._lock:
-                    self._compiling.add(command.number)
-                self._pool.submit(self._compile, command, command.constraint)
-            elif isinstance(command, Abort) and self._settle(command.number):
-                pass  # it never gets to the engine
-            else:
-                self._queue.put(command)
-
-    def _settle(self, number: int) -> bool:
-        """Whether a request was still being compiled; from now on it is not."""
-        with self._lock:
-            if number in self._compiling:
-                self._compiling.remove(number)
-                return True
-        return False
-
-    def _compile(self, command: Submit, source: GrammarSource) -> None:
-        constraint: TokenConstraint
-        try:
-            if self._compiler is None:
-                bounds = self._llm.engine.bounds
-                self._compiler = GrammarCompiler(
-                    self._llm.tokenizer, vocab_size=bounds.vocab_size, eos_ids=self._llm.eos_ids
-                )
-            constraint = self._compiler.compile_now(source.grammar, source.reasoning)()
-        except Exception as error:  # the parent has compiled the same: memory, perhaps
-            constraint = _Broken(str(error))
-        if self._settle(command.number):
-            self._queue.put(replace(command, constraint=constraint))
-
-
-class _Broken:
-    """A constraint that could not be made: its request fails, and says why."""
-
-    is_complete = False
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def allowed(self) -> Tensor | None:
-        raise RuntimeError(self._why)
-
-    def valid_prefix(self, tokens: Sequence[int]) -> int:  # noqa: ARG002
-        raise RuntimeError(self._why)
-
-    def masks(self, tokens: Sequence[int]) -> list[Tensor | None]:  # noqa: ARG002
-        raise RuntimeError(self._why)
-
-    def accept(self, tokens: Sequence[int]) -> None:  # noqa: ARG002
-        raise RuntimeError(self._why)
-
-
-def main(commands: int, frames: int) -> None:
+def main(commands: int, outputs: int) -> None:
     """Be the child: load, say so, and run until the parent says stop or is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)  # the parent hears them too, and decides
-    connection = Connection(commands, writable=False)
-    settings: EngineSettings = connection.recv()
+    reader = PipeReader(commands)
+    (settings,) = reader.read(wait=True)
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     set_up_logging(settings.log_format)
     if settings.threads is not None:
@@ -294,14 +349,10 @@ def main(commands: int, frames: int) -> None:
     try:
         llm = LLM(**settings.llm)
     except FledgeError as error:
-        write_frame(frames, error)
+        write_all(outputs, packed(error))
         return
     llm.engine.warm_up(plain=True)
-    write_frame(frames, EngineFacts.of(llm))
-    EngineWorker(llm, _Inbox(connection, llm), lambda frame: write_frame(frames, frame.pack())).run()
+    write_all(outputs, packed(llm.engine.info))
+    EngineWorker(llm.engine, llm.tokenizer, reader, outputs).run()
     sys.stderr.flush()
-    os._exit(0)  # the reader's thread still waits for commands
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    os._exit(0)  # grammars may still be compiled, for nobody

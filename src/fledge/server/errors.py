@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fledge.errors import FledgeError
+from fledge.errors import ConfigError, ContextLengthError, FledgeError
 
 _TYPES = {
     401: "authentication_error",
@@ -31,6 +31,14 @@ class RequestError(FledgeError):
         self.code = code
         self.retry_after = retry_after  # seconds; the header of that name
 
+    @classmethod
+    def of(cls, error: FledgeError) -> "RequestError":
+        """Return the answer to a request that is wrong in the eyes of the engine: 400."""
+        if isinstance(error, RequestError):
+            return error
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return cls(str(error), param=error.param if isinstance(error, ConfigError) else None, code=code)
+
     @property
     def message(self) -> str:
         return str(self.args[0])
@@ -42,13 +50,6 @@ class RequestError(FledgeError):
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
         return error_body(self.status, self.message, self.param, self.code)
-
-
-class FailedGenerationError(RequestError):
-    """The engine could not finish this one request; the others go on."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=500, code="generation_failed")
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

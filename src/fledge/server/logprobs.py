@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fledge.engine.request import TokenLogprobs
+from fledge.engine.outputs import TokenLogprobs
 
 LOWEST = -9999.0  # stands in for minus infinity, which JSON does not have
 

@@ -1,32 +1,56 @@
-"""Watches the engine: counters for Prometheus, and the last ten minutes for the page.
+"""Watches the engine: metrics for Prometheus, and the last ten minutes for the page.
 
-An observer is called between two steps of the engine, so it only adds numbers to numbers. Everything derived is worked
-out by whoever asks, in their thread, from a copy.
+vLLM's names and bucket edges under our prefix, where vLLM has them. What the engine counts itself is read from its
+latest `EngineStats` when somebody scrapes; the rest are prometheus_client's counters and histograms.
 """
 
+import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import Metric
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.server.estimates import CostTable, Observed, SpeedUp, explain, speed_up
-from fledge.server.exposition import Derived, Totals, families
-from fledge.server.history import History, Interval, TemplateNames, Window, by_context
-from fledge.server.observing import FinishedRequest, StepReport
+from fledge.engine.outputs import RequestUpdate
+from fledge.engine.protocol import EngineStats
+from fledge.server.estimates import speed_up
+from fledge.server.history import History, HistoryInterval, by_context
+from fledge.server.prompts import Template
 
+PREFIX = "fledge:"
 RECENT_INTERVALS = 60  # two minutes: what verdicts and estimates are about
-TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
 MAX_REASONS = 32  # distinct labels for rejections
+MAX_TEMPLATES = 20
+OTHER = "other"
+
+# vLLM's edges; rounds of a small model are quicker than its first one, so finer edges come before it.
+# fmt: off
+TTFT_EDGES = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)
+TPOT_EDGES = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)
+LATENCY_EDGES = (
+    0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)
+# fmt: on
+TOKEN_EDGES = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # else a gauge beside every counter
 
 
 class Metrics(Collector):
-    """An `EngineObserver`. One for each engine; several can live in one process."""
+    """The figures of one engine. May be told and asked by several threads; several can live in one process."""
 
     def __init__(
         self, *, model_name: str, has_drafter: bool, version: str = "", history: History | None = None
@@ -34,227 +58,228 @@ class Metrics(Collector):
         self.model_name = model_name
         self.has_drafter = has_drafter
         self.version = version
-        self._started = time.time()
-        self._lock = threading.Lock()  # held for additions and copies only
-        self._totals = Totals()
-        self._costs = CostTable()
-        self._history = history or History()
-        self._templates = TemplateNames()
-        self._summed: tuple[int, Window, Window] | None = None  # up to which interval, the last minutes, all
+        self.started = time.time()
+        self.history = history or History()
+        self.stats = EngineStats()  # the latest
+        self.finished = 0  # requests
+        self.rejected = 0
+        self.lock = threading.Lock()
+        self._reasons: set[str] = set()
+        self._templates: set[Template] = set()
+        # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
+        self._token_gaps = [0] * (len(TPOT_EDGES) + 1)
+        self._token_gap_seconds = 0.0
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
+        counter, histogram = self._counter, self._histogram
+        self._turns = counter("decode_turns", "Turns of requests in rounds, with drafts and without.", "mode")
+        self._phases = counter("spec_decode_phase_seconds", "Time of the timed rounds, by part.", "phase")
+        self._success = counter("request_success", "Requests that ended, by how.", "finished_reason")
+        self._rejections = counter("requests_rejected", "Requests that were refused, by why.", "reason")
+        by_template = ("chat template", "template", "template", "template_hash")
+        self._by_template = self._acceptance_counters(*by_template)
+        self._by_context = self._acceptance_counters("length of the context, in tokens", "context", "context")
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_EDGES)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean of a request, after its first token.", TPOT_EDGES
+        )
+        self._end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_EDGES)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to admission.", LATENCY_EDGES)
+        self._prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_EDGES)
+        self._output_tokens = histogram("request_generation_tokens", "Generated tokens of a request.", TOKEN_EDGES)
+        for mode in ("speculative", "plain"):
+            self._turns(mode)  # shown from the beginning
+        for phase in ("verify", "accept", "draft"):
+            self._phases(phase)
 
     # What the engine tells
 
-    def on_step(self, step: StepReport) -> None:
-        with self._lock:
-            totals = self._totals
-            self._history.current().add_step(step)
-            totals.prompt_tokens += step.prompt_tokens
-            totals.output_tokens += step.output_tokens
-            totals.prefix_queries += step.prefix_queries
-            totals.prefix_hits += step.prefix_hits
-            totals.preemptions += step.preemptions
-            totals.running, totals.waiting, totals.fallback = step.running, step.waiting, step.fallback
-            totals.kv_use = step.kv_used / step.kv_capacity if step.kv_capacity else 0.0
-            if not step.rounds:
+    def on_stats(self, stats: EngineStats) -> None:
+        """Take where the engine stands. Comes after every step, so its latest rounds are those since the last time."""
+        with self.lock:
+            before, self.stats = self.stats, stats
+            interval = self.history.current()
+            interval.set_gauges(stats)
+            interval.prompt_tokens += stats.prompt_tokens - before.prompt_tokens
+            interval.output_tokens += stats.output_tokens - before.output_tokens
+            fresh = stats.num_rounds - before.num_rounds
+            if fresh <= 0:
                 return
-            for kind, rounds in step.acceptance.items():
-                totals.tally[kind] += rounds
-            turns = sum(report.batch for report in step.rounds)
-            drafted = sum(step.acceptance.values())
-            totals.drafted_turns += drafted
-            totals.plain_turns += max(0, turns - drafted)
-            totals.inter_token.add(step.seconds / len(step.rounds), turns)
-            for report in step.rounds:
-                if report.seconds is None:
-                    continue
-                totals.timed_rounds += 1
-                for phase, seconds in enumerate(report.seconds):
-                    totals.phase_seconds[phase] += seconds
-                if report.verify == report.draft:  # others change the depth: neither one cost nor the other
-                    self._costs.add(batch=report.batch, depth=report.verify, seconds=sum(report.seconds))
+            tally = stats.acceptance.tally - before.acceptance.tally
+            interval.tally.update(tally)
+            rounds = stats.rounds[-fresh:]
+            turns, drafted = sum(report.batch for report in rounds), tally.total()
+            plain = max(0, turns - drafted)
+            interval.drafted_turns += drafted
+            interval.plain_turns += plain
+            self._turns("speculative").inc(drafted)
+            self._turns("plain").inc(plain)
+            seconds = (_busy_seconds(stats) - _busy_seconds(before)) / fresh  # rounds read in one step share its time
+            interval.request_seconds += seconds * turns
+            self._token_gaps[bisect_left(TPOT_EDGES, seconds)] += turns
+            self._token_gap_seconds += seconds * turns
+            for report in rounds:
+                interval.add_round(report)
+                if report.seconds is not None:
+                    for phase, spent in report.seconds._asdict().items():
+                        self._phases(phase).inc(spent)
 
-    def on_finished(self, request: FinishedRequest) -> None:
-        contexts = list(by_context(request.rounds))
-        with self._lock:
-            totals = self._totals
-            template = self._templates.key(request.template_name, request.template_hash)
-            self._history.current().add_finished(request, template, contexts)
-            self._leave(request)
-            totals.finished[request.finish_reason] += 1
-            totals.request_prompt.add(request.prompt_tokens)
-            totals.request_output.add(request.output_tokens)
-            totals.end_to_end.add(request.e2e_s)
-            if request.queue_s is not None:
-                totals.queue.add(request.queue_s)
-            if request.ttft_s is not None:
-                totals.ttft.add(request.ttft_s)
-            if request.tpot_s is not None:
-                totals.per_output_token.add(request.tpot_s)
-            totals.templates.setdefault(template, Counter()).update(request.acceptance.tally)
+    def on_finished(self, last: RequestUpdate, template: Template) -> None:
+        """Count a request that the engine has ended, by its last update."""
+        metrics = last.metrics
+        if metrics is None:  # the engine never had it
+            return
+        with self.lock:
+            if template not in self._templates and len(self._templates) >= MAX_TEMPLATES:
+                template = Template(OTHER, "")  # labels must not grow
+            else:
+                self._templates.add(template)
+            self.finished += 1
+            self._success(last.finish_reason or "abort").inc()
+            self._prompt_tokens.observe(metrics.prompt_tokens)
+            self._output_tokens.observe(metrics.output_tokens)
+            self._end_to_end.observe(metrics.seconds)
+            ttft, tpot = metrics.time_to_first_token, metrics.time_per_output_token(metrics.output_tokens)
+            for histogram, value in ((self._queue, metrics.queue_seconds), (self._ttft, ttft), (self._tpot, tpot)):
+                if value is not None:
+                    histogram.observe(value)
+            self._by_template(metrics.acceptance, *template)
+            contexts = list(by_context(metrics.rounds))
             for bucket, tally in contexts:
-                totals.contexts.setdefault(bucket, Counter()).update(tally)
-
-    def _leave(self, request: FinishedRequest) -> None:
-        """Take a request out of the gauges: if it was aborted and was the last, no step will come and do so."""
-        totals, interval = self._totals, self._history.current()
-        if request.queue_s is None:
-            totals.waiting = max(0, totals.waiting - 1)
-        else:
-            totals.running = max(0, totals.running - 1)
-        if totals.running == totals.waiting == 0:
-            totals.kv_use = 0.0
-        interval.running, interval.waiting, interval.kv_use = totals.running, totals.waiting, totals.kv_use
+                self._by_context(AcceptanceStatistics(tally=tally), bucket)
+            self.history.current().add_finished(template, metrics, contexts)
 
     def on_rejected(self, reason: str) -> None:
-        with self._lock:
-            rejected = self._totals.rejected
-            rejected[reason if reason in rejected or len(rejected) < MAX_REASONS else "other"] += 1
-            self._history.current().rejected += 1
+        """Count a request that was refused before the engine saw it."""
+        with self.lock:
+            self.rejected += 1
+            known = reason in self._reasons or len(self._reasons) < MAX_REASONS
+            self._reasons |= {reason} if known else set()
+            self._rejections(reason if known else OTHER).inc()
 
     # What others ask
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """All metrics in Prometheus' text format. docs/observability.md says what they mean."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        with self._lock:
-            totals, costs = self._totals.copy(), self._costs.copy()
-            closed, current = self._intervals()
-        recent, _ = self._windows(closed, current)
-        estimate = speed_up(recent.rounds, costs)
-        derived = Derived(
-            estimated_speedup=estimate.value,
-            break_even=estimate.break_even,
-            fallback_ratio=recent.fallback_ratio,
-            round_seconds=costs.cost(estimate.batch, estimate.depth) if estimate.depth else None,
-            plain_seconds=costs.cost(estimate.batch, 0) if estimate.batch else None,
-        )
-        return families(self.model_name, self.version, totals, derived)
+        with self.lock:
+            return [*self._engine_families(self.stats), *self._late_families(self.history.latest(RECENT_INTERVALS))]
 
-    def snapshot(self, after: int = -1) -> dict[str, Any]:
-        """What the page shows, as JSON values; of the history only the intervals that follow number `after`."""
-        with self._lock:
-            totals, costs = self._totals.copy(), self._costs.copy()
-            closed, current = self._intervals()
-        recent, whole = self._windows(closed, current)
-        window = recent if recent.rounds else whole
-        estimate = speed_up(window.rounds, costs)
-        seconds = self._history.interval_seconds
-        findings = explain(
-            Observed(
-                has_drafter=self.has_drafter,
-                fallback=totals.fallback,
-                rounds=window.rounds,
-                acceptance=window.acceptance,
-                templates={key.label: part for key, part in window.templates.items()},
-                contexts=window.contexts,
-                costs=costs,
+    def _engine_families(self, stats: EngineStats) -> Iterator[Metric]:
+        acceptance = stats.acceptance
+        drafted, accepted = acceptance.drafted_by_depth, acceptance.accepted_by_depth
+        use = stats.kv_used / stats.kv_capacity if stats.kv_capacity else 0.0
+        for name, words, value in (
+            ("spec_decode_num_drafts", "Speculation rounds, one for each request in them.", acceptance.rounds),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", sum(drafted)),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", sum(accepted)),
+            ("spec_decode_timed_rounds", "Rounds whose parts were timed.", stats.timed_rounds),
+            ("prompt_tokens", "Prompt tokens read, without those found in the cache.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.output_tokens),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
+            ("num_preemptions", "Times a request gave up its blocks to others.", stats.preemptions),
+        ):
+            yield self._family(CounterMetricFamily, name, words, {(): value})
+        for name, words, by_depth in (
+            ("accepted", "Drafted tokens accepted, by depth; position 0 is the first draft.", accepted),
+            ("draft", "Tokens drafted, by depth.", drafted),
+        ):
+            values = {(str(position),): count for position, count in enumerate(by_depth)}
+            full_name = f"spec_decode_num_{name}_tokens_per_pos"
+            yield self._family(CounterMetricFamily, full_name, words, values, "position")
+        fallback = stats.drafter_failure is not None
+        for name, words, gauge in (
+            ("num_requests_running", "Requests being answered.", stats.running),
+            ("num_requests_waiting", "Requests waiting for room.", stats.waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache's blocks in use, 0 to 1.", use),
+            ("spec_decode_fallback", "1 while a drafter that failed is switched off.", float(fallback)),
+        ):
+            yield self._family(GaugeMetricFamily, name, words, {(): gauge})
+        gaps = HistogramMetricFamily(
+            PREFIX + "inter_token_latency_seconds", "Between two pieces of one stream.", labels=("model_name",)
+        )
+        buckets = zip((*map(str, TPOT_EDGES), "+Inf"), itertools.accumulate(self._token_gaps), strict=True)
+        gaps.add_metric((self.model_name,), list(buckets), self._token_gap_seconds)
+        yield gaps
+        info = {(self.version,): 1.0}
+        yield self._family(GaugeMetricFamily, "server_info", "The running version; always 1.", info, "version")
+
+    def _late_families(self, recent: HistoryInterval) -> Iterator[Metric]:
+        """Figures of late that no sum over time can give. What is not known is not exposed."""
+        costs = self.stats.costs
+        estimate = speed_up(recent.rounds, recent.round_tokens, costs)
+        for name, words, value in (
+            ("fallback_ratio", "Share of turns without drafts, of late.", recent.fallback_ratio),
+            (
+                "estimated_speedup",
+                "Estimated decoding speed over that without speculation, of late; absent while unknown.",
+                estimate.value,
+            ),
+            (
+                "break_even_tokens",
+                "Tokens a round must give for speculation to pay, of late; absent while unknown.",
+                estimate.break_even,
+            ),
+        ):
+            yield self._family(GaugeMetricFamily, f"spec_decode_{name}", words, {} if value is None else {(): value})
+        by_mode = {
+            ("speculative",): costs.cost(estimate.batch, estimate.depth) if estimate.depth else None,
+            ("plain",): costs.cost(estimate.batch, 0) if estimate.batch else None,
+        }
+        yield self._family(
+            GaugeMetricFamily,
+            "spec_decode_round_cost_seconds",
+            "Measured cost of a round and of a plain step at the usual batch size, of late.",
+            {mode: cost for mode, cost in by_mode.items() if cost is not None},
+            "mode",
+        )
+
+    # All carry the model's name.
+
+    def _family(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        words: str,
+        values: Mapping[Any, float],  # by the labels' values, which are tuples
+        *labels: str,
+    ) -> Metric:
+        family = kind(PREFIX + name, words, labels=("model_name", *labels))
+        for key, value in values.items():
+            family.add_metric((self.model_name, *key), value)
+        return family
+
+    def _counter(self, name: str, words: str, *labels: str) -> Callable[..., Counter]:
+        counter = Counter(PREFIX + name, words, ("model_name", *labels), registry=self._registry)
+        return lambda *values: counter.labels(self.model_name, *values)
+
+    def _histogram(self, name: str, words: str, edges: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(PREFIX + name, words, ("model_name",), registry=self._registry, buckets=edges)
+        return histogram.labels(self.model_name)
+
+    def _acceptance_counters(self, words: str, kind: str, *labels: str) -> Callable[..., None]:
+        """Counters of finished requests by some label. Returns a function that adds acceptance to them."""
+        rounds, drafted, accepted = (
+            self._counter(f"spec_decode_{kind}_{name}", f"{what}, of finished requests, by {words}.", *labels)
+            for name, what in (
+                ("num_drafts", "Speculation rounds"),
+                ("num_draft_tokens", "Tokens drafted"),
+                ("num_accepted_tokens", "Drafted tokens accepted"),
             )
         )
-        return {
-            "server": {
-                "model": self.model_name,
-                "version": self.version,
-                "has_drafter": self.has_drafter,
-                "started": self._started,  # also tells one run of the service from the next
-                "uptime_s": time.time() - self._started,
-            },
-            "interval_s": seconds,
-            "kept_intervals": self._history.kept,
-            "tiles": _tiles(closed[-TILE_INTERVALS:], seconds, totals, window, estimate),
-            "window_s": window.intervals * seconds,
-            "now_s": TILE_INTERVALS * seconds,
-            "findings": [finding._asdict() for finding in findings],
-            "templates": [
-                {
-                    "name": key.name,
-                    "hash": key.digest,
-                    "requests": whole.requests_by_template[key],
-                    **_acceptance(part),
-                    "pays": _pays(part, estimate),
-                }
-                for key, part in sorted(whole.templates.items(), key=lambda item: -item[1].rounds)
-            ],
-            "contexts": [
-                {"name": bucket, **_acceptance(part), "pays": _pays(part, estimate)}
-                for bucket, part in whole.contexts.items()
-            ],
-            "points": [_point(interval, seconds) for interval in closed if interval.number > after],
-        }
 
-    def _intervals(self) -> tuple[list[Interval], Interval]:
-        """The intervals that have ended, and a copy of the one under way."""
-        current = self._history.current().copy()
-        return self._history.closed(), current
+        def add(acceptance: AcceptanceStatistics, *values: str) -> None:
+            rounds(*values).inc(acceptance.rounds)
+            drafted(*values).inc(sum(acceptance.drafted_by_depth))
+            accepted(*values).inc(sum(acceptance.accepted_by_depth))
 
-    def _windows(self, closed: list[Interval], current: Interval) -> tuple[Window, Window]:
-        """The last minutes and the whole history. What has ended is summed up once, however many ask."""
-        known = self._summed
-        if known is None or known[0] != current.number:
-            known = (current.number, Window.over(closed[1 - RECENT_INTERVALS :]), Window.over(closed))
-            self._summed = known
-        return known[1].plus(current), known[2].plus(current)
+        return add
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _tiles(
-    now: list[Interval], seconds: float, totals: Totals, window: Window, estimate: SpeedUp
-) -> dict[str, float | int | bool | None]:
-    span = len(now) * seconds
-    return {
-        "output_tokens_per_s": _ratio(sum(i.output_tokens for i in now), span),
-        "prompt_tokens_per_s": _ratio(sum(i.prompt_tokens for i in now), span),
-        "user_tokens_per_s": _ratio(sum(i.round_tokens for i in now), sum(i.request_seconds for i in now)),
-        "ttft_s": _ratio(sum(i.ttft_sum for i in now), sum(i.ttft_count for i in now)),
-        "acceptance_length": window.acceptance.acceptance_length,
-        "speed_up": estimate.value,
-        "break_even": estimate.break_even,
-        "depth": estimate.depth or None,
-        "batch": estimate.batch or None,
-        "fallback_ratio": window.fallback_ratio,
-        "fallback": totals.fallback,
-        "running": totals.running,
-        "waiting": totals.waiting,
-        "kv_use": totals.kv_use,
-        "prefix_hit_rate": _ratio(totals.prefix_hits, totals.prefix_queries),
-        "preemptions": totals.preemptions,
-        "rejected": sum(totals.rejected.values()),
-        "finished": sum(totals.finished.values()),
-    }
-
-
-def _acceptance(part: AcceptanceStatistics) -> dict[str, Any]:
-    return {
-        "rounds": part.rounds,
-        "acceptance_length": part.acceptance_length,
-        "rate_by_depth": [round(rate, 4) for rate in part.rate_by_depth],
-    }
-
-
-def _pays(part: AcceptanceStatistics, estimate: SpeedUp) -> bool | None:
-    length = part.acceptance_length
-    return None if length is None or estimate.break_even is None else length >= estimate.break_even
-
-
-def _point(interval: Interval, seconds: float) -> dict[str, Any]:
-    acceptance = AcceptanceStatistics(tally=interval.tally)
-    return {
-        "n": interval.number,
-        "output": interval.output_tokens / seconds,
-        "prompt": interval.prompt_tokens / seconds,
-        "user": _ratio(interval.round_tokens, interval.request_seconds),
-        "ttft": _ratio(interval.ttft_sum, interval.ttft_count),
-        "length": acceptance.acceptance_length,
-        "depths": [round(rate, 4) for rate in acceptance.rate_by_depth],
-        "phases": [interval.verify_s, interval.accept_s, interval.draft_s],
-        "running": interval.running,
-        "waiting": interval.waiting,
-        "kv": interval.kv_use,
-    }
+def _busy_seconds(stats: EngineStats) -> float:
+    """The wall time of all steps so far."""
+    return stats.schedule_seconds + stats.launch_seconds + stats.read_seconds

@@ -1,9 +1,30 @@
-"""The settings of a service, beside those of its engine."""
+"""The settings of a service, beside those of its engine: what clients may send, and who may send it."""
 
+import hashlib
+import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from starlette.requests import Request
+
 from fledge.errors import ConfigError
-from fledge.server.limits import Limits
+from fledge.server.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Bounds on requests. What they protect is other people's rounds, memory and the log."""
+
+    max_body_bytes: int = 8 * 2**20
+    max_nesting: int = 64
+    max_answers: int = 128  # prompts times n
+    max_n: int = 16
+    max_messages: int = 2048
+    max_stop_strings: int = 16
+    max_stop_length: int = 256
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    max_template_bytes: int = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +46,7 @@ class ServeOptions:
     drain_timeout: float = 30.0
     default_sampling: dict[str, float | int] = field(default_factory=dict)  # the model's generation_config.json
     seed: int = 0
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
         if not self.served_model_names:
@@ -41,3 +62,38 @@ class ServeOptions:
     @property
     def model_name(self) -> str:
         return self.served_model_names[0]
+
+
+class ApiKeys:
+    """The keys that open the service; none: it is open. Keys are kept as digests, and shown to nobody."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        if not all(key.strip() for key in keys):
+            raise ConfigError("--api-key: a key must not be empty")
+        self._digests = tuple(_digest(key) for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def match(self, key: str) -> bool:
+        """Compare with every key, each in constant time: how long it takes says nothing about any of them."""
+        offered, found = _digest(key), False
+        for digest in self._digests:
+            found |= hmac.compare_digest(digest, offered)
+        return found
+
+    async def check(self, request: Request) -> None:
+        """Raise RequestError (401) unless the request carries a key."""
+        if not self._digests:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not self.match(key.strip()):
+            raise RequestError(
+                "this server needs an API key: send the header 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+            )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""From messages and text to token ids, outside the event loop when it takes long.
+"""From OpenAI's messages, and from text, to token ids; outside the event loop when it takes long.
 
 Chat templates are the tokenizer's or the operator's. A client's own is refused unless the operator allows it; all of
 them run in transformers' sandbox, which knows no files and no attributes of Python's.
@@ -7,16 +7,17 @@ them run in transformers' sandbox, which knows no files and no attributes of Pyt
 import asyncio
 import copy
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from jinja2 import TemplateError
 
 from fledge.server.errors import RequestError
-from fledge.server.limits import Limits
-from fledge.server.messages import normalise
+from fledge.server.options import RequestLimits
+from fledge.server.protocol import ChatRequest, TokenizeRequest
 
 _T = TypeVar("_T")
 
@@ -29,28 +30,31 @@ _RESERVED = frozenset(
 )
 
 
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class Template(NamedTuple):
+    """A chat template, as labels and tables name it."""
+
+    name: str
+    digest: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.digest[:8]})" if self.digest else self.name
+
+
+NO_TEMPLATE = Template("none", "")  # of plain prompts
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
     """A conversation, ready to be answered."""
 
     token_ids: list[int]
     ending: str  # the last characters of the prompt's text
-    template_name: str
-    template_hash: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatSource:
-    """What a client says about a conversation: fields of a chat request or of `/tokenize`."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False  # templates write them
+    template: Template
 
 
 class Prompts:
@@ -61,7 +65,7 @@ class Prompts:
         tokenizer: Any | None,
         *,
         max_model_len: int,
-        limits: Limits,
+        limits: RequestLimits,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         allow_client_templates: bool = False,
@@ -86,29 +90,38 @@ class Prompts:
         special = True if add_special_tokens is None else add_special_tokens
         return await self._run(len(text), lambda tokenizer: self._encode(tokenizer, text, special))
 
-    async def chat(self, source: ChatSource) -> ChatPrompt:
-        """Render and tokenize a conversation."""
-        template, name = self._template(source)
-        messages = normalise(source.messages, self._limits.max_messages)
-        extra = dict(source.chat_template_kwargs or {})
+    async def chat(
+        self,
+        request: ChatRequest | TokenizeRequest,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """Render and tokenize a conversation, as the request's own fields say."""
+        template, name = self._template(request.chat_template)
+        conversation = normalised(messages, self._limits.max_messages)
+        extra = dict(chat_template_kwargs or {})
         reserved = sorted(_RESERVED & set(extra))
         if reserved:
             raise RequestError(f"chat_template_kwargs: '{reserved[0]}' cannot be set", param="chat_template_kwargs")
-        if source.continue_final_message and messages[-1]["role"] != "assistant":
+        continues = bool(request.continue_final_message)
+        if continues and conversation[-1]["role"] != "assistant":
             raise RequestError(
                 "continue_final_message: the last message must be the assistant's", param="continue_final_message"
             )
-        size = sum(len(message["content"]) for message in messages) + 1000 * len(source.tools or ())
+        size = sum(len(message["content"]) for message in conversation) + 1000 * len(tools or ())
 
         def work(tokenizer: Any) -> tuple[str, list[int]]:
             try:
                 text = tokenizer.apply_chat_template(
-                    messages,
-                    tools=None if not source.tools else [dict(tool) for tool in source.tools],
-                    documents=None if not source.documents else [dict(document) for document in source.documents],
+                    conversation,
+                    tools=None if not tools else [dict(tool) for tool in tools],
+                    documents=None if not documents else [dict(document) for document in documents],
                     chat_template=template,
-                    add_generation_prompt=source.add_generation_prompt and not source.continue_final_message,
-                    continue_final_message=source.continue_final_message,
+                    add_generation_prompt=request.add_generation_prompt is not False and not continues,
+                    continue_final_message=continues,
                     tokenize=False,
                     **extra,
                 )
@@ -116,14 +129,14 @@ class Prompts:
                 raise _refused(str(error) or type(error).__name__) from None
             except Exception as error:  # what a template does with messages that it was not written for
                 raise _refused(type(error).__name__) from None
-            return text, self._encode(tokenizer, text, source.add_special_tokens)
+            # Templates write special tokens themselves.
+            return text, self._encode(tokenizer, text, bool(request.add_special_tokens))
 
         text, token_ids = await self._run(size if template is self.chat_template else 2**62, work)
         return ChatPrompt(
             token_ids=token_ids,
             ending=text[-64:],
-            template_name=name,
-            template_hash=hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12],
+            template=Template(name, hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12]),
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -149,19 +162,20 @@ class Prompts:
             )
         return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
-    def _template(self, source: ChatSource) -> tuple[str, str]:
-        if source.chat_template is not None:
+    def _template(self, asked_for: str | None) -> tuple[str, str]:
+        """Return the template to use and its name; `asked_for` is a client's own."""
+        if asked_for is not None:
             if not self._allows_client_templates:
                 raise RequestError(
                     "chat_template: this server uses its own; the operator can allow others (--allow-client-templates)",
                     param="chat_template",
                     status=403,
                 )
-            if len(source.chat_template.encode()) > self._limits.max_template_bytes:
+            if len(asked_for.encode()) > self._limits.max_template_bytes:
                 raise RequestError(
                     f"chat_template: larger than {self._limits.max_template_bytes} bytes", param="chat_template"
                 )
-            return source.chat_template, "client"
+            return asked_for, "client"
         if self.chat_template is None:
             raise RequestError(
                 "this model's tokenizer has no chat template; use /v1/completions, or start the server with "
@@ -182,3 +196,73 @@ def _refused(reason: str) -> RequestError:
     return RequestError(
         f"messages: the chat template refuses them: {reason.strip().splitlines()[0][:200]}", param="messages"
     )
+
+
+def normalised(messages: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Return messages with roles that templates know, content as one string, and tool arguments as objects."""
+    if not messages:
+        _refuse("messages", "expected at least one message")
+    if len(messages) > most:
+        _refuse("messages", f"found {len(messages)}, allowed are {most}")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _ROLES:
+        _refuse(f"{where}.role", f"expected one of {', '.join(sorted(_ROLES))}")
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    made["content"] = _content(message.get("content"), f"{where}.content", may_be_missing=role == "assistant")
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = message.get(name)
+        if value is not None:
+            if not isinstance(value, str):
+                _refuse(f"{where}.{name}", "expected a string")
+            made[name] = value
+    calls = message.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            _refuse(f"{where}.tool_calls", "expected a list, in a message of the assistant's")
+        made["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return made
+
+
+def _content(content: Any, where: str, *, may_be_missing: bool) -> str:
+    if content is None and may_be_missing:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse(where, "expected a string or a list of text parts")
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        _refuse(where, "expected {'type': 'text', 'text': ...}; this server reads text only")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        _refuse(f"{where}.{_TEXT_PARTS[kind]}", "expected a string")
+    return text
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _refuse(where, "expected {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': '...'}}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            _refuse(f"{where}.function.arguments", "expected a string with JSON in it")
+    if not isinstance(arguments, dict):
+        _refuse(f"{where}.function.arguments", "expected a string with a JSON object in it")
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _refuse(param: str, message: str) -> NoReturn:
+    raise RequestError(f"{param}: {message}", param="messages")

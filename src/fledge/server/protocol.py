@@ -10,10 +10,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
-from fledge.engine.speculative_config import MAX_DEPTH
-from fledge.errors import ConfigError
+from fledge.engine.config import MAX_DEPTH
 from fledge.server.errors import RequestError
-from fledge.server.limits import Limits
+from fledge.server.options import RequestLimits
 
 _M = TypeVar("_M", bound="ApiModel")
 
@@ -161,7 +160,10 @@ class SamplingRequest(ApiModel):
     def sampling_params(
         self, defaults: Mapping[str, float | int], *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """Return the parameters of one answer. `defaults` stand in for what the request leaves out."""
+        """Return the parameters of one answer. `defaults` stand in for what the request leaves out.
+
+        Raises ConfigError, which names the field.
+        """
         given = {
             name: getattr(self, name)
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -183,16 +185,13 @@ class SamplingRequest(ApiModel):
             )
             if getattr(self, name) is not None
         }
-        try:
-            return SamplingParams(**{**defaults, **given}, **others, max_tokens=max_tokens, logprobs=logprobs)
-        except ConfigError as error:
-            raise RequestError(str(error), param=str(error).partition(":")[0]) from None
+        return SamplingParams(**{**defaults, **given}, **others, max_tokens=max_tokens, logprobs=logprobs)
 
     @property
     def answers(self) -> int:
         return 1 if self.n is None else self.n
 
-    def check_sizes(self, limits: Limits) -> None:
+    def check_sizes(self, limits: RequestLimits) -> None:
         """Raise RequestError if something is more than this server takes."""
         if not 1 <= self.answers <= limits.max_n:
             _out_of_bounds("n", self.answers, f"1 to {limits.max_n}")
@@ -245,6 +244,16 @@ class CompletionRequest(SamplingRequest):
     prompt: str | _Strings | _Integers | Annotated[list[_Integers], Field(fail_fast=True)]
     logprobs: int | None = None
     echo: bool | None = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, of which there may be several: text or token ids."""
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given:
+            raise RequestError("prompt: expected text or token ids, or a list of such", param="prompt")
+        return list(given)
 
 
 class TokenizeRequest(ApiModel):

@@ -6,15 +6,16 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fledge.engine.outputs import RequestMetrics
+if TYPE_CHECKING:
+    from fledge.server.async_engine import Generation  # which needs the engine's process, and that this file
 
 logger = logging.getLogger("fledge.request")
 
 
 @dataclass(kw_only=True)
-class RequestRecord:
+class RequestLogEntry:
     """What is known of a request, filled in as it goes."""
 
     id: str
@@ -36,17 +37,18 @@ class RequestRecord:
     ignored: list[str] = field(default_factory=list)  # names of fields that mean nothing here
     _started: float = field(default_factory=time.perf_counter)
 
-    def take(self, metrics: RequestMetrics, output_tokens: int, finish_reasons: list[str]) -> None:
+    def note(self, generation: "Generation") -> None:
         """Note how the answers, pooled, came about."""
-        self.output_tokens = output_tokens
+        self.output_tokens = generation.output_tokens
+        if (metrics := generation.metrics) is None:
+            return
         self.cached_tokens = metrics.cached_tokens
-        self.ttft_ms = round(metrics.time_to_first_token * 1e3, 3)
-        per_token = metrics.time_per_output_token(output_tokens // max(self.answers, 1))
-        self.tpot_ms = None if per_token is None else round(per_token * 1e3, 3)
+        self.ttft_ms = _milliseconds(metrics.time_to_first_token)
+        self.tpot_ms = _milliseconds(metrics.time_per_output_token(self.output_tokens // max(self.answers, 1)))
         self.rounds = metrics.acceptance.rounds
         length = metrics.acceptance.acceptance_length
         self.acceptance_length = None if length is None else round(length, 4)
-        self.finish_reason = ",".join(dict.fromkeys(finish_reasons))
+        self.finish_reason = ",".join(dict.fromkeys(generation.finish_reasons))
 
     def write(self) -> None:
         """Write the line."""
@@ -55,6 +57,10 @@ class RequestRecord:
         if not self.ignored:
             del values["ignored"]
         logger.info("request", extra={"fields": values})
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
 
 
 class JsonFormatter(logging.Formatter):

@@ -14,9 +14,9 @@ from fledge.bench.offline import OfflineRun, OfflineSettings
 from fledge.bench.shapes import SHAPES
 from fledge.bench.summary import Best, Summary
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine
-from fledge.engine.recovery import DeadEngineError
-from fledge.engine.sizing import EngineConfig
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
+from fledge.engine.protocol import DeadEngineError
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results
 from fledge.evaluation.workloads import load_workload
@@ -109,7 +109,7 @@ def test_an_inflated_run_says_what_the_small_pair_says(pair: Pair, monkeypatch: 
 
 
 def test_a_loop_keeps_so_many_in_flight() -> None:
-    engine = Engine(make_target(), None, EngineConfig(max_model_len=64, max_num_seqs=8, enable_prefix_caching=False))
+    engine = LLMEngine(make_target(), None, EngineConfig(max_model_len=64, max_num_seqs=8, enable_prefix_caching=False))
     in_flight = []
     step = engine.step
 
@@ -142,7 +142,7 @@ def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch:
     measured = run._measure
     calls = itertools.count()
 
-    def interrupted(turn: Any, loop: ClosedLoop, engine: Engine) -> None:
+    def interrupted(turn: Any, loop: ClosedLoop, engine: LLMEngine) -> None:
         if next(calls) == 2:
             add = engine.add_request
             added = itertools.count()
@@ -168,7 +168,7 @@ def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch:
 def test_an_engine_that_dies_takes_only_its_own_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     made = offline.make_engine
 
-    def mortal(models: Any, contender: Any, *rest: Any) -> Engine:
+    def mortal(models: Any, contender: Any, *rest: Any) -> LLMEngine:
         engine = made(models, contender, *rest)
         if contender.drafter == pair.drafters[0]:
             steps, step = itertools.count(), engine.step
@@ -198,7 +198,7 @@ def test_a_cell_that_a_bug_ends_does_not_look_whole(
 ) -> None:
     made = offline.make_engine
 
-    def buggy(models: Any, contender: Any, *rest: Any) -> Engine:
+    def buggy(models: Any, contender: Any, *rest: Any) -> LLMEngine:
         engine = made(models, contender, *rest)
         calls, add = itertools.count(), engine.add_request
 

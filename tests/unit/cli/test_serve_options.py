@@ -1,14 +1,20 @@
 """`fledge serve` with the command line of `vllm serve`: understood, noted or refused in one line."""
 
+import inspect
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from fledge import LLM
 from fledge.cli import serve as serve_module
+from fledge.cli.main import app
+from fledge.cli.options import token_count
 from fledge.cli.vllm_options import FOREIGN, translate
-from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
 from tests.command_line import fledge
 
@@ -68,7 +74,6 @@ def test_on_one_gpu_it_is_understood() -> None:
         (["--enable-expert-parallel"], "--enable-expert-parallel: experts on several GPUs, which is vLLM's job"),
         (["--quantization", "fp8"], "quantised weights"),
         (["-q", "awq"], "quantised weights"),
-        (["--kv-cache-dtype", "fp8"], "quantised KV cache"),
         (["--enable-lora"], "adapters"),
         (["--hot", "0.0.0.0"], "unknown option '--hot'. Did you mean '--host'?"),
         (["--max-modellen", "5"], "Did you mean '--max-model-len'?"),
@@ -126,15 +131,45 @@ def test_several_names_in_a_row_and_origins_in_json() -> None:
             serve_module._origins([wrong])
 
 
-@pytest.mark.parametrize(("text", "length"), [(None, None), ("auto", None), ("4096", 4096), ("4k", 4000), ("4K", 4096)])
-def test_lengths(text: str | None, length: int | None) -> None:
-    assert serve_module._length(text) == length
+@pytest.mark.parametrize(("text", "length"), [("auto", None), ("4096", 4096), ("4k", 4000), ("4K", 4096)])
+def test_lengths(text: str, length: int | None) -> None:
+    assert token_count(text) == length
+
+
+def test_every_option_of_the_engine_is_one_of_the_python_api_with_the_same_default_and_words() -> None:
+    """Said once, in EngineConfig: `fledge serve`, `LLM` and its help follow."""
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {parameter.name: parameter for parameter in command.params}
+    signature = inspect.signature(LLM.__init__)
+    for one in fields(EngineConfig):
+        assert signature.parameters[one.name].default == one.default
+        assert f"{one.name}: {one.metadata['help']}" in (LLM.__init__.__doc__ or "")
+        if one.name in serve_module.ENGINE_OPTIONS:
+            assert options[one.name].default == one.default
+            assert options[one.name].help == one.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs: found 0, allowed is an integer of at least 1"),
+        ({"kv_cache_dtype": "fp8"}, "for a quantised KV cache, run this pair with vLLM"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: found 1.5"),
+        ({"max_num_seq": 4}, "unknown engine option 'max_num_seq'. Did you mean 'max_num_seqs'?"),
+    ],
+)
+def test_engine_options_out_of_bounds_are_refused(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(**words)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--max-model-len", "long"], "--max-model-len: found 'long'"),
+        (["--kv-cache-dtype", "fp8"], "for a quantised KV cache"),
+        (["--max-num-seqs", "0"], "max_num_seqs: found 0"),
         (["--log-format", "xml"], "--log-format: found 'xml'"),
         (["--chat-template", "none.jinja"], "--chat-template: none.jinja cannot be read: No such file"),
         (["--speculative-config", "{"], "speculative_config: not valid JSON"),

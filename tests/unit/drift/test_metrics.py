@@ -8,7 +8,7 @@ import torch
 from fledge.drift.metrics import DriftSums, judge, prompt_row
 from fledge.drift.replay import Replayed
 from fledge.drift.segments import LABELS, Segment
-from fledge.engine.request import RoundRecord
+from fledge.engine.outputs import RoundRecord
 
 TEXT = [9, 9, 9, 1, 2, 3, 4, 5]  # places 0 to 7
 

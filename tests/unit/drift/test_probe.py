@@ -69,7 +69,7 @@ def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path,
     ]
     assert result.replay_agreement == 1.0
     assert result.tally == result.engine_tally
-    assert result.acceptance.tally == llm.engine.statistics.acceptance.tally
+    assert result.acceptance.tally == llm.engine.stats().acceptance.tally
     assert result.rounds == sum(row.rounds for row in result.prompt_rows)
     assert sum(row.accepted for row in result.prompt_rows) == sum(result.acceptance.accepted_by_depth)
     assert [depth.depth for depth in result.by_depth] == [1, 2, 3, 4]
@@ -189,7 +189,7 @@ def test_the_first_tokens_are_the_sink(ids_pair: Path, sinks: int) -> None:
 def test_examples_say_what_became_of_every_token(ids_pair: Path) -> None:
     llm = steady(cpu(ids_pair, "reduced-vocabulary"))
     result = probe(llm, IDS, SETTINGS)
-    drafter = llm.engine.runner.models.drafter
+    drafter = llm.drafter
     assert drafter is not None
     assert drafter.vocabulary is not None
     draftable = set(drafter.vocabulary.target_ids.tolist())

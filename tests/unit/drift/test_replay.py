@@ -12,7 +12,7 @@ from fledge.drift import recording
 from fledge.drift.recording import causal_attention
 from fledge.drift.replay import Replayed, fusion_parts, replay
 from fledge.drift.segments import Segment
-from fledge.engine.request import RoundRecord
+from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass
 from fledge.models.drafter.base import Drafter, DraftStates

@@ -17,11 +17,24 @@ from fledge.decoding.sampling import SamplingRows, choose, distribution
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.decoding.tree import DraftTree
 from fledge.engine.constraint import masks_of
-from fledge.engine.engine import Engine
+from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
 from fledge.layers.dense_cache import DenseCache
-from tests.engine_cases import EOS, TREE, VOCAB, Ask, answer_of, drafter, greedy, make_engine, run, sampled, target
+from tests.engine_cases import (
+    EOS,
+    TREE,
+    VOCAB,
+    Ask,
+    add_request,
+    answer_of,
+    drafter,
+    greedy,
+    make_engine,
+    run,
+    sampled,
+    target,
+)
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -106,9 +119,10 @@ def plain(ask: Ask, moves: Moves) -> tuple[list[int], str]:
             return output, "length"
 
 
-def submit(engine: Engine, asks: Sequence[Ask], moves: Sequence[Moves | None]) -> list[Request]:
+def submit(engine: LLMEngine, asks: Sequence[Ask], moves: Sequence[Moves | None]) -> list[Request]:
     return [
-        engine.add_request(
+        add_request(
+            engine,
             f"r{i}",
             ask.prompt,
             ask.params,
@@ -217,7 +231,7 @@ def test_sampled_drafts_are_judged_against_the_masked_distribution() -> None:
     freedom = len(usual) - 1
     assert freedom >= 5
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, f"chi-square {statistic:.1f} at {freedom} degrees of freedom"
-    assert accepted_drafts(engine.statistics.acceptance) > 50
+    assert accepted_drafts(engine.stats().acceptance) > 50
 
 
 def test_a_sampled_request_depends_on_its_seed_alone() -> None:
@@ -282,19 +296,19 @@ class Broken(Automaton):
 def test_a_failing_constraint_ends_its_own_request_only(method: str, after: int) -> None:
     engine = make_engine(drafts=drafter())
     ask, other = greedy((2, 3, 4), 12), sampled((5, 0), 12, seed=6)
-    failing = engine.add_request("failing", ask.prompt, ask.params, constraint=Broken(method, after))
+    failing = add_request(engine, "failing", ask.prompt, ask.params, constraint=Broken(method, after))
     (company,) = submit(engine, [other], [None])
     run(engine)
     assert failing.finish_reason == "error"
     assert failing.failure == "structured output: too complex"
     assert failing.output == plain(ask, LOOSE)[0][: failing.num_output]
     assert (company.output, company.finish_reason) == answer_of(other)
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
 
 
 def test_masks_of_a_tree_follow_its_branches() -> None:
     """Node tokens 2 -> 5 -> 3, 2 -> 3, 5: the grammar refuses 3 after 2 and 5 at the root."""
-    request = make_engine().add_request("r", (2,), greedy((2,)).params, constraint=Automaton(PAIRS))
+    request = add_request(make_engine(), "r", (2,), greedy((2,)).params, constraint=Automaton(PAIRS))
     tree = DraftTree(
         tokens=torch.tensor([[2, 5, 5, 3, 3]]),
         parents=torch.tensor([[-1, -1, 0, 0, 2]]),
@@ -319,7 +333,7 @@ def test_nothing_is_read_where_nobody_has_a_constraint() -> None:
         def tolist(self) -> list[int]:
             raise AssertionError("the device was asked")
 
-    request = make_engine().add_request("r", (2,), greedy((2,)).params)
+    request = add_request(make_engine(), "r", (2,), greedy((2,)).params)
     assert masks_of([request], Unreadable()) == [None]  # type: ignore[arg-type]
 
 

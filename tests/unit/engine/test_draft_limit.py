@@ -6,7 +6,7 @@ import pytest
 
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.reference import Speculation
-from tests.engine_cases import Ask, answer_of, drafter, greedy, make_engine, rounds_of, run, sampled
+from tests.engine_cases import Ask, add_request, answer_of, drafter, greedy, make_engine, rounds_of, run, sampled
 
 ASKS = [greedy([2, 3, 4], 24), sampled([3, 3, 2, 5], 20, seed=4), greedy([4, 2], 30), sampled([5, 4, 2], 22, seed=9)]
 LIMITS = [None, 1, 0, 2]
@@ -70,4 +70,4 @@ def test_a_plain_request_leaves_others_their_drafts_when_they_join() -> None:
 
 
 def _submit(engine: Any, ask: Ask, limit: int | None, name: str) -> Any:
-    return engine.add_request(name, ask.prompt, ask.params, seed=ask.seed, eos_ids=ask.eos_ids, draft_limit=limit)
+    return add_request(engine, name, ask.prompt, ask.params, seed=ask.seed, eos_ids=ask.eos_ids, draft_limit=limit)

@@ -12,7 +12,7 @@ import pytest
 
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.kv_pool import BlockTable, KVPool
+from fledge.engine.block_manager import BlockManager, BlockTable
 from fledge.engine.request import Request
 from tests.engine_cases import (
     DRAFTERS,
@@ -137,12 +137,12 @@ def test_answers_are_found_again_as_prompts() -> None:
 def test_without_the_token_after_the_block_in_its_key_a_hit_would_spoil_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: with the usual key, of the block's own tokens, the tests above have something to find."""
 
-    def usual_key(self: KVPool, table: BlockTable, tokens: list[int], index: int) -> bytes:
+    def usual_key(self: BlockManager, table: BlockTable, tokens: list[int], index: int) -> bytes:
         start = index * self.block_size
         parent = table.keys[index - 1] if index else b""
         return hashlib.blake2b(parent + array("q", tokens[start : start + self.block_size]).tobytes()).digest()
 
-    monkeypatch.setattr(KVPool, "_key", usual_key)
+    monkeypatch.setattr(BlockManager, "_key", usual_key)
     spoilt = 0
     for last in range(6):
         engine = make_engine(drafts=drafter())

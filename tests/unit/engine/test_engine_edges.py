@@ -12,9 +12,10 @@ from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.decoding.reference import Speculation
-from fledge.engine.engine import Engine
-from fledge.engine.request import Phase, TokenLogprobs
-from fledge.engine.sizing import EngineConfig
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
+from fledge.engine.outputs import TokenLogprobs
+from fledge.engine.request import Phase
 from fledge.errors import ConfigError, PromptError
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.norm import RMSNorm
@@ -24,6 +25,7 @@ from tests.engine_cases import (
     TARGET,
     TREE,
     Ask,
+    add_request,
     answer_of,
     answers,
     drafter,
@@ -33,6 +35,7 @@ from tests.engine_cases import (
     run,
     run_checking_drafts,
     sampled,
+    speculation,
     target,
 )
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -59,10 +62,11 @@ class _CountingDrafter(ToyDrafter):
         self.layers = torch.nn.ModuleList([RMSNorm(1, 1e-6)])
 
 
-def counting_engine(depth: int = 5, **settings: object) -> Engine:
+def counting_engine(depth: int = 5, **settings: object) -> LLMEngine:
     """Every draft stands, so a test can say what each round emits."""
-    config = EngineConfig(max_model_len=64, max_num_seqs=2, num_blocks=40, block_size=4, max_depth=depth, **settings)  # type: ignore[arg-type]
-    return Engine(_CountingTarget(), _CountingDrafter(), config, lambda _: depth)
+    values = {"max_model_len": 64, "max_num_seqs": 2, "num_blocks": 40, "block_size": 4, **settings}
+    config = EngineConfig(speculative_config=speculation(depth), **values)  # type: ignore[arg-type]
+    return LLMEngine(_CountingTarget(), _CountingDrafter(), config)
 
 
 @BOTH
@@ -73,8 +77,8 @@ def test_an_answer_ends_inside_its_accepted_drafts(by: str, read_late: bool) -> 
     settings = {"max_tokens": 4} if by == "max_tokens" else {"max_tokens": 20}
     stops = [4] if by == "stop id" else []
     params = SamplingParams.from_dict({"temperature": 0, "stop_token_ids": stops, **settings})
-    request = engine.add_request("a", prompt, params, eos_ids=[4] if by == "eos" else [])
-    other = engine.add_request("b", [3], SamplingParams(temperature=0, max_tokens=17))
+    request = add_request(engine, "a", prompt, params, eos_ids=[4] if by == "eos" else [])
+    other = add_request(engine, "b", [3], SamplingParams(temperature=0, max_tokens=17))
     run(engine)
     assert request.output == [1, 2, 3, 4]
     assert request.finish_reason == ("length" if by in ("max_tokens", "length") else "stop")
@@ -172,7 +176,7 @@ def test_a_pool_for_one_request_at_a_time(read_late: bool) -> None:
     asks = [greedy(TEXT[:8], 16), sampled(TEXT[3:9], 18, seed=1), greedy([1], 20)]
     engine = make_engine(drafts=drafter(), num_blocks=10, read_late=read_late)
     assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
 
 
 def test_a_request_id_in_use_is_refused_and_free_again_afterwards() -> None:
@@ -207,8 +211,8 @@ def test_abort_at_any_moment(steps: int, read_late: bool) -> None:
         assert (request.finish_reason, request.num_output) == ("abort", known)
     assert request.output == answer_of(gone)[0][: request.num_output]
     assert (again.output, other.output) == (answer_of(gone)[0], answer_of(stays)[0])
-    assert engine.statistics.aborted == (phase is not Phase.FINISHED)
-    assert engine.pool.used == 0
+    assert engine.stats().aborted == (phase is not Phase.FINISHED)
+    assert engine.block_manager.used == 0
 
 
 def test_the_abort_test_meets_every_phase() -> None:
@@ -252,16 +256,15 @@ def test_logprobs_are_those_of_the_target_for_drafted_tokens_too(kind: str, read
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     reported: dict[str, list[TokenLogprobs]] = {request.id: [] for request in requests}
     for update in run(engine):
-        reported[update.request.id] += update.logprobs
+        assert (update.logprobs is None) == (asks[int(update.request_id)].params.logprobs is None)
+        reported[update.request_id] += update.logprobs or []
     assert kind == "plain" or sum(request.acceptance.rounds for request in requests) > 10
     for ask, request in zip(asks, requests, strict=True):
-        assert reported[request.id] == request.logprobs
         if ask.params.logprobs is None:
-            assert request.logprobs == []
             continue
         expected = logprobs_from_scratch(request.tokens, len(request.prompt), ask.params.logprobs)
-        assert len(request.logprobs) == len(expected) == 16
-        for found, right in zip(request.logprobs, expected, strict=True):
+        assert len(reported[request.id]) == len(expected) == 16
+        for found, right in zip(reported[request.id], expected, strict=True):
             assert found.token == right.token
             assert found.logprob == pytest.approx(right.logprob, abs=1e-5)
             assert [token for token, _ in found.top] == [token for token, _ in right.top]
@@ -288,14 +291,14 @@ def test_statistics_add_up(read_late: bool) -> None:
     greedy([1], 9).submit(engine, "gone")
     engine.step()
     engine.abort("gone")
-    statistics = engine.statistics
+    statistics = engine.stats()
     assert (statistics.finished, statistics.aborted) == (5, 1)
     assert statistics.prompt_tokens == sum(len(ask.prompt) for ask in asks) + 1
-    assert sum(len(update.tokens) for update in updates) == sum(request.num_output for request in requests)
+    assert sum(len(update.token_ids) for update in updates) == sum(request.num_output for request in requests)
     assert statistics.output_tokens in (35, 36)  # the aborted one's first token, if it was read
     pooled = sum(request.acceptance.rounds for request in requests)
     assert statistics.acceptance.rounds == pooled
-    assert sum(min(update.accepted, len(update.tokens)) for update in updates) > 0
+    assert sum(min(update.accepted, len(update.token_ids)) for update in updates) > 0
     assert statistics.steps > 0
     for request in requests:
         assert request.first_token_at is not None
@@ -308,7 +311,7 @@ def test_updates_tell_drafted_tokens_from_the_targets_own() -> None:
     ask = greedy(TEXT[:9], 16)
     ask.submit(engine, "a")
     rounds = rounds_of(ask, Speculation(drafter=drafter(), depth=3))
-    assert [(update.tokens, update.accepted) for update in run(engine)] == [
+    assert [(update.token_ids, update.accepted) for update in run(engine)] == [
         (list(done.tokens), done.accepted) for done in rounds
     ]
 
@@ -316,7 +319,7 @@ def test_updates_tell_drafted_tokens_from_the_targets_own() -> None:
 def test_an_idle_engine_steps_without_harm() -> None:
     engine = make_engine(drafts=drafter())
     assert engine.step() == []
-    assert engine.statistics.steps == 0
+    assert engine.stats().steps == 0
     assert answers(engine, [greedy([2], 4)]) == [answer_of(greedy([2], 4))[0]]
     assert engine.step() == []
     engine.check_integrity()
@@ -391,7 +394,7 @@ def test_a_stop_string_over_several_rounds_ends_the_request_at_once(llm: LLM) ->
     cut = llm.generate(["Hello", "other"], SamplingParams(temperature=0, max_tokens=30, stop=[stop]))[0].outputs[0]
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (free.text[:6], "stop", stop)
     assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
-    assert (llm.engine.statistics.finished, llm.engine.statistics.aborted) == (3, 0)
+    assert (llm.engine.stats().finished, llm.engine.stats().aborted) == (3, 0)
 
 
 def test_a_stream_that_is_dropped_ends_its_request(llm: LLM) -> None:
@@ -400,7 +403,7 @@ def test_a_stream_that_is_dropped_ends_its_request(llm: LLM) -> None:
     assert llm.engine.has_unfinished
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.has_unfinished
-    assert llm.engine.statistics.aborted == 1
+    assert llm.engine.stats().aborted == 1
 
 
 def test_streams_can_be_read_side_by_side(llm: LLM) -> None:
@@ -422,6 +425,6 @@ def test_no_round_is_launched_for_an_answer_that_what_is_in_flight_must_end(dept
     """Reading late, the next round is under way before the last is known; not where it cannot be wanted."""
     engine = make_engine(drafts=drafter() if depth else None, depth=depth, read_late=True)
     assert answers(engine, [greedy([2, 3, 4], 1)]) == [answer_of(greedy([2, 3, 4], 1))[0]]
-    assert engine.statistics.steps == 1
+    assert engine.stats().steps == 1
     several = [greedy([2, 3, 4], 1), greedy([3, 4], 7), greedy([5], 2)]
     assert answers(engine, several) == [answer_of(ask)[0] for ask in several]

@@ -7,6 +7,7 @@ every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random exampl
 """
 
 import os
+from collections import defaultdict
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
+from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
 from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, answer_of, drafter, make_engine
 
@@ -116,6 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
             graphs=graphs,
         )
         self.asked: list[tuple[Ask, Request, int]] = []
+        self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
     @rule(ask=ASKS)
     def add(self, ask: Ask) -> None:
@@ -131,7 +134,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
-            self.engine.step()
+            for update in self.engine.step():
+                self.told[update.request_id].append(update)
             self.engine.check_integrity()
 
     @precondition(lambda self: self.asked)
@@ -154,7 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.engine.has_unfinished, "the engine does not come to an end"
-        assert self.engine.pool.used == 0
+        assert self.engine.block_manager.used == 0
         for ask, request, depth in self.asked:
             speculation = None
             if self.kind == "sampled" and depth and self.drafter is not None:
@@ -164,8 +168,11 @@ class EngineMachine(RuleBasedStateMachine):
                 assert request.output == tokens[: request.num_output]
             else:
                 assert (request.output, request.finish_reason) == (tokens, reason)
+            told = [token for update in self.told[request.id] for token in update.token_ids]
+            assert told == request.output
             if ask.params.logprobs is not None:
-                assert [entry.token for entry in request.logprobs] == request.output
+                entries = [entry for update in self.told[request.id] for entry in update.logprobs or ()]
+                assert [entry.token for entry in entries] == request.output
 
 
 def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:

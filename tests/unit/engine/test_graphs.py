@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.engine import prefill_graphs, round_graphs
-from fledge.engine.prefill_graphs import CHUNKS, TOKENS
-from fledge.engine.round_graphs import batch_sizes
+from fledge.engine import graphs
+from fledge.engine.engine import LLMEngine
+from fledge.engine.graphs import PROMPT_CHUNKS, PROMPT_TOKENS, PromptGraphKey, RoundGraphKey, batch_sizes
 from tests.engine_cases import (
     TREE,
     VOCAB,
     Ask,
+    CpuGraphs,
     answer_of,
     answers,
     drafter,
@@ -48,38 +49,37 @@ def test_padded_rounds_give_the_tokens_of_unpadded_ones_as_the_batch_shrinks_to_
         drafts=None if kind == "plain" else drafter(),
         tree=TREE if kind == "tree" else None,
         max_num_seqs=8,
+        cudagraph_capture_sizes=[8],
         read_late=read_late,
         graphs=True,
     )
-    assert engine.runner.graphs is not None
-    engine.runner.graphs.sizes = [8]
     for _ in range(2):
         assert answers(engine, ASKS) == [answer_of(ask)[0] for ask in ASKS]
-    assert {shape.batch for shape in engine.runner.graphs._captured} == {8}
+    assert {key.batch for key in round_keys(engine)} == {8}
     state = engine.runner.state
     assert state.length[state.padding_row] == 0
     assert state.draft_count[state.padding_row] == 0
     assert not state.block_tables[state.padding_row].any()
 
 
-def test_rounds_beyond_the_bound_on_graphs_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are padded too, for as long as anybody runs: the padding row must not walk out of its block table."""
-    monkeypatch.setattr(round_graphs, "MAX_GRAPHS", 1)
-    engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True, max_model_len=40)
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_what_comes_beyond_the_bound_on_graphs_runs_without_one(room: int) -> None:
+    """It is padded too, for as long as anybody runs: the padding row must not walk out of its block table."""
+    engine = make_engine(drafts=drafter(), max_num_seqs=8, cudagraph_capture_sizes=[8], graphs=True, max_model_len=40)
     assert engine.runner.graphs is not None
-    engine.runner.graphs.sizes = [8]
+    engine.runner.graphs.cache = CpuGraphs(capacity=room)
     asks = [greedy([2, 3, 4], 30), sampled([5], 30, seed=1)]
     for _ in range(3):
         assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
         assert engine.runner.state.length[engine.runner.state.padding_row] == 0
-    assert len(engine.runner.graphs._captured) == 1
+    assert len(engine.runner.graphs.cache.keys) == room
 
 
 def test_padding_in_the_batch_leaves_other_rows_alone() -> None:
     """A request that waits for its turn to decode keeps its state while a padded round runs for another."""
-    engine = make_engine(drafts=drafter(), max_num_seqs=4, max_num_batched_tokens=2, graphs=True)
-    assert engine.runner.graphs is not None
-    engine.runner.graphs.sizes = [4]
+    engine = make_engine(
+        drafts=drafter(), max_num_seqs=4, cudagraph_capture_sizes=[4], max_num_batched_tokens=2, graphs=True
+    )
     asks = [greedy([2], 20), greedy([3, 4, 5, 0, 2, 3, 4, 5, 2, 3], 8)]
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     run(engine)
@@ -91,21 +91,18 @@ def test_warm_up_captures_every_size_and_only_then_are_rounds_timed() -> None:
     warm = make_engine(drafts=drafter(), max_num_seqs=3, max_num_batched_tokens=40, graphs=True)
     seen: list[tuple[int, int]] = []
     warm.warm_up(lambda done, total: seen.append((done, total)))
-    graphs, prefill_graphs = warm.runner.graphs, warm.runner.prefill_graphs
-    assert graphs is not None
-    assert prefill_graphs is not None
-    assert {(shape.batch, shape.timed) for shape in graphs._captured} == {
+    assert {(key.batch, key.timed) for key in round_keys(warm)} == {
         (size, timed) for size in (1, 2, 3) for timed in (False, True)
     }
-    assert {(shape.tokens, shape.chunks) for shape in prefill_graphs._captured} == {(32, 1), (64, 1), (64, 4)}
+    assert {(key.tokens, key.chunks) for key in prompt_keys(warm)} == {(32, 1), (64, 1), (64, 4)}
     assert seen == [(done, 9) for done in range(10)]
     asks = [greedy([2, 3, 4], 40), greedy([5], 40)]
     expected = [answer_of(ask)[0] for ask in asks]
     for engine in (cold, warm):
         assert answers(engine, asks) == expected
-    assert cold.statistics.phases.rounds == 0
-    assert warm.statistics.phases.rounds > 0
-    assert warm.statistics.phases.verify_seconds > 0
+    assert cold.stats().timed_rounds == 0
+    assert warm.stats().timed_rounds > 0
+    assert sum(r.seconds.verify for r in warm.stats().rounds if r.seconds is not None) > 0
     warm.warm_up(lambda done, total: seen.append((done, total)))
     assert seen[-1] == (0, 0), "nothing is captured twice"
 
@@ -124,28 +121,28 @@ def test_prompts_read_through_padded_graphs_leave_the_same_drafts_and_tokens(
     else:
         requests = run_checking_drafts(engine, "eagle3.1", asks)
         assert [request.output for request in requests] == [answer_of(ask)[0] for ask in asks]
-    assert engine.runner.prefill_graphs is not None
     total = sum(lengths)
-    captured = {(shape.tokens, shape.chunks) for shape in engine.runner.prefill_graphs._captured}
-    assert captured == {(min(t for t in TOKENS if t > total), min(c for c in CHUNKS if c >= len(lengths)))}
+    captured = {(key.tokens, key.chunks) for key in prompt_keys(engine)}
+    assert captured == {
+        (min(t for t in PROMPT_TOKENS if t > total), min(c for c in PROMPT_CHUNKS if c >= len(lengths)))
+    }
     state = engine.runner.state
     assert state.length[state.padding_row] == 0
     assert not state.block_tables[state.padding_row].any()
 
 
 def test_more_prompts_or_tokens_than_a_graph_has_are_read_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_graphs, "CHUNKS", (1, 2))
-    monkeypatch.setattr(prefill_graphs, "TOKENS", (8, 16))
+    monkeypatch.setattr(graphs, "PROMPT_CHUNKS", (1, 2))
+    monkeypatch.setattr(graphs, "PROMPT_TOKENS", (8, 16))
     engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
     for asks in ([prompt_of(20)], [prompt_of(2, seed=n) for n in range(3)], [prompt_of(3), prompt_of(4)]):
         assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
-    assert engine.runner.prefill_graphs is not None
-    assert {(shape.tokens, shape.chunks) for shape in engine.runner.prefill_graphs._captured} == {(8, 2)}
+    assert {(key.tokens, key.chunks) for key in prompt_keys(engine)} == {(8, 2)}
 
 
 def test_a_graph_may_have_more_tokens_than_a_sequence_has_room_for() -> None:
     engine = make_engine(drafts=drafter(), graphs=True, max_model_len=16)
-    assert engine.runner.state.block_tables.shape[1] * 4 < TOKENS[0]
+    assert engine.runner.state.block_tables.shape[1] * 4 < PROMPT_TOKENS[0]
     for ask in (prompt_of(1), prompt_of(14)):
         assert answers(engine, [ask]) == [answer_of(ask, max_length=16)[0]]
 
@@ -162,8 +159,17 @@ def test_a_drafter_that_was_given_up_reads_no_prompts() -> None:
     assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
     engine._give_up_drafter("a test")
     assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
-    assert engine.runner.prefill_graphs is not None
-    assert [shape.has_drafter for shape in engine.runner.prefill_graphs._captured] == [True, False]
+    assert [key.has_drafter for key in prompt_keys(engine)] == [True, False]
+
+
+def round_keys(engine: LLMEngine) -> list[RoundGraphKey]:
+    assert engine.runner.graphs is not None
+    return [key for key in engine.runner.graphs.cache.keys if isinstance(key, RoundGraphKey)]
+
+
+def prompt_keys(engine: LLMEngine) -> list[PromptGraphKey]:
+    assert engine.runner.graphs is not None
+    return [key for key in engine.runner.graphs.cache.keys if isinstance(key, PromptGraphKey)]
 
 
 def prompt_of(length: int, seed: int = 0) -> Ask:

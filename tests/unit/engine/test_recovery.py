@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fledge.decoding.drafting import TreeShape
-from fledge.engine.engine import NOT_FINITE, Engine
-from fledge.engine.recovery import DeadEngineError
-from fledge.engine.scheduler import Plan
+from fledge.engine.engine import NOT_FINITE, LLMEngine
+from fledge.engine.protocol import DeadEngineError
+from fledge.engine.scheduler import ScheduledBatch
 from fledge.models.drafter.base import Drafter, DraftStates
 from tests.engine_cases import VOCAB, Ask, answer_of, answers, drafter, greedy, make_engine, run, sampled, target
 
@@ -64,11 +64,11 @@ def test_a_drafter_that_fails_costs_nobody_a_token(
     breaks(own_drafter, at_call, how)
     engine = make_engine(drafts=own_drafter, read_late=read_late, **settings)
     assert answers(engine, asks) == expect(asks)
-    assert engine.statistics.drafter_failure is not None
-    assert engine.statistics.failed == 0
-    rounds = engine.statistics.acceptance.rounds
+    assert engine.stats().drafter_failure is not None
+    assert engine.stats().failed == 0
+    rounds = engine.stats().acceptance.rounds
     assert answers(engine, asks) == expect(asks)  # from the prefix cache, and for good without drafts
-    assert engine.statistics.acceptance.rounds == rounds
+    assert engine.stats().acceptance.rounds == rounds
 
 
 def test_sampled_drafts_of_a_broken_drafter_come_from_a_distribution(own_drafter: Drafter) -> None:
@@ -85,24 +85,28 @@ def test_the_reason_is_one_line_and_is_logged(own_drafter: Drafter, caplog: pyte
     breaks(own_drafter, 1, raises)
     engine = make_engine(drafts=own_drafter)
     answers(engine, ASKS[:1])
-    assert engine.statistics.drafter_failure == "RuntimeError: no such kernel"
+    assert engine.stats().drafter_failure == "RuntimeError: no such kernel"
     assert "goes on without speculation" in caplog.text
 
 
-def fails_with(engine: Engine, name: str, *, after: int, half_done: bool) -> None:
+def fails_with(engine: LLMEngine, name: str, *, after: int, half_done: bool) -> None:
     """Every launch with a decoding request of that name and `after` tokens fails, before or after it is computed."""
     original = engine.runner.launch
 
-    def launch(plan: Plan) -> Any:
-        bad = any(request.id == name and request.num_output >= after for request in plan.decoding)
+    def launch(batch: ScheduledBatch) -> Any:
+        bad = any(request.id == name and request.num_output >= after for request in batch.decoding)
         if bad and not half_done:
             raise ValueError("bad request")
-        launched = original(plan)
+        launched = original(batch)
         if bad:
             raise ValueError("bad request")
         return launched
 
     engine.runner.launch = launch  # type: ignore[method-assign]
+
+
+def any_suspect(engine: LLMEngine) -> bool:
+    return any(request.is_suspect for request in engine.requests.values())
 
 
 @LATE
@@ -119,25 +123,27 @@ def test_the_request_at_fault_ends_alone(read_late: bool, half_done: bool, setti
     assert requests[1].output == expected[1][: requests[1].num_output]
     for i in (0, 2, 3):
         assert requests[i].output == expected[i]
-        told = [token for update in updates if update.request is requests[i] for token in update.tokens]
+        told = [token for update in updates if update.request_id == str(i) for token in update.token_ids]
         assert told == expected[i]  # each token once, in order
-    assert [u.finish_reason for u in updates if u.request is requests[1]][-1] == "error"
-    assert engine.statistics.failed == 1
-    assert engine.statistics.drafter_failure is None
-    assert not engine._trials.is_open
+    assert [u.finish_reason for u in updates if u.request_id == "1"][-1] == "error"
+    assert engine.stats().failed == 1
+    assert engine.stats().drafter_failure is None
     assert answers(engine, ASKS[:1]) == expected[:1]
 
 
-def test_requests_that_come_during_a_trial_wait_and_are_served() -> None:
+def test_requests_that_come_while_suspects_are_tried_wait_and_are_served() -> None:
     engine = make_engine(drafts=drafter())
     fails_with(engine, "3", after=2, half_done=True)
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(ASKS)]
-    while not engine._trials.is_open:
+    while not any_suspect(engine):
         engine.step()
     late = greedy([2, 2, 3], 10)
     requests.append(late.submit(engine, "late"))
-    assert requests[-1] in engine.scheduler.held
-    engine.abort("0")  # of those on trial or waiting for it
+    while any_suspect(engine):
+        assert sum(request.is_suspect for request in engine.scheduler.running) <= 1, "they are tried one by one"
+        assert requests[-1] in engine.scheduler.waiting
+        engine.abort("0")  # the first to be tried
+        engine.step()
     run(engine)
     assert requests[4].output == answer_of(late)[0]
     assert [request.finish_reason for request in requests] == ["abort", "length", "length", "error", "length"]
@@ -148,15 +154,15 @@ def test_a_failure_that_does_not_come_back_fails_nobody(read_late: bool) -> None
     engine = make_engine(drafts=drafter(), read_late=read_late)
     original, launches, times = engine.runner.launch, [0], {4, 22}
 
-    def launch(plan: Plan) -> Any:
+    def launch(batch: ScheduledBatch) -> Any:
         launches[0] += 1
-        if launches[0] in times and not engine._trials.is_open:
+        if launches[0] in times and not any_suspect(engine):
             raise MemoryError
-        return original(plan)
+        return original(batch)
 
     engine.runner.launch = launch  # type: ignore[method-assign]
     assert answers(engine, ASKS) == expect(ASKS)
-    assert (engine.statistics.failed, engine.statistics.failed_steps) == (0, 2)
+    assert (engine.stats().failed, engine.stats().failed_steps) == (0, 2)
 
 
 @LATE
@@ -178,7 +184,7 @@ def test_when_every_step_fails_every_request_fails_and_the_engine_lives_on() -> 
     engine = make_engine(drafts=drafter())
     original = engine.runner.launch
 
-    def launch(_plan: Plan) -> Any:
+    def launch(_batch: ScheduledBatch) -> Any:
         raise RuntimeError("nothing works")
 
     engine.runner.launch = launch  # type: ignore[method-assign]
@@ -192,7 +198,7 @@ def test_when_every_step_fails_every_request_fails_and_the_engine_lives_on() -> 
 def test_an_engine_that_cannot_take_a_step_back_says_that_it_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(drafts=drafter())
     ASKS[0].submit(engine, "a")
-    monkeypatch.setattr(engine.runner, "launch", lambda _plan: 1 / 0)
+    monkeypatch.setattr(engine.runner, "launch", lambda _batch: 1 / 0)
     monkeypatch.setattr(engine.scheduler, "restart", lambda _alive: {}["a"])
     with pytest.raises(DeadEngineError, match=r"cannot go on after ZeroDivisionError: .*KeyError"):
         engine.step()
@@ -228,5 +234,5 @@ def test_bad_numerics_end_one_request_and_leave_nothing_behind(poison: int, read
         assert requests[3].output == []
         assert requests[3].cached_tokens == 0  # its blocks cannot be found
     assert engine.runner.models.target_cache.values[:, 1:].isfinite().all()
-    assert engine.statistics.failed == 3
-    assert engine.statistics.drafter_failure is None  # it had nothing to go by
+    assert engine.stats().failed == 3
+    assert engine.stats().drafter_failure is None  # it had nothing to go by

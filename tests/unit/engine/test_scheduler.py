@@ -3,15 +3,15 @@
 import pytest
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.kv_pool import KVPool
+from fledge.engine.block_manager import BlockManager
 from fledge.engine.request import Phase, Request
-from fledge.engine.scheduler import MustSettle, Plan, Scheduler
+from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 
 DEPTH = 1  # lookahead is 3 * (DEPTH + 1) = 6 tokens
 
 
 def make(*, blocks: int = 100, size: int = 2, requests: int = 4, budget: int = 100) -> Scheduler:
-    pool = KVPool(blocks + 1, size)
+    pool = BlockManager(blocks + 1, size)
     return Scheduler(pool, max_requests=requests, max_prefill_tokens=budget, max_depth=DEPTH)
 
 
@@ -29,7 +29,7 @@ def ask(scheduler: Scheduler, name: str, length: int, draft_until: int = 64) -> 
     return request
 
 
-def read(plan: Plan, tokens: int = 1) -> None:
+def read(plan: ScheduledBatch, tokens: int = 1) -> None:
     """Do what the engine does with the results: every request that ran got `tokens` tokens."""
     for chunk in plan.chunks:
         if chunk.chooses:
@@ -42,17 +42,17 @@ def read(plan: Plan, tokens: int = 1) -> None:
             request.settled = len(request.tokens) - 1
 
 
-def spans(plan: Plan) -> list[tuple[str, int, int, bool]]:
+def spans(plan: ScheduledBatch) -> list[tuple[str, int, int, bool]]:
     return [(chunk.request.id, chunk.start, chunk.end, chunk.completes) for chunk in plan.chunks]
 
 
 def test_requests_are_admitted_in_order_of_arrival_while_there_are_rows() -> None:
     scheduler = make(requests=2)
     a, b, c = (ask(scheduler, name, 3) for name in "abc")
-    assert spans(scheduler.plan(1)) == [("a", 0, 3, True), ("b", 0, 3, True)]
+    assert spans(scheduler.schedule(1)) == [("a", 0, 3, True), ("b", 0, 3, True)]
     assert (a.phase, b.phase, c.phase) == (Phase.DECODE, Phase.DECODE, Phase.WAITING)
     scheduler.finish(a)
-    assert spans(scheduler.plan(1)) == [("c", 0, 3, True)]
+    assert spans(scheduler.schedule(1)) == [("c", 0, 3, True)]
     assert c.row == 0
     scheduler.check_integrity()
 
@@ -61,17 +61,17 @@ def test_a_long_prompt_is_read_in_chunks_and_nobody_overtakes_it() -> None:
     scheduler = make(budget=4)
     ask(scheduler, "a", 6)
     ask(scheduler, "b", 2)
-    assert spans(scheduler.plan(0)) == [("a", 0, 4, False)]
-    assert spans(scheduler.plan(0)) == [("a", 4, 6, True), ("b", 0, 2, True)]
+    assert spans(scheduler.schedule(0)) == [("a", 0, 4, False)]
+    assert spans(scheduler.schedule(0)) == [("a", 4, 6, True), ("b", 0, 2, True)]
 
 
 def test_decoding_requests_take_from_the_budget_but_never_all_of_it() -> None:
     scheduler = make(budget=4)
     for name in "ab":
         ask(scheduler, name, 1)
-    read(scheduler.plan(1))
+    read(scheduler.schedule(1))
     ask(scheduler, "c", 5)
-    second = scheduler.plan(1)
+    second = scheduler.schedule(1)
     assert ([request.id for request in second.decoding], second.verify, second.draft) == (["a", "b"], 1, 1)
     assert spans(second) == [("c", 0, 1, False)]  # 4 - 2 * (1 + 1) leaves nothing; one token moves on all the same
 
@@ -81,7 +81,7 @@ def test_what_was_drafted_is_what_is_verified() -> None:
     ask(scheduler, "a", 2)
     seen = []
     for depth in (1, 0, 0, 1, 1):
-        plan = scheduler.plan(depth)
+        plan = scheduler.schedule(depth)
         read(plan)
         seen.append((plan.verify, plan.draft))
     assert seen == [(0, 1), (1, 0), (0, 0), (0, 1), (1, 1)]
@@ -91,9 +91,9 @@ def test_blocks_are_there_ahead_of_need() -> None:
     """Whatever an unread round and the one being planned may add has a slot already."""
     scheduler = make(size=1)
     request = ask(scheduler, "a", 3)
-    plans = [scheduler.plan(1)]
+    plans = [scheduler.schedule(1)]
     for _ in range(6):
-        plans.append(scheduler.plan(1))  # launched before the one before it is read
+        plans.append(scheduler.schedule(1))  # launched before the one before it is read
         read(plans.pop(0), tokens=2)
         assert len(request.table.blocks) >= len(request.tokens) + request.in_flight + DEPTH + 1
 
@@ -101,10 +101,10 @@ def test_blocks_are_there_ahead_of_need() -> None:
 def test_the_last_to_come_is_preempted_and_the_first_to_return() -> None:
     scheduler = make(blocks=15)  # of two tokens each
     a, b, c = (ask(scheduler, name, 3) for name in "abc")
-    read(scheduler.plan(1))
+    read(scheduler.schedule(1))
     assert [request.phase for request in (a, b, c)] == [Phase.DECODE] * 3
     for _ in range(20):
-        plan = scheduler.plan(1)
+        plan = scheduler.schedule(1)
         scheduler.check_integrity()
         read(plan, tokens=2)
         if b.phase is Phase.WAITING:
@@ -113,7 +113,7 @@ def test_the_last_to_come_is_preempted_and_the_first_to_return() -> None:
     assert (c.preemptions, b.preemptions, a.preemptions, scheduler.preemptions) == (1, 1, 0, 2)
     assert list(scheduler.waiting) == [b, c]
     scheduler.finish(a)
-    plan = scheduler.plan(1)
+    plan = scheduler.schedule(1)
     assert plan.chunks[0].request is b
     assert not plan.chunks[0].chooses  # its last token is known already
     assert plan.chunks[0].end == len(b.tokens) - 1
@@ -122,16 +122,16 @@ def test_the_last_to_come_is_preempted_and_the_first_to_return() -> None:
 def test_nothing_is_preempted_while_tokens_are_in_flight() -> None:
     scheduler = make(blocks=13)
     a, b = ask(scheduler, "a", 3), ask(scheduler, "b", 3)
-    unread = scheduler.plan(1)
+    unread = scheduler.schedule(1)
     settled = 0
     while b.phase is not Phase.WAITING:
         try:
-            plan = scheduler.plan(1)
+            plan = scheduler.schedule(1)
         except MustSettle:
             assert (a.phase, b.phase, b.preemptions) == (Phase.DECODE, Phase.DECODE, 0)
             read(unread, tokens=2)
             settled += 1
-            plan = unread = scheduler.plan(1)
+            plan = unread = scheduler.schedule(1)
             continue
         scheduler.check_integrity()
         read(unread, tokens=2)
@@ -144,17 +144,17 @@ def test_nothing_is_preempted_while_tokens_are_in_flight() -> None:
 def test_what_the_drafter_missed_is_read_when_drafting_begins_again() -> None:
     scheduler = make()
     a, b = ask(scheduler, "a", 3), ask(scheduler, "b", 3, draft_until=0)
-    read(scheduler.plan(1))
-    read(scheduler.plan(0), tokens=2)
-    unread = scheduler.plan(0)
+    read(scheduler.schedule(1))
+    read(scheduler.schedule(0), tokens=2)
+    unread = scheduler.schedule(0)
     with pytest.raises(MustSettle):  # tokens that nobody knows cannot be read to the drafter
-        scheduler.plan(1)
+        scheduler.schedule(1)
     read(unread)
-    plan = scheduler.plan(1)
+    plan = scheduler.schedule(1)
     assert spans(plan) == [("a", 3, len(a.tokens) - 1, True)]
     assert not plan.chunks[0].chooses
     assert plan.decoding == [b]  # which never drafts and need not wait
-    assert scheduler.plan(1).decoding == [a, b]
+    assert scheduler.schedule(1).decoding == [a, b]
 
 
 @pytest.mark.parametrize("phase", Phase)
@@ -165,24 +165,28 @@ def test_a_request_can_leave_in_any_phase(phase: Phase) -> None:
         if request.phase is Phase.DECODE:
             scheduler.finish(request)
         else:
-            scheduler.plan(0)
+            scheduler.schedule(0)
     assert request.phase is phase
     scheduler.finish(request)
     assert request.phase is Phase.FINISHED
     scheduler.check_integrity()
     scheduler.finish(other)
     scheduler.check_integrity()
-    assert scheduler.pool.used == 0
+    assert scheduler.block_manager.used == 0
 
 
 def test_an_admission_that_fails_leaves_no_trace() -> None:
     scheduler = make(blocks=8)
     ask(scheduler, "a", 4)
-    scheduler.plan(0)
-    before = (scheduler.pool.available, scheduler.pool.asked_tokens, scheduler.pool.hit_tokens)
+    scheduler.schedule(0)
+    before = (
+        scheduler.block_manager.available,
+        scheduler.block_manager.asked_tokens,
+        scheduler.block_manager.hit_tokens,
+    )
     waiting = ask(scheduler, "b", 9)
     for _ in range(3):
-        assert not scheduler.plan(0).chunks
+        assert not scheduler.schedule(0).chunks
     assert waiting.phase is Phase.WAITING
-    assert before[1:] == (scheduler.pool.asked_tokens, scheduler.pool.hit_tokens)
+    assert before[1:] == (scheduler.block_manager.asked_tokens, scheduler.block_manager.hit_tokens)
     scheduler.check_integrity()

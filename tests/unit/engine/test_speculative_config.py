@@ -1,6 +1,6 @@
 import pytest
 
-from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.engine.config import SpeculativeConfig
 from fledge.errors import ConfigError
 
 

@@ -224,7 +224,7 @@ def test_a_drafter_that_cannot_be_used_fails_alone(pair: Path) -> None:
 
 def test_a_drafter_that_breaks_down_is_no_measurement(pair: Path) -> None:
     def fail(meter: AcceptanceMeter, *arguments: object) -> Measurement:
-        meter.llm.engine.statistics.drafter_failure = "boom"
+        meter.llm.engine._stats.drafter_failure = "boom"
         return measure(meter, *arguments)
 
     measure = AcceptanceMeter.measure

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from fledge.engine.engine import Engine
-from fledge.engine.sizing import EngineConfig
+from fledge.decoding.drafting import TreeShape
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.native.accelerate import NativeDrafter, NativeTarget
 from fledge.native.library import library
-from tests.engine_cases import TREE, Ask, answers, greedy, sampled
+from tests.engine_cases import TREE, Ask, answers, greedy, sampled, speculation
 from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
@@ -35,25 +36,32 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Non
 
 
 def make_engine(
-    target: TargetConfig, drafter: DrafterConfig | None, *, even_head: bool = False, **settings: object
-) -> Engine:
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    *,
+    even_head: bool = False,
+    tree: TreeShape | None = None,
+    sample_drafts: bool = False,
+    **settings: object,
+) -> LLMEngine:
     """`even_head`: all tokens are liked almost equally, so that rounding decides between them."""
     model = make_target(target)
     if even_head:
         model.lm_head.weight.copy_(model.lm_head.weight[0] + 3e-7 * torch.randn_like(model.lm_head.weight))
     drafts = None if drafter is None else make_drafter(drafter, model, seed=2)
-    config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, max_depth=3, **settings)
-    return Engine(model, drafts, config, lambda _running: 0 if drafter is None else 3)
+    made = None if drafter is None else speculation(3, tree=tree, sample_drafts=sample_drafts)
+    config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, speculative_config=made, **settings)
+    return LLMEngine(model, drafts, config)
 
 
-def watched(engine: Engine, asks: list[Ask]) -> tuple[list[list[int]], list[list[list[int]]]]:
+def watched(engine: LLMEngine, asks: list[Ask]) -> tuple[list[list[int]], list[list[list[int]]]]:
     """Return the answers, and the drafts that lay there after each step."""
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     drafts = []
     while engine.has_unfinished:
         engine.step()
         drafts.append(engine.runner.state.drafts.tolist())
-    assert engine.statistics.drafter_failure is None
+    assert engine.stats().drafter_failure is None
     return [request.output for request in requests], drafts
 
 

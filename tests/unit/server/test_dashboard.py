@@ -5,11 +5,10 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.testclient import TestClient
 
-from fledge.server.dashboard import router
-from fledge.server.dashboard.router import FILES
+from fledge.server.dashboard import FILES, router
 from fledge.server.errors import RequestError
 from fledge.server.metrics import Metrics
-from tests.page_service import finished, step
+from tests.page_service import EngineFeed
 
 STATIC = resources.files("fledge.server.dashboard") / "static"
 CSS = (STATIC / "page.css").read_text(encoding="utf-8")
@@ -67,8 +66,9 @@ def test_an_unchanged_file_is_not_sent_again():
 
 def test_data_tells_the_metrics_and_checks_its_argument():
     metrics = Metrics(model_name="m", has_drafter=True)
-    metrics.on_step(step())
-    metrics.on_finished(finished())
+    feed = EngineFeed(metrics)
+    feed.step()
+    feed.finished()
     client = _client(metrics)
     answer = client.get("/dashboard/data")
     assert answer.headers["cache-control"] == "no-store"

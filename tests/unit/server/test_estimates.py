@@ -1,7 +1,13 @@
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.server.estimates import MIN_SAMPLES, CostTable, Observed, RoundShape, RoundYield, explain, speed_up
+from fledge.engine.controller import MIN_SAMPLES, CostTable
+from fledge.server.estimates import SpeculationNote, SpeedUp, explain, speed_up
+from fledge.server.history import HistoryInterval, Shape
+from fledge.server.prompts import Template
 
 
 def _costs(*measured: tuple[int, int, float]) -> CostTable:
@@ -21,8 +27,34 @@ def _acceptance(*rounds: tuple[int, int, int]) -> AcceptanceStatistics:
     return statistics
 
 
-def _texts(seen: Observed) -> str:
-    return "\n".join(finding.text for finding in explain(seen))
+Rounds = Mapping[Shape, tuple[int, int]]  # (batch, depth) -> rounds, tokens
+
+
+def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
+    counts = {shape: count for shape, (count, _) in rounds.items()}
+    return speed_up(counts, {shape: tokens for shape, (_, tokens) in rounds.items()}, costs)
+
+
+def _explain(
+    rounds: Rounds | None = None,
+    acceptance: AcceptanceStatistics | None = None,
+    costs: CostTable | None = None,
+    templates: Mapping[str, AcceptanceStatistics] | None = None,
+    contexts: Mapping[str, AcceptanceStatistics] | None = None,
+    **options: bool,
+) -> list[SpeculationNote]:
+    """What is said after this was seen of late."""
+    seen = HistoryInterval()
+    for shape, (count, tokens) in (rounds or {}).items():
+        seen.rounds[shape], seen.round_tokens[shape] = count, tokens
+    seen.tally.update(acceptance.tally if acceptance is not None else {})
+    seen.templates = {Template(name, ""): part.tally for name, part in (templates or {}).items()}
+    seen.contexts = {name: part.tally for name, part in (contexts or {}).items()}
+    return explain(seen, costs or CostTable(), **options)
+
+
+def _texts(**seen: Any) -> str:
+    return "\n".join(note.text for note in _explain(**seen))
 
 
 def test_a_cost_is_the_mean_of_what_was_measured_and_follows_changes():
@@ -54,7 +86,7 @@ def test_a_cost_is_not_believed_from_one_sample():
 def test_speed_up_weighs_tokens_against_cost():
     costs = _costs((8, 0, 0.010), (8, 3, 0.015))
     # 8 requests, 100 rounds, 2.4 tokens each: 240 plain steps' worth in the time of 150.
-    estimate = speed_up({RoundShape(8, 3): RoundYield(100, 8 * 240)}, costs)
+    estimate = _speed_up({(8, 3): (100, 8 * 240)}, costs)
     assert estimate.value == pytest.approx(1.6)
     assert estimate.tokens_per_round == pytest.approx(2.4)
     assert estimate.break_even == pytest.approx(1.5)
@@ -63,72 +95,65 @@ def test_speed_up_weighs_tokens_against_cost():
 
 def test_speed_up_pools_batches_by_the_time_they_take():
     costs = _costs((1, 0, 0.010), (1, 3, 0.010), (64, 0, 0.020), (64, 3, 0.080))
-    rounds = {RoundShape(1, 3): RoundYield(100, 200), RoundShape(64, 3): RoundYield(100, 12800)}
+    rounds = {(1, 3): (100, 200), (64, 3): (100, 12800)}
     # Alone: 2x. In the batch: 2 tokens for 4 steps' cost, 0.5x, and that is where the time goes.
-    assert speed_up(rounds, costs).value == pytest.approx((2.0 + 4.0) / (1.0 + 8.0))
+    assert _speed_up(rounds, costs).value == pytest.approx((2.0 + 4.0) / (1.0 + 8.0))
 
 
 def test_plain_steps_count_for_nothing_and_no_rounds_mean_unknown():
     costs = _costs((1, 0, 0.01), (1, 3, 0.01))
-    assert speed_up({}, costs).value is None
-    assert speed_up({RoundShape(1, 0): RoundYield(50, 50)}, costs).value is None
-    mixed = {RoundShape(1, 0): RoundYield(50, 50), RoundShape(1, 3): RoundYield(10, 30)}
-    assert speed_up(mixed, costs).value == pytest.approx(3.0)
+    assert _speed_up({}, costs).value is None
+    assert _speed_up({(1, 0): (50, 50)}, costs).value is None
+    mixed = {(1, 0): (50, 50), (1, 3): (10, 30)}
+    assert _speed_up(mixed, costs).value == pytest.approx(3.0)
 
 
 def test_speed_up_is_unknown_where_most_rounds_have_no_plain_cost():
     costs = _costs((1, 0, 0.01), (1, 3, 0.01), (32, 3, 0.02))
-    rounds = {RoundShape(1, 3): RoundYield(10, 30), RoundShape(32, 3): RoundYield(90, 5000)}
-    estimate = speed_up(rounds, costs)
+    rounds = {(1, 3): (10, 30), (32, 3): (90, 5000)}
+    estimate = _speed_up(rounds, costs)
     assert estimate.value is None
     assert estimate.break_even is None
     assert estimate.tokens_per_round == pytest.approx(5030 / (10 + 90 * 32))
 
 
 def test_explains_that_there_is_no_drafter_or_that_it_failed():
-    assert "No drafter" in _texts(Observed(has_drafter=False))
-    failed = explain(Observed(has_drafter=True, fallback=True))
+    assert "No drafter" in _texts(has_drafter=False)
+    failed = _explain(fallback=True)
     assert failed[0].level == "bad"
     assert "switched off" in failed[0].text
-    assert "Nothing was decoded" in _texts(Observed(has_drafter=True))
-    plain = Observed(has_drafter=True, rounds={RoundShape(1, 0): RoundYield(5, 5)})
-    assert "every step was plain" in _texts(plain)
+    assert "Nothing was decoded" in _texts()
+    assert "every step was plain" in _texts(rounds={(1, 0): (5, 5)})
 
 
 def test_says_unknown_and_how_to_find_out():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(4, 3): RoundYield(100, 1000)},
+    (finding,) = _explain(
+        rounds={(4, 3): (100, 1000)},
         acceptance=_acceptance((3, 2, 400)),
         costs=_costs((4, 3, 0.01)),
     )
-    (finding,) = explain(seen)
     assert finding.level == "info"
     assert "not known yet" in finding.text
     assert "batch of 4" in finding.text
 
 
 def test_says_that_it_pays():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(1, 3): RoundYield(100, 300)},
+    (finding,) = _explain(
+        rounds={(1, 3): (100, 300)},
         acceptance=_acceptance((3, 2, 100)),
         costs=_costs((1, 0, 0.010), (1, 3, 0.015)),
     )
-    (finding,) = explain(seen)
     assert finding.level == "good"
     assert "2.00x" in finding.text
 
 
 def test_names_the_template_the_drafter_does_not_know():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(1, 3): RoundYield(200, 320)},
+    findings = _explain(
+        rounds={(1, 3): (200, 320)},
         acceptance=_acceptance((3, 0, 120), (3, 1, 40), (3, 2, 40)),
         templates={"chatml": _acceptance((3, 2, 40)), "alpaca": _acceptance((3, 0, 120), (3, 1, 40))},
         costs=_costs((1, 0, 0.010), (1, 3, 0.016)),
     )
-    findings = explain(seen)
     assert findings[0].level == "bad"
     (template,) = [finding for finding in findings if "alpaca" in finding.text]
     assert "1.25 tokens per round against a break-even of 1.60" in template.text
@@ -137,57 +162,47 @@ def test_names_the_template_the_drafter_does_not_know():
 
 
 def test_templates_with_few_rounds_are_left_out():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(1, 3): RoundYield(100, 300)},
+    assert "rare" not in _texts(
+        rounds={(1, 3): (100, 300)},
         acceptance=_acceptance((3, 2, 100)),
         templates={"rare": _acceptance((3, 0, 5))},
         costs=_costs((1, 0, 0.010), (1, 3, 0.015)),
     )
-    assert "rare" not in _texts(seen)
 
 
 def test_blames_the_batch_where_small_ones_would_pay():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(64, 3): RoundYield(100, 64 * 180)},
+    text = _texts(
+        rounds={(64, 3): (100, 64 * 180)},
         acceptance=_acceptance((3, 0, 30), (3, 1, 60), (3, 2, 10)),
         costs=_costs((1, 0, 0.010), (1, 3, 0.012), (64, 0, 0.010), (64, 3, 0.021)),
     )
-    text = _texts(seen)
     assert "Batch of 64: rounds cost 2.1x a step, against 1.2x at a batch of 1" in text
     assert "num_speculative_tokens_per_batch_size" in text
 
 
 def test_does_not_blame_the_batch_where_no_batch_would_pay():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(64, 3): RoundYield(100, 64 * 110)},
+    assert "Batch of" not in _texts(
+        rounds={(64, 3): (100, 64 * 110)},
         acceptance=_acceptance((3, 0, 90), (3, 1, 10)),
         costs=_costs((1, 0, 0.010), (1, 3, 0.012), (64, 0, 0.010), (64, 3, 0.021)),
     )
-    assert "Batch of" not in _texts(seen)
 
 
 def test_names_the_context_length_and_the_useless_depths():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(1, 3): RoundYield(200, 280)},
+    text = _texts(
+        rounds={(1, 3): (200, 280)},
         acceptance=_acceptance((3, 0, 140), (3, 1, 50), (3, 2, 8), (3, 3, 2)),
         contexts={"up to 512": _acceptance((3, 2, 60)), "over 32768": _acceptance((3, 0, 140))},
         costs=_costs((1, 0, 0.010), (1, 3, 0.016)),
     )
-    text = _texts(seen)
     assert "Contexts of over 32768 tokens: 1.00 tokens per round" in text
     assert "Drafts beyond depth 1" in text
     assert '"num_speculative_tokens": 1' in text
 
 
 def test_a_drafter_that_is_never_right_is_suspected_to_be_the_wrong_one():
-    seen = Observed(
-        has_drafter=True,
-        rounds={RoundShape(1, 3): RoundYield(100, 101)},
+    assert "fledge inspect" in _texts(
+        rounds={(1, 3): (100, 101)},
         acceptance=_acceptance((3, 0, 99), (3, 1, 1)),
         costs=_costs((1, 0, 0.010), (1, 3, 0.016)),
     )
-    assert "fledge inspect" in _texts(seen)

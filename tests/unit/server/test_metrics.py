@@ -6,14 +6,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.engine import Engine, EngineConfig
-from fledge.engine.request import RoundRecord
-from fledge.server.exposition import Tallies
-from fledge.server.history import MAX_TEMPLATES, History, by_context
-from fledge.server.metrics import Metrics
-from fledge.server.observing import FinishedRequest, StepReport, StepWatch
+from fledge.engine.outputs import RequestUpdate, RoundRecord
+from fledge.engine.protocol import EngineStats
+from fledge.server.dashboard import snapshot
+from fledge.server.history import History, by_context
+from fledge.server.metrics import MAX_TEMPLATES, Metrics
+from fledge.server.prompts import Template
 from tests import engine_cases
-from tests.page_service import finished, step
+from tests.page_service import EngineFeed
 
 
 def _metrics(**options: object) -> Metrics:
@@ -34,9 +34,9 @@ def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def test_counts_speculation_under_vllms_names():
-    metrics = _metrics()
-    metrics.on_step(step(batch=4, depth=3, accepted=2))
-    metrics.on_step(step(batch=2, depth=3, accepted=0))
+    feed = EngineFeed(metrics := _metrics())
+    feed.step(batch=4, depth=3, accepted=2)
+    feed.step(batch=2, depth=3, accepted=0)
     assert _value(metrics, "spec_decode_num_drafts_total") == 6
     assert _value(metrics, "spec_decode_num_draft_tokens_total") == 18
     assert _value(metrics, "spec_decode_num_accepted_tokens_total") == 8
@@ -48,9 +48,9 @@ def test_counts_speculation_under_vllms_names():
 
 
 def test_every_sample_carries_the_models_name():
-    metrics = _metrics(model_name="some/model")
-    metrics.on_step(step())
-    metrics.on_finished(finished())
+    feed = EngineFeed(metrics := _metrics(model_name="some/model"))
+    feed.step()
+    feed.finished()
     ours = [
         sample
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -62,9 +62,9 @@ def test_every_sample_carries_the_models_name():
 
 
 def test_gauges_stand_as_the_last_step_left_them():
-    metrics = _metrics()
-    metrics.on_step(step(running=7, waiting=3, kv_used=40, kv_capacity=50, preemptions=1))
-    metrics.on_step(step(running=2, waiting=0, kv_used=10, kv_capacity=50, preemptions=1, fallback=True))
+    feed = EngineFeed(metrics := _metrics())
+    feed.step(running=7, waiting=3, kv_used=40, kv_capacity=50, preemptions=1)
+    feed.step(running=2, waiting=0, kv_used=10, kv_capacity=50, preemptions=2, drafter_failure="it broke")
     assert _value(metrics, "num_requests_running") == 2
     assert _value(metrics, "num_requests_waiting") == 0
     assert _value(metrics, "kv_cache_usage_perc") == pytest.approx(0.2)
@@ -72,20 +72,10 @@ def test_gauges_stand_as_the_last_step_left_them():
     assert _value(metrics, "spec_decode_fallback") == 1
 
 
-def test_gauges_go_down_when_the_last_requests_are_aborted():
-    metrics = _metrics()
-    metrics.on_step(step(running=1, waiting=1, kv_used=40, kv_capacity=50))
-    metrics.on_finished(finished(finish_reason="abort", queue_s=None, ttft_s=None))
-    assert (_value(metrics, "num_requests_running"), _value(metrics, "num_requests_waiting")) == (1, 0)
-    metrics.on_finished(finished(finish_reason="abort"))
-    assert _value(metrics, "num_requests_running") == 0
-    assert _value(metrics, "kv_cache_usage_perc") == 0
-
-
 def test_request_times_land_in_their_buckets_and_missing_ones_nowhere():
-    metrics = _metrics()
-    metrics.on_finished(finished(ttft_s=0.03, e2e_s=3.0, tpot_s=0.012, queue_s=0.0))
-    metrics.on_finished(finished(ttft_s=None, e2e_s=0.2, tpot_s=None, queue_s=None, finish_reason="abort", rounds=0))
+    feed = EngineFeed(metrics := _metrics())
+    feed.finished(time_to_first_token=0.03, seconds=3.0, queue_seconds=0.0)
+    feed.finished(time_to_first_token=None, seconds=0.2, queue_seconds=None, finish_reason="abort", rounds=0)
     assert _value(metrics, "time_to_first_token_seconds_bucket", le="0.02") == 0
     assert _value(metrics, "time_to_first_token_seconds_bucket", le="0.04") == 1
     assert _value(metrics, "time_to_first_token_seconds_count") == 1
@@ -97,24 +87,25 @@ def test_request_times_land_in_their_buckets_and_missing_ones_nowhere():
 
 
 def test_a_value_on_an_edge_belongs_to_that_edge():
-    tallies = Tallies((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
-        tallies.add(value)
-    assert tallies.cumulative() == [("1.0", 2.0), ("2.0", 4.0), ("+Inf", 5.0)]
+    feed = EngineFeed(metrics := _metrics())
+    for tokens in (1, 2, 3, 10**7):
+        feed.finished(start=tokens)
+    buckets = [_value(metrics, "request_prompt_tokens_bucket", le=edge) for edge in ("1.0", "2.0", "5.0", "+Inf")]
+    assert buckets == [1, 2, 3, 4]
 
 
 def test_inter_token_latency_counts_each_request_of_a_round():
-    metrics = _metrics()
-    metrics.on_step(step(batch=5, seconds=0.004))
-    metrics.on_step(StepReport(seconds=1.0, prompt_tokens=100))  # a prompt: nobody's stream moved
+    feed = EngineFeed(metrics := _metrics())
+    feed.step(batch=5, seconds=0.004)
+    feed.tell(read_seconds=1.0, prompt_tokens=100)  # a prompt: nobody's stream moved
     assert _value(metrics, "inter_token_latency_seconds_count") == 5
     assert _value(metrics, "inter_token_latency_seconds_bucket", le="0.005") == 5
 
 
 def test_templates_are_bounded():
-    metrics = _metrics()
+    feed = EngineFeed(metrics := _metrics())
     for number in range(MAX_TEMPLATES + 5):
-        metrics.on_finished(finished(template=f"t{number}", accepted=1, rounds=10))
+        feed.finished(template=f"t{number}", accepted=1, rounds=10)
     names = {dict(labels)["template"] for name, labels in _samples(metrics) if "template_num_drafts_total" in name}
     assert len(names) == MAX_TEMPLATES + 1
     assert _value(metrics, "spec_decode_template_num_drafts_total", template="other", template_hash="") == 50
@@ -136,58 +127,48 @@ def test_rounds_are_split_by_the_context_they_drafted_from():
         "513 to 2048": {(3, 2): 2},
         "over 32768": {(3, 0): 1},
     }
-    metrics = _metrics()
-    metrics.on_finished(finished(rounds=10, accepted=2, start=9000))
+    feed = EngineFeed(metrics := _metrics())
+    feed.finished(rounds=10, accepted=2, start=9000)
     assert _value(metrics, "spec_decode_context_num_accepted_tokens_total", context="8193 to 32768") == 20
 
 
 def test_the_estimate_is_absent_until_a_plain_step_was_measured():
-    metrics = _metrics()
+    feed = EngineFeed(metrics := _metrics())
     for _ in range(5):
-        metrics.on_step(step(batch=2, depth=3, accepted=2, seconds=0.020))
+        feed.step(batch=2, depth=3, accepted=2, seconds=0.020)
     assert _value(metrics, "spec_decode_estimated_speedup") is None
-    assert metrics.snapshot()["tiles"]["speed_up"] is None
+    assert snapshot(metrics)["tiles"]["speed_up"] is None
     for _ in range(5):
-        metrics.on_step(step(batch=2, depth=0, accepted=0, seconds=0.010))
+        feed.step(batch=2, depth=0, accepted=0, seconds=0.010)
     # A round: 0.92 of 20 ms is timed; a plain step: 0.62 of 10 ms. Three tokens for 2.97 steps.
     expected = 3 / (0.92 * 0.020 / (0.62 * 0.010))
     assert _value(metrics, "spec_decode_estimated_speedup") == pytest.approx(expected)
     assert _value(metrics, "spec_decode_fallback_ratio") == pytest.approx(0.5)
-    assert metrics.snapshot()["tiles"]["speed_up"] == pytest.approx(expected)
-
-
-def test_rounds_that_change_depth_teach_no_cost():
-    metrics = _metrics()
-    plain = step(batch=1, depth=0, accepted=0)
-    changing = tuple(report._replace(draft=3) for report in plain.rounds)
-    for _ in range(5):
-        metrics.on_step(step(batch=1, depth=3))
-        metrics.on_step(StepReport(seconds=0.01, rounds=changing))
-    assert _value(metrics, "spec_decode_estimated_speedup") is None
+    assert snapshot(metrics)["tiles"]["speed_up"] == pytest.approx(expected)
 
 
 def test_snapshot_is_json_and_tells_what_the_page_shows():
-    metrics = _metrics(history=History(interval_seconds=0.02))
+    feed = EngineFeed(metrics := _metrics(history=History(interval_seconds=0.02)))
     for _ in range(3):
-        metrics.on_step(step())
-        metrics.on_finished(finished())
+        feed.step()
+        feed.finished()
         time.sleep(0.03)
-    snapshot = json.loads(json.dumps(metrics.snapshot()))
-    numbers = [point["n"] for point in snapshot["points"]]
+    shown = json.loads(json.dumps(snapshot(metrics)))
+    numbers = [point["n"] for point in shown["points"]]
     assert numbers == list(range(numbers[-1] + 1))
-    assert sum(point["output"] for point in snapshot["points"]) * 0.02 == pytest.approx(36)
-    (template,) = snapshot["templates"]
+    assert sum(point["output"] for point in shown["points"]) * 0.02 == pytest.approx(36)
+    (template,) = shown["templates"]
     assert (template["name"], template["requests"], template["acceptance_length"]) == ("chatml", 3, 3.0)
-    later = metrics.snapshot(after=numbers[1])
+    later = snapshot(metrics, after=numbers[1])
     assert [point["n"] for point in later["points"]][: len(numbers) - 2] == numbers[2:]
 
 
 def test_history_is_a_ring_and_idle_intervals_keep_the_gauges():
     history = History(interval_seconds=0.01, kept=5)
-    metrics = _metrics(history=history)
-    metrics.on_step(step(running=3))
+    feed = EngineFeed(metrics := _metrics(history=history))
+    feed.step(running=3)
     time.sleep(0.15)
-    points = metrics.snapshot()["points"]
+    points = snapshot(metrics)["points"]
     assert len(points) == 5
     assert {point["running"] for point in points} == {3}
     assert {point["output"] for point in points} == {0.0}
@@ -195,26 +176,27 @@ def test_history_is_a_ring_and_idle_intervals_keep_the_gauges():
 
 
 def test_per_user_speed_is_tokens_over_the_time_requests_spent():
-    metrics = _metrics(history=History(interval_seconds=0.05))
+    feed = EngineFeed(metrics := _metrics(history=History(interval_seconds=0.05)))
     for _ in range(4):
-        metrics.on_step(step(batch=10, accepted=1, seconds=0.02))  # each request: 2 tokens in 20 ms
+        feed.step(batch=10, accepted=1, seconds=0.02)  # each request: 2 tokens in 20 ms
     time.sleep(0.06)
-    assert metrics.snapshot()["tiles"]["user_tokens_per_s"] == pytest.approx(100)
+    assert snapshot(metrics)["tiles"]["user_tokens_per_s"] == pytest.approx(100)
 
 
 def test_an_observer_is_brief():
-    """Far below a round: the target is some ten microseconds, the limit leaves room for a busy machine."""
+    """Far below a round: the target is some fifty microseconds, the limit leaves room for a busy machine."""
+    feed = EngineFeed(_metrics())
+    steps = [feed.step(batch=64) for _ in range(500)]
     metrics = _metrics()
-    report = step(batch=64)
-    metrics.on_step(report)
     began = time.perf_counter()
-    for _ in range(500):
-        metrics.on_step(report)
+    for stats in steps:
+        metrics.on_stats(stats)
     assert (time.perf_counter() - began) / 500 < 200e-6
+    assert _value(metrics, "inter_token_latency_seconds_count") == 64 * 500
 
 
 def test_scraping_while_the_engine_works_loses_nothing():
-    metrics = _metrics()
+    feed = EngineFeed(metrics := _metrics())
     stop = threading.Event()
     failures: list[Exception] = []
 
@@ -222,15 +204,15 @@ def test_scraping_while_the_engine_works_loses_nothing():
         while not stop.is_set():
             try:
                 metrics.render()
-                metrics.snapshot()
+                snapshot(metrics)
             except Exception as error:
                 failures.append(error)
 
     scraper = threading.Thread(target=scrape)
     scraper.start()
     for number in range(300):
-        metrics.on_step(step(batch=number % 17 + 1, depth=number % 5, accepted=0))
-        metrics.on_finished(finished(template=f"t{number % 30}"))
+        feed.step(batch=number % 17 + 1, depth=number % 5, accepted=0)
+        feed.finished(template=f"t{number % 30}")
     stop.set()
     scraper.join()
     assert not failures
@@ -239,37 +221,41 @@ def test_scraping_while_the_engine_works_loses_nothing():
 
 def test_two_services_in_one_process_count_apart():
     first, second = _metrics(), _metrics()
-    first.on_step(step())
+    EngineFeed(first).step()
     assert _value(first, "spec_decode_num_drafts_total") == 4
     assert _value(second, "spec_decode_num_drafts_total") == 0
 
 
 def test_a_real_engine_is_reported_truly():
     """The sums of all step reports are the engine's own totals, and requests tell their times in order."""
-    config = EngineConfig(max_model_len=engine_cases.MAX_LENGTH, max_num_seqs=4, max_depth=3, num_blocks=40)
-    engine = Engine(engine_cases.target(), engine_cases.drafter(), config, lambda _running: 3)
-    watch, metrics = StepWatch(engine), _metrics()
-    requests = [
-        engine.add_request(str(i), [2, 3, 4, 5], SamplingParams(max_tokens=12, temperature=0.0)) for i in range(6)
-    ]
-    reports = []
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), num_blocks=None, block_size=None)
+    metrics = _metrics()
+    for i in range(6):
+        engine.add_request(str(i), [2, 3, 4, 5], SamplingParams(max_tokens=12, temperature=0.0))
+    steps: list[EngineStats] = []
+    last: list[RequestUpdate] = []
     while engine.has_unfinished:
-        engine.step()
-        reports.append(watch.after_step(seconds=0.01))
-        metrics.on_step(reports[-1])
-    for request in requests:
-        metrics.on_finished(FinishedRequest.of(request, template_name="t", template_hash="h"))
-    acceptance = engine.statistics.acceptance
+        last += [update for update in engine.step() if update.finish_reason is not None]
+        steps.append(engine.stats())
+        metrics.on_stats(steps[-1])
+    for update in last:
+        metrics.on_finished(update, Template("t", "h"))
+    acceptance = engine.stats().acceptance
     assert _value(metrics, "spec_decode_num_drafts_total") == acceptance.rounds > 0
     assert _value(metrics, "spec_decode_num_accepted_tokens_total") == sum(acceptance.accepted_by_depth)
-    assert _value(metrics, "generation_tokens_total") == engine.statistics.output_tokens == 72
-    assert _value(metrics, "prompt_tokens_total") == engine.statistics.prompt_tokens
+    assert _value(metrics, "generation_tokens_total") == engine.stats().output_tokens == 72
+    assert _value(metrics, "prompt_tokens_total") == engine.stats().prompt_tokens
     template = _value(metrics, "spec_decode_template_num_drafts_total", template="t", template_hash="h")
     assert template == acceptance.rounds
-    assert _value(metrics, "spec_decode_timed_rounds_total") == engine.statistics.phases.rounds > 0
-    assert max(report.running for report in reports) == 4
-    assert reports[-1].running == reports[-1].waiting == reports[-1].kv_used == 0
-    done = FinishedRequest.of(requests[-1])
-    assert done.queue_s is not None
-    assert done.ttft_s is not None
-    assert 0 <= done.queue_s <= done.ttft_s <= done.e2e_s
+    assert _value(metrics, "spec_decode_timed_rounds_total") == engine.stats().timed_rounds > 0
+    assert _value(metrics, "decode_turns_total", mode="speculative") == acceptance.rounds
+    turns = acceptance.rounds + (_value(metrics, "decode_turns_total", mode="plain") or 0)
+    assert _value(metrics, "inter_token_latency_seconds_count") == turns
+    assert max(stats.running for stats in steps) == 4
+    assert steps[-1].running == steps[-1].waiting == steps[-1].kv_used == 0
+    assert {update.request_id for update in last} == {str(i) for i in range(6)}
+    times = last[-1].metrics
+    assert times is not None
+    assert times.queue_seconds is not None
+    assert times.time_to_first_token is not None
+    assert 0 <= times.queue_seconds <= times.time_to_first_token <= times.seconds

@@ -8,17 +8,18 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from fledge.server.metrics import Metrics
-from tests.page_service import finished, step
+from tests.page_service import EngineFeed
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 def _exposed_names() -> set[str]:
     metrics = Metrics(model_name="m", has_drafter=True)
+    feed = EngineFeed(metrics)
     for _ in range(5):
-        metrics.on_step(step(depth=3))
-        metrics.on_step(step(depth=0, accepted=0))
-    metrics.on_finished(finished())
+        feed.step(depth=3)
+        feed.step(depth=0, accepted=0)
+    feed.finished()
     metrics.on_rejected("queue_full")
     families = text_string_to_metric_families(metrics.render().decode())
     return {sample.name for family in families for sample in family.samples}

@@ -7,14 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.errors import ConfigError
-from fledge.server.reasoning import (
-    AnswerSplitter,
-    ReasoningDelta,
-    ReasoningParser,
-    detect_reasoning_parser,
-    get_reasoning_parser,
-)
-from fledge.server.tools import ContentDelta, ToolCallDelta, get_parser
+from fledge.server.reasoning import AnswerParser, ReasoningParser, detect_reasoning_parser, get_reasoning_parser
+from fledge.server.tools import get_parser, whole_message
 
 CASES = [
     ("<think>\nhm, so\n</think>\n\nYes.\n", False, "hm, so", "Yes.\n"),
@@ -38,13 +32,13 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "opened", "reasoning", "content"), CASES)
 def test_whole_and_character_by_character(text: str, opened: bool, reasoning: str | None, content: str | None) -> None:
-    parser = ReasoningParser()
-    assert parser.parse(text, opened=opened) == (reasoning, content)
-    stream = parser.stream(opened=opened)
-    deltas = [delta for character in text for delta in stream.feed(character)] + stream.finish()
-    assert "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)) == (reasoning or "")
-    assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)) == (content or "")
-    assert all(delta.text for delta in deltas)
+    for pieces in ([text], list(text)):
+        parser = ReasoningParser(opened=opened)
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        message = whole_message(deltas)
+        assert message.get("reasoning_content") == reasoning
+        assert message["content"] == (content or "")
+        assert all(all(delta.values()) for delta in deltas)
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,18 +56,15 @@ def test_whole_and_character_by_character(text: str, opened: bool, reasoning: st
 def test_any_split_gives_what_the_whole_gives(
     pieces: list[str], data: st.DataObject, opened: bool, tools: bool
 ) -> None:
-    def stream() -> AnswerSplitter:
-        made = get_parser("hermes").stream(new_id=lambda: "id") if tools else None
-        return AnswerSplitter(reasoning=ReasoningParser().stream(opened=opened), tools=made)
+    def parser() -> AnswerParser:
+        made = get_parser("hermes")(new_id=lambda: "id") if tools else None
+        return AnswerParser(reasoning=ReasoningParser(opened=opened), tools=made)
 
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
-    one = stream()
+    one, whole = parser(), parser()
     deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])] + one.finish()
-    whole = stream().parse(text)
-    assert "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)) == (whole.reasoning or "")
-    assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)) == (whole.content or "")
-    assert [d.name for d in deltas if isinstance(d, ToolCallDelta) and d.name] == [c.name for c in whole.tool_calls]
+    assert whole_message(deltas) == whole_message([*whole.feed(text), *whole.finish()])
 
 
 def test_calls_in_reasoning_are_thoughts() -> None:
@@ -81,11 +72,12 @@ def test_calls_in_reasoning_are_thoughts() -> None:
         '<think>maybe <tool_call>{"name": "a"}</tool_call>?</think>\n'
         'Ok. <tool_call>{"name": "b", "arguments": {}}</tool_call>'
     )
-    answer = AnswerSplitter(reasoning=ReasoningParser().stream(), tools=get_parser("hermes").stream()).parse(text)
-    assert answer.reasoning == 'maybe <tool_call>{"name": "a"}</tool_call>?'
-    assert (answer.content, [call.name for call in answer.tool_calls]) == ("Ok.", ["b"])
-    plain = AnswerSplitter().parse(text)
-    assert (plain.reasoning, plain.content, plain.tool_calls) == (None, text, [])
+    parser = AnswerParser(reasoning=ReasoningParser(), tools=get_parser("hermes")())
+    answer = whole_message([*parser.feed(text), *parser.finish()])
+    assert answer["reasoning_content"] == 'maybe <tool_call>{"name": "a"}</tool_call>?'
+    assert (answer["content"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("Ok.", ["b"])
+    plain = AnswerParser()
+    assert [*plain.feed(text), *plain.finish()] == [{"content": text}]
 
 
 def test_parsers_are_found_and_know_what_the_template_opened() -> None:

@@ -2,22 +2,20 @@
 
 import json
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.outputs import RequestMetrics
-from fledge.engine.request import TokenLogprobs
+from fledge.engine.outputs import RequestMetrics, TokenLogprobs
 from fledge.errors import ConfigError
-from fledge.server.auth import ApiKeys
 from fledge.server.errors import RequestError
-from fledge.server.limits import Limits
 from fledge.server.logprobs import LOWEST, TokenTexts, chat_logprobs, completion_logprobs
-from fledge.server.messages import normalise
-from fledge.server.options import ServeOptions
+from fledge.server.options import ApiKeys, RequestLimits, ServeOptions
+from fledge.server.prompts import normalised
 from fledge.server.protocol import ChatRequest, CompletionRequest, parse
-from fledge.server.request_log import JsonFormatter, RequestRecord, TextFormatter
+from fledge.server.request_log import JsonFormatter, RequestLogEntry, TextFormatter
 from tests.serving import make_llm
 
 # Keys
@@ -46,7 +44,7 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_become_what_templates_know() -> None:
-    made = normalise(
+    made = normalised(
         [
             {"role": "developer", "content": "be brief", "name": "op"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -81,7 +79,7 @@ def test_messages_become_what_templates_know() -> None:
 )
 def test_a_wrong_message_is_named(message: dict[str, Any], where: str) -> None:
     with pytest.raises(RequestError) as refused:
-        normalise([message], 10)
+        normalised([message], 10)
     assert where in refused.value.message
     assert refused.value.param == "messages"
 
@@ -143,16 +141,16 @@ def test_speculation_in_the_extra_body(fields: dict[str, Any], depth: int | None
 def test_the_answer_to_a_wrong_field_does_not_quote_it() -> None:
     secret = "my password"
     for fields in ({"temperature": secret}, {"stop": [secret, 5]}, {"logit_bias": {secret: 1}}):
-        with pytest.raises(RequestError) as refused:
+        with pytest.raises((RequestError, ConfigError)) as refused:
             _read(fields)
         if "logit_bias" not in fields:
-            assert secret not in refused.value.message
+            assert secret not in str(refused.value)
         assert refused.value.param is not None
 
 
 def _read(fields: dict[str, Any]) -> None:
     parsed = parse(CompletionRequest, {"prompt": "a", **fields})
-    parsed.check_sizes(Limits())
+    parsed.check_sizes(RequestLimits())
     parsed.sampling_params({}, max_tokens=1, logprobs=None)
 
 
@@ -171,8 +169,8 @@ def test_a_record_becomes_a_line_of_json_or_of_text() -> None:
     metrics = RequestMetrics(
         acceptance=acceptance, cached_tokens=16, preemptions=0, time_to_first_token=0.5, seconds=1.5
     )
-    record = RequestRecord(id="chatcmpl-1", path="/v1/chat/completions", model="m", answers=1, prompt_tokens=20)
-    record.take(metrics, output_tokens=11, finish_reasons=["stop", "stop"])
+    record = RequestLogEntry(id="chatcmpl-1", path="/v1/chat/completions", model="m", answers=1, prompt_tokens=20)
+    record.note(SimpleNamespace(metrics=metrics, output_tokens=11, finish_reasons=["stop", "stop"]))  # type: ignore[arg-type]
     lines: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = lines.append  # type: ignore[method-assign]

@@ -1,12 +1,10 @@
 """Grammars from clients: read, limited, compiled, and kept to by whoever only picks allowed tokens."""
 
-import asyncio
 import json
 import random
 import re
-import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fledge.engine.constraint import ConstraintFactory, TokenConstraint
 from fledge.server.errors import RequestError
-from fledge.server.grammar_constraint import ConstraintFailed
+from fledge.server.grammar import ConstraintFailed, Grammar, GrammarCompiler, GrammarLimits
 from fledge.server.reasoning import ReasoningParser
-from fledge.server.structured import Grammar, GrammarCompiler, GrammarLimits, read_format
+from fledge.server.structured import read_format
 from fledge.server.tools import call_grammar, get_parser, read_tools
+from tests.parsing import parse_whole
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool_calls_section_begin|>")
 KIMI = ("<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
@@ -81,7 +80,7 @@ def walk(kind: str, factory: ConstraintFactory, seed: int, longest: int = 3000) 
 def compiled(kind: str, **fields: Any) -> ConstraintFactory:
     grammar = read_format(**fields)
     assert grammar is not None
-    return COMPILERS[kind].compile_now(grammar)
+    return COMPILERS[kind].compile(grammar)
 
 
 def is_person(text: str) -> bool:
@@ -260,7 +259,7 @@ def test_whatever_is_asked_for_works_or_is_refused(field: str, value: Any) -> No
     try:
         grammar = read_format(**{field: value})
         if grammar is not None:
-            constraint = COMPILERS["plain"].compile_now(grammar)()
+            constraint = COMPILERS["plain"].compile(grammar)()
             assert constraint.allowed().any()  # type: ignore[union-attr]
     except RequestError as error:
         assert (error.status, "\n" in str(error)) == (400, False)  # noqa: PT017 - either outcome is fine
@@ -270,12 +269,12 @@ def test_expensive_grammars_meet_the_limits() -> None:
     costly = "start: " + " ".join(["part"] * 40) + "\npart: " + " | ".join(f'"w{i}"' for i in range(2000))
     compiler = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_grammar_size=1000))
     with pytest.raises(RequestError, match="guided_grammar"):
-        compiler.compile_now(Grammar(source={"lark_grammar": costly}, param="guided_grammar"))
+        compiler.compile(Grammar(source={"lark_grammar": costly}, param="guided_grammar"))
     # One step of this automaton may need thousands of states: it is stopped, and its request alone ends.
     grammar = read_format(guided_regex="(.*a.{40}){3}")
     assert grammar is not None
     limited = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_lexer_states=300))
-    constraint = limited.compile_now(grammar)()
+    constraint = limited.compile(grammar)()
     token = TOKENIZERS["plain"].encode("a")
 
     def spell() -> None:
@@ -296,7 +295,7 @@ def test_compiled_grammars_are_kept_and_constraints_are_independent() -> None:
     def constraint(regex: str) -> TokenConstraint:
         grammar = read_format(guided_regex=regex)
         assert grammar is not None
-        return compiler.compile_now(grammar)()
+        return compiler.compile(grammar)()
 
     first, again = constraint("a+b"), constraint("a+b")
     assert len(made) == 1
@@ -313,37 +312,6 @@ def test_compiled_grammars_are_kept_and_constraints_are_independent() -> None:
     assert len(made) == 4
 
 
-def test_compiling_does_not_hold_up_the_loop_and_has_an_end() -> None:
-    limits = GrammarLimits(compile_seconds=0.3, compile_threads=1)
-    compiler = make_compiler(TOKENIZERS["plain"], limits)
-    original, slow = compiler._compile, threading.Event()
-    compiler._compile = lambda text, param: (slow.wait(5), original(text, param))[1]  # type: ignore[method-assign]
-    grammars = [read_format(guided_regex=regex) for regex in ("a", "b", "c")]
-
-    async def scenario() -> tuple[int, list[Any]]:
-        ticks = 0
-        jobs = [asyncio.create_task(compiler.compile(grammar)) for grammar in grammars if grammar is not None]
-        while not all(job.done() for job in jobs):
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return ticks, [job.exception() for job in jobs]
-
-    begun = time.perf_counter()
-    ticks, errors = asyncio.run(scenario())
-    slow.set()
-    assert time.perf_counter() - begun < 3
-    assert ticks > 5
-    assert [error.status for error in errors] == [400, 503, 503]  # the last two never got a thread
-    assert "takes longer than 0.3 s" in str(errors[0])
-
-    async def now() -> ConstraintFactory:
-        assert grammars[1] is not None
-        return await compiler.compile(grammars[1])
-
-    assert asyncio.run(now())().valid_prefix(TOKENIZERS["plain"].encode("b")) == 1
-    compiler.close()
-
-
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "ping"}},
@@ -358,38 +326,37 @@ def test_calls_that_must_come_do_in_the_models_own_syntax(kind: str, name: str, 
     request = read_tools(TOOLS, asked, choice != "single")
     assert request is not None
     parser, compiler = get_parser(name), COMPILERS[kind]
-    grammar = call_grammar(parser, request, marker=compiler.marker)
+    grammar = call_grammar(parser, request)
     assert grammar is not None
-    factory = compiler.compile_now(grammar)
+    factory = compiler.compile(grammar)
     seen: set[str] = set()
     for seed in range(10):
-        content, calls = parser.parse(walk(kind, factory, seed))
+        content, calls = parse_whole(parser(), walk(kind, factory, seed))
         assert content is None
         assert calls
         assert choice == "required" or len(calls) == 1
-        seen |= {call.name for call in calls}
-        for call in calls:
-            assert is_person(call.arguments) if call.name == "weather" else json.loads(call.arguments) == {}
+        seen |= {called for called, _ in calls}
+        for called, arguments in calls:
+            assert is_person(arguments) if called == "weather" else json.loads(arguments) == {}
     assert seen == ({"ping"} if choice == "named" else {"weather", "ping"})
 
 
 def test_nothing_is_enforced_where_the_model_may_choose_and_bad_schemas_are_refused() -> None:
     auto = read_tools(TOOLS)
     assert auto is not None
-    marker = COMPILERS["plain"].marker
-    assert call_grammar(get_parser("hermes"), auto, marker=marker) is None
+    assert call_grammar(get_parser("hermes"), auto) is None
     for parameters in ({"type": "frob"}, nested(3000)):
         bad = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
         assert bad is not None
         with pytest.raises(RequestError, match="tools: ") as raised:
-            COMPILERS["plain"].compile_now(call_grammar(get_parser("hermes"), bad, marker=marker))  # type: ignore[arg-type]
+            COMPILERS["plain"].compile(call_grammar(get_parser("hermes"), bad))  # type: ignore[arg-type]
         assert raised.value.status == 400
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("opened", [True, False])
 def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None:
-    tokenizer, parser = TOKENIZERS[kind], ReasoningParser()
+    tokenizer = TOKENIZERS[kind]
     for fields, answer in (
         ({"guided_json": SCHEMA}, '{"name": "", "age": 1}'),
         ({"guided_choice": ["yes", "no"]}, "no"),
@@ -397,7 +364,7 @@ def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None
     ):
         grammar = read_format(**fields)
         assert grammar is not None
-        factory = COMPILERS[kind].compile_now(grammar, parser.markers(opened=opened))
+        factory = COMPILERS[kind].compile(replace(grammar, reasoning=ReasoningParser.markers(opened=opened)))
         begin = "" if opened else "<think>\n"
 
         def taken(text: str, factory: ConstraintFactory = factory) -> bool:

@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
-from fledge.server.tools import (
-    PARSERS,
-    ContentDelta,
-    ToolCall,
-    ToolCallDelta,
-    ToolChoice,
-    detect_parser,
-    get_parser,
-    read_tools,
-)
-from fledge.server.tools.base import assemble, new_call_id
+from fledge.server.tools import PARSERS, ToolChoice, detect_parser, get_parser, read_tools, whole_message
+from fledge.server.tools.base import new_call_id
+from tests.parsing import Calls, assembled, parse_whole
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 KIMI_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -33,9 +25,8 @@ def ids() -> Any:
     return lambda: f"id{next(counter)}"
 
 
-def parse(name: str, text: str, **more: Any) -> tuple[str | None, list[tuple[str, str]]]:
-    content, calls = get_parser(name).parse(text, new_id=ids(), **more)
-    return content, [(call.name, call.arguments) for call in calls]
+def parse(name: str, text: str, **more: Any) -> tuple[str | None, Calls]:
+    return parse_whole(get_parser(name)(new_id=ids(), **more), text)
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -81,6 +72,18 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
         f'<tool_call>{{"name": "bad", "arguments": {{"x": o!!}}}}</tool_call><tool_call>{call("ok", "{}")}</tool_call>',
         None,
         [("bad", '{"x": o!!}}'), ("ok", "{}")],
+    ),
+    (
+        "hermes",  # words that are none in JSON are no JSON either
+        '<tool_call>{"name": "bad", "arguments": {"x": nope}}</tool_call> Hm.',
+        "Hm.",
+        [("bad", '{"x": nope}}')],
+    ),
+    (
+        "hermes",  # an end marker in a string before what is no JSON is text
+        '<tool_call>{"name": "bad", "arguments": {"x": "</tool_call>", y}}</tool_call>',
+        None,
+        [("bad", '{"x": "</tool_call>", y}}')],
     ),
     # Llama 3
     ("llama3_json", "Just text; {not a call}", "Just text; {not a call}", []),
@@ -153,20 +156,19 @@ def test_whole_answers(name: str, text: str, content: str | None, calls: list[tu
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_character_by_character(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    stream = get_parser(name).stream(new_id=ids())
-    deltas = [delta for character in text for delta in stream.feed(character)] + stream.finish()
-    found = assemble(deltas)
-    assert (found[0], [(one.name, one.arguments) for one in found[1]]) == (content, calls)
+    parser = get_parser(name)(new_id=ids())
+    deltas = [delta for character in text for delta in parser.feed(character)] + parser.finish()
+    assert assembled(deltas) == (content, calls)
     announced = set()
     for delta in deltas:
-        if isinstance(delta, ToolCallDelta):  # the name comes first, once, and alone
-            assert (delta.index in announced) == (delta.name is None) == (delta.id is None)
-            assert bool(delta.arguments) == (delta.index in announced)
-            announced.add(delta.index)
+        if "tool_calls" in delta:  # the name comes first, once, and alone
+            (part,) = delta["tool_calls"]
+            assert (part["index"] in announced) == ("name" not in part["function"]) == ("id" not in part)
+            assert bool(part["function"]["arguments"]) == (part["index"] in announced)
+            announced.add(part["index"])
         else:
-            assert isinstance(delta, ContentDelta)
-            assert delta.text
-    assert stream.feed("") == stream.finish() == []
+            assert delta["content"]
+    assert parser.feed("") == parser.finish() == []
 
 
 _FRAGMENTS = {
@@ -210,10 +212,10 @@ def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str, pa
     pieces = st.sampled_from(_FRAGMENTS[name] + _NOISE + _FRAGMENTS[name])
     text = "".join(data.draw(st.lists(pieces, max_size=10)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
-    stream = get_parser(name).stream(parallel=parallel, new_id=ids())
+    parser = get_parser(name)(parallel=parallel, new_id=ids())
     chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    deltas = [delta for chunk in chunks for delta in stream.feed(chunk)] + stream.finish()
-    assert assemble(deltas) == get_parser(name).parse(text, parallel=parallel, new_id=ids())
+    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.finish()
+    assert assembled(deltas) == parse(name, text, parallel=parallel)
 
 
 @settings(max_examples=100, deadline=None)
@@ -261,14 +263,16 @@ def test_without_parallel_calls_the_first_counts() -> None:
 def test_ids_are_openais_or_the_models_own() -> None:
     assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", new_call_id())
     assert new_call_id() != new_call_id()
-    (made,) = get_parser("hermes").parse(f"<tool_call>{call('a', '{}')}</tool_call>")[1]
-    assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", made.id)
+    message = whole_message(get_parser("hermes")().feed(f"<tool_call>{call('a', '{}')}</tool_call>"))
+    assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", message["tool_calls"][0]["id"])
     text = KIMI.format(KIMI_CALL.format("functions.get_x:3", "{}"))
-    assert get_parser("kimi_k2").parse(text)[1] == [ToolCall(id="functions.get_x:3", name="get_x", arguments="{}")]
+    message = whole_message(get_parser("kimi_k2")().feed(text))
+    function = {"name": "get_x", "arguments": "{}"}
+    assert message["tool_calls"] == [{"id": "functions.get_x:3", "type": "function", "function": function}]
 
 
 def test_parsers_are_found_by_name_and_by_template() -> None:
-    assert {type(get_parser(name)) for name in PARSERS} == set(PARSERS.values())
+    assert {get_parser(name) for name in PARSERS} == set(PARSERS.values())
     with pytest.raises(ConfigError, match=r"unknown tool parser 'hermès'\. Did you mean 'hermes'"):
         get_parser("hermès")
     templates = {

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.speculative_config import SpeculativeConfig
+from fledge.engine.config import SpeculativeConfig
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3_1
 from fledge.provenance import device_name, git_commit, shown_command, shown_path

@@ -84,7 +84,7 @@ def offline(
     from fledge.bench.engines import draft_modes  # noqa: PLC0415 - `fledge --help` must stay quick
     from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
     from fledge.bench.summary import Summary  # noqa: PLC0415
-    from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
+    from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
     from fledge.evaluation.results import Load, check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415

@@ -27,7 +27,7 @@ def rounds(
 
     from fledge.bench import rounds as measure  # noqa: PLC0415
     from fledge.devices import choose_device, choose_dtype  # noqa: PLC0415
-    from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
+    from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
     from fledge.report.tables import Table  # noqa: PLC0415
 
     place = choose_device(device)

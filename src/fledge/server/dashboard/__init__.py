@@ -1,5 +1,173 @@
-"""The page at `/`: is the service well, does speculation pay, and a chat to try it."""
+"""The page at `/`: is the service well, does speculation pay, and a chat to try it.
 
-from fledge.server.dashboard.router import router
+Serves the page, its few files and its numbers. All addresses are relative: a path prefix changes nothing.
+"""
 
-__all__ = ["router"]
+import hashlib
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.server.errors import RequestError
+from fledge.server.estimates import SpeedUp, explain, speed_up
+from fledge.server.history import HistoryInterval
+from fledge.server.metrics import RECENT_INTERVALS, Metrics
+
+TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
+
+# No script and no style but our own files, no other hosts: the page shows text that models and clients wrote.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # asked again each time, and answered "not modified"
+}
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+FILES = ("page.css", "page.js", "charts.js", "chat.js", "icon.svg")
+
+Authorize = Callable[[Request], Awaitable[Any]]
+
+
+class StaticFile:
+    def __init__(self, name: str) -> None:
+        self.body = (resources.files(__package__) / "static" / name).read_bytes()
+        tag = hashlib.blake2b(self.body, digest_size=8).hexdigest()
+        self.headers = {**_HEADERS, "Content-Type": _TYPES[name.rsplit(".", 1)[1]], "ETag": f'"{tag}"'}
+
+    def answer(self, request: Request) -> Response:
+        if request.headers.get("if-none-match") == self.headers["ETag"]:
+            return Response(status_code=304, headers=self.headers)
+        return Response(self.body, headers=self.headers)
+
+
+def router(metrics: Metrics, *, authorize: Authorize | None = None) -> APIRouter:
+    """Return the routes of the page. `authorize` refuses a request for numbers by raising; the page itself is open."""
+    routes = APIRouter(include_in_schema=False)
+    guards: Sequence[Any] = () if authorize is None else (Depends(authorize),)
+    index = StaticFile("index.html")
+
+    @routes.get("/")
+    async def page(request: Request) -> Response:
+        return index.answer(request)
+
+    @routes.get("/dashboard/data", dependencies=guards)
+    async def data(response: Response, after: str = "-1") -> dict[str, Any]:
+        if not re.fullmatch(r"-1|[0-9]{1,15}", after):
+            raise RequestError("after: expected the number of an interval", param="after")
+        response.headers["Cache-Control"] = "no-store"
+        return snapshot(metrics, int(after))
+
+    for name in FILES:
+        routes.add_api_route(f"/dashboard/{name}", StaticFile(name).answer, methods=["GET"], response_class=Response)
+    return routes
+
+
+def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
+    """What the page shows, as JSON values; of the history only the intervals that follow number `after`."""
+    with metrics.lock:
+        history, stats = metrics.history, metrics.stats
+        recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
+    window = recent if recent.rounds else whole
+    estimate = speed_up(window.rounds, window.round_tokens, stats.costs)
+    seconds = history.interval_seconds
+    fallback = stats.drafter_failure is not None
+    notes = explain(window, stats.costs, has_drafter=metrics.has_drafter, fallback=fallback)
+    return {
+        "server": {
+            "model": metrics.model_name,
+            "version": metrics.version,
+            "has_drafter": metrics.has_drafter,
+            "started": metrics.started,  # also tells one run of the service from the next
+            "uptime_s": time.time() - metrics.started,
+        },
+        "interval_s": seconds,
+        "kept_intervals": history.kept,
+        "tiles": _tiles(metrics, closed[-TILE_INTERVALS:], window, estimate),
+        "window_s": window.intervals * seconds,
+        "now_s": TILE_INTERVALS * seconds,
+        "findings": [note._asdict() for note in notes],
+        "templates": [
+            {
+                "name": template.name,
+                "hash": template.digest,
+                "requests": whole.requests_by_template[template],
+                **_acceptance(part, estimate),
+            }
+            for template, part in sorted(whole.acceptance_by_template.items(), key=lambda item: -item[1].rounds)
+        ],
+        "contexts": [
+            {"name": bucket, **_acceptance(part, estimate)} for bucket, part in whole.acceptance_by_context.items()
+        ],
+        "points": [_point(interval, seconds) for interval in closed if interval.number > after],
+    }
+
+
+def _tiles(
+    metrics: Metrics, closed: list[HistoryInterval], window: HistoryInterval, estimate: SpeedUp
+) -> dict[str, float | int | bool | None]:
+    stats, now = metrics.stats, HistoryInterval.sum(closed)
+    span = now.intervals * metrics.history.interval_seconds
+    return {
+        "output_tokens_per_s": _ratio(now.output_tokens, span),
+        "prompt_tokens_per_s": _ratio(now.prompt_tokens, span),
+        "user_tokens_per_s": _ratio(now.round_tokens.total(), now.request_seconds),
+        "ttft_s": _ratio(now.ttft_sum, now.ttft_count),
+        "acceptance_length": window.acceptance.acceptance_length,
+        "speed_up": estimate.value,
+        "break_even": estimate.break_even,
+        "depth": estimate.depth or None,
+        "batch": estimate.batch or None,
+        "fallback_ratio": window.fallback_ratio,
+        "fallback": stats.drafter_failure is not None,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "kv_use": stats.kv_used / stats.kv_capacity if stats.kv_capacity else 0.0,
+        "prefix_hit_rate": _ratio(stats.prefix_hits, stats.prefix_queries),
+        "preemptions": stats.preemptions,
+        "rejected": metrics.rejected,
+        "finished": metrics.finished,
+    }
+
+
+def _acceptance(part: AcceptanceStatistics, estimate: SpeedUp) -> dict[str, Any]:
+    length = part.acceptance_length
+    return {
+        "rounds": part.rounds,
+        "acceptance_length": length,
+        "rate_by_depth": [round(rate, 4) for rate in part.rate_by_depth],
+        "pays": None if length is None or estimate.break_even is None else length >= estimate.break_even,
+    }
+
+
+def _point(interval: HistoryInterval, seconds: float) -> dict[str, Any]:
+    return {
+        "n": interval.number,
+        "output": interval.output_tokens / seconds,
+        "prompt": interval.prompt_tokens / seconds,
+        "user": _ratio(interval.round_tokens.total(), interval.request_seconds),
+        "ttft": _ratio(interval.ttft_sum, interval.ttft_count),
+        "length": interval.acceptance.acceptance_length,
+        "depths": [round(rate, 4) for rate in interval.acceptance.rate_by_depth],
+        "phases": [interval.phase_seconds[phase] for phase in ("verify", "accept", "draft")],
+        "running": interval.running,
+        "waiting": interval.waiting,
+        "kv": interval.kv_use,
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,12 +1,11 @@
 """What tool parsers have in common: what they give, and how text flows through them.
 
-A parser reads the text of an answer as it comes. Text that may still turn out to be a marker is held back; a call is
-announced (index, id, name) as soon as it is certain to be one, and its arguments follow as they come. What looks like
-a call but is none is content. Once a call has been announced it cannot be taken back: arguments that then break off
-or are no JSON are passed on as they are, as OpenAI does.
+A parser reads the text of one answer as it comes and gives OpenAI's `delta` objects. Text that may still turn out to be
+a marker is held back; a call is announced (index, id, name) as soon as it is certain to be one, and its arguments
+follow as they come. What looks like a call but is none is content. Once a call has been announced it cannot be taken
+back: arguments that then break off or are no JSON are passed on as they are, as OpenAI does.
 
-Everything is decided character by character, so how the text is cut into pieces changes nothing, and a whole answer
-is parsed by streaming it in one piece.
+Everything is decided character by character, so how the text is cut into pieces changes nothing.
 """
 
 import secrets
@@ -14,9 +13,13 @@ import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
+
+# OpenAI's: {"content": ...}, {"reasoning_content": ...}, or {"tool_calls": [{"index": ..., ...}]} with a call's id and
+# name first and then its arguments in any number of pieces.
+Delta = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,48 +30,22 @@ class Tool:
     parameters: Mapping[str, Any]  # a JSON schema
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A complete call. `arguments` is the JSON text that the model wrote."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContentDelta:
-    """Text for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCallDelta:
-    """A piece of a call: first its id and name, then its arguments in any number of pieces."""
-
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-Delta = ContentDelta | ToolCallDelta
-NewId = Callable[[], str]
-
-
 def new_call_id() -> str:
     """Return an id as OpenAI makes them."""
     return "call_" + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(24))
 
 
-class ToolStream(ABC):
-    """The text of one answer on its way to content and calls.
+class ToolParser(ABC):
+    """One model family's way of writing tool calls. An instance reads one answer.
 
     White space next to a call is dropped; between content before and after it there is a line break.
     """
 
-    def __init__(self, *, parallel: bool = True, new_id: NewId = new_call_id) -> None:
+    name: ClassVar[str]
+    special_markers: ClassVar[bool]  # they are special tokens: decode with skip_special_tokens=False
+    markers: ClassVar[Mapping[str, str]]  # the text of those that `grammar` uses, by the name of their rule
+
+    def __init__(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> None:
         """Without `parallel`, calls after the first are dropped."""
         self.calls = 0
         self._parallel = parallel
@@ -78,6 +55,14 @@ class ToolStream(ABC):
         self._has_content = False
         self._after_call = False  # no content since the last call
         self._deltas: list[Delta] = []
+
+    @classmethod
+    @abstractmethod
+    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return Lark rules, beginning with `start`, of answers that are calls of these tools and nothing else.
+
+        The arguments of tool i are a grammar of their own, `@arguments_i`; `markers` are rules that others add.
+        """
 
     def feed(self, text: str) -> list[Delta]:
         """Take in more text; return what has become certain."""
@@ -95,7 +80,7 @@ class ToolStream(ABC):
             self._content(self._buffer)
             self._buffer = ""
         if self._space and not self._after_call:
-            self._deltas.append(ContentDelta(text=self._space))
+            self._deltas.append({"content": self._space})
             self._space = ""
         return self._taken()
 
@@ -114,22 +99,22 @@ class ToolStream(ABC):
             kept = kept.lstrip()
         if kept:
             between = "\n" if self._after_call and self._has_content else ""
-            self._deltas.append(ContentDelta(text=between + kept))
+            self._deltas.append({"content": between + kept})
             self._after_call, self._has_content = False, True
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         self._space = ""
         self._after_call = True
         self.calls += 1
-        self._call_delta(ToolCallDelta(index=self.calls - 1, id=call_id or self._new_id(), name=name))
+        self._call_delta({"id": call_id or self._new_id(), "type": "function"}, {"name": name, "arguments": ""})
 
     def _arguments(self, text: str) -> None:
         if text:
-            self._call_delta(ToolCallDelta(index=self.calls - 1, arguments=text))
+            self._call_delta({}, {"arguments": text})
 
-    def _call_delta(self, delta: ToolCallDelta) -> None:
-        if delta.index == 0 or self._parallel:
-            self._deltas.append(delta)
+    def _call_delta(self, call: dict[str, Any], function: dict[str, Any]) -> None:
+        if self.calls == 1 or self._parallel:
+            self._deltas.append({"tool_calls": [{"index": self.calls - 1, **call, "function": function}]})
 
     def _text_until(self, markers: Sequence[str]) -> str | None:
         """Pass on content up to the first of `markers` and consume that; None if none is there yet."""
@@ -146,42 +131,24 @@ class ToolStream(ABC):
         return deltas
 
 
-class ToolParser(ABC):
-    """One model family's way of writing tool calls."""
-
-    name: str
-    special_markers: bool  # markers are special tokens: the text must be decoded with skip_special_tokens=False
-
-    @abstractmethod
-    def stream(self, *, parallel: bool = True, new_id: NewId = new_call_id) -> ToolStream:
-        """Return a stream for one answer."""
-
-    @abstractmethod
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Callable[[str], str]) -> str:
-        """Return Lark rules, beginning with `start`, of answers that are calls of these tools and nothing else.
-
-        The arguments of tool i are a grammar of their own, `@arguments_i`. `marker` writes a marker in Lark.
-        """
-
-    def parse(
-        self, text: str, *, parallel: bool = True, new_id: NewId = new_call_id
-    ) -> tuple[str | None, list[ToolCall]]:
-        """Return the content of a whole answer, None if there is none, and its calls."""
-        stream = self.stream(parallel=parallel, new_id=new_id)
-        return assemble([*stream.feed(text), *stream.finish()])
-
-
-def assemble(deltas: Sequence[Delta]) -> tuple[str | None, list[ToolCall]]:
-    """Put deltas together: content, None if there is none, and calls."""
-    content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
-    calls: list[ToolCall] = []
+def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Put deltas together: OpenAI's message with `content` and, where there are any, reasoning and calls."""
+    content = "".join(delta.get("content", "") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls: list[dict[str, Any]] = []
     for delta in deltas:
-        if isinstance(delta, ToolCallDelta):
-            if delta.name is not None:
-                calls.append(ToolCall(id=delta.id or "", name=delta.name, arguments=""))
-            last = calls[-1]
-            calls[-1] = ToolCall(id=last.id, name=last.name, arguments=last.arguments + delta.arguments)
-    return content or None, calls
+        for part in delta.get("tool_calls", ()):
+            function = part["function"]
+            if "id" in part:
+                calls.append({"id": part["id"], "type": "function", "function": dict(function)})
+            else:
+                calls[-1]["function"]["arguments"] += function["arguments"]
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:

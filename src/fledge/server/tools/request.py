@@ -1,14 +1,15 @@
 """What a request says about tools: which there are, and whether one must be called."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NoReturn
 
 from fledge.errors import nearest_name_hint
 from fledge.server.errors import RequestError
-from fledge.server.structured import Grammar, GrammarLimits, check_json_size, json_schema
+from fledge.server.grammar import Grammar, GrammarLimits
+from fledge.server.structured import check_json_size, json_schema
 from fledge.server.tools.base import Tool, ToolParser
 
 MAX_TOOLS = 128
@@ -62,13 +63,7 @@ def read_tools(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = N
     return ToolRequest(tools=known, choice=choice or ToolChoice.AUTO, must_call=must_call, parallel=parallel)
 
 
-def call_grammar(
-    parser: ToolParser,
-    request: ToolRequest,
-    *,
-    marker: Callable[[str], str],
-    limits: GrammarLimits | None = None,
-) -> Grammar | None:
+def call_grammar(parser: type[ToolParser], request: ToolRequest, limits: GrammarLimits | None = None) -> Grammar | None:
     """Return the grammar of answers that call what must be called, as the parser's models write it; None: no must."""
     if not request.must_call:
         return None
@@ -76,8 +71,8 @@ def call_grammar(
     for number, tool in enumerate(request.must_call):
         parts[f"arguments_{number}"] = {"json_schema": json_schema(tool.parameters)}
     check_json_size("tools", parts, limits or GrammarLimits())
-    lark = parser.grammar(request.must_call, parallel=request.parallel, marker=marker)
-    return Grammar(source={"lark_grammar": lark}, parts=parts, param="tools")
+    lark = parser.grammar(request.must_call, parallel=request.parallel)
+    return Grammar(source={"lark_grammar": lark}, parts=parts, markers=parser.markers, param="tools")
 
 
 def _read_list(tools: Any) -> Sequence[Any]:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class BlockTable:
-    """The blocks of one sequence, in order, and the keys of those that are findable. Changed by `KVPool` only."""
+    """The blocks of one sequence, in order, and the keys of those that are findable. Changed by `BlockManager` only."""
 
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
 
 
-class KVPool:
+class BlockManager:
     """Hands out blocks of `block_size` slots. Block 0 is never handed out: padding rows write there.
 
     A block is *free* (in no sequence and worth nothing), *cached* (in no sequence, but its key may be asked for) or

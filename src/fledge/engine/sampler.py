@@ -1,10 +1,11 @@
-"""Who decides the target's tokens in a round.
+"""Which tokens the target chooses in a round.
 
-`DeviceChooser` needs nothing from the host and is what fast rounds use. `Watcher` adds what only the host knows:
+`DeviceSampler` needs nothing from the host and is what fast rounds use. `HostSampler` adds what only the host knows:
 penalties, biases, stop ids held back, grammars, log-probabilities. Both end in `decoding.sampling`, as the reference
 loop does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -16,14 +17,15 @@ from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits, choose, distribution, greedy
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, masks_of
-from fledge.engine.request import Request, TokenLogprobs
+from fledge.engine.outputs import TokenLogprobs
+from fledge.engine.request import Request
 from fledge.engine.row_state import RowState
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sample import sample_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logprobs:
+class LogprobsTensors:
     """Log-probabilities on the device: of the chosen tokens and of the likeliest ones."""
 
     chosen: Tensor  # [rows]
@@ -44,7 +46,7 @@ class Logprobs:
         ]
 
 
-class Chooser(Protocol):
+class Sampler(Protocol):
     """Decides the target's tokens. Logits are [batch * width, vocab]; positions [batch, width] of what they decide."""
 
     @property
@@ -65,24 +67,24 @@ class Chooser(Protocol):
         ...
 
     @property
-    def notes(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """Whether `note` does anything."""
         ...
 
-    def note(self, logits: Tensor, tokens: Tensor) -> None:
-        """Take down the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them."""
+    def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
+        """Keep the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them."""
         ...
 
 
-class Choosing(StrEnum):
-    """What a round needs that the host does not watch."""
+class SamplingMode(StrEnum):
+    """What a round needs to sample on the device."""
 
     GREEDY = "greedy"  # every request is greedy
     SAMPLED = "sampled"  # temperature only
     FILTERED = "filtered"  # top-k, top-p or min-p somewhere in the batch
 
     @classmethod
-    def needed_by(cls, requests: list[Request]) -> "Choosing":
+    def needed_by(cls, requests: Sequence[Request]) -> "SamplingMode":
         sampled = [request.params for request in requests if not request.params.is_greedy]
         if not sampled:
             return cls.GREEDY
@@ -90,40 +92,40 @@ class Choosing(StrEnum):
         return cls.FILTERED if filtered else cls.SAMPLED
 
 
-class DeviceChooser:
+class DeviceSampler:
     """Chooses for `rows` by their settings in the row state. Can be captured in a graph."""
 
-    def __init__(self, state: RowState, rows: Tensor, choosing: Choosing) -> None:
-        self.is_greedy = choosing is Choosing.GREEDY
+    def __init__(self, state: RowState, rows: Tensor, mode: SamplingMode) -> None:
+        self.is_greedy = mode is SamplingMode.GREEDY
         self._state = state
         self._rows = rows
-        self._choosing = choosing
+        self._mode = mode
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         if self.is_greedy:
             return argmax_rows(logits)
         repeated = self._rows.repeat_interleave(positions.shape[1])
         uniforms = uniform(self._state.seed[repeated], positions.flatten(), Stream.CHOICE)
-        if self._choosing is Choosing.SAMPLED:
+        if self._mode is SamplingMode.SAMPLED:
             temperature, is_greedy = self._state.temperature[repeated], self._state.is_greedy[repeated]
             return sample_rows(logits, temperature, uniforms, is_greedy=is_greedy)
         return choose(self.probabilities(logits), uniforms)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         repeated = self._rows.repeat_interleave(logits.shape[0] // len(self._rows))
-        filtered = self._choosing is Choosing.FILTERED
+        filtered = self._mode is SamplingMode.FILTERED
         return distribution(logits, self._state.sampling_rows(repeated, filtered=filtered, vocab_size=logits.shape[1]))
 
     def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
         return rejection_uniforms(self._state.seed[self._rows], positions, draft_counts)
 
-    notes = False
+    wants_logprobs = False
 
-    def note(self, logits: Tensor, tokens: Tensor) -> None:
-        """Nobody has asked for log-probabilities, or there would be a Watcher."""
+    def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
+        """Nobody has asked for them, or there would be a HostSampler."""
 
 
-class Watcher:
+class HostSampler:
     """Chooses for `requests`, whose whole text the host knows: nothing of theirs may be in flight.
 
     `drafts` are those being verified, if any: a chain [requests, depth], or a batch of trees.
@@ -134,7 +136,7 @@ class Watcher:
     def __init__(
         self, requests: list[Request], state: RowState, vocab_size: int, drafts: Tensor | DraftTree | None = None
     ) -> None:
-        self.logprobs: Logprobs | None = None
+        self.logprobs: LogprobsTensors | None = None
         self._seeds = state.tensor([request.seed for request in requests])
         depths = torch.zeros(len(requests), 1, dtype=torch.int64, device=state.device)
         if isinstance(drafts, DraftTree):
@@ -166,15 +168,15 @@ class Watcher:
         return rejection_uniforms(self._seeds, positions, draft_counts)
 
     @property
-    def notes(self) -> bool:
+    def wants_logprobs(self) -> bool:
         return self._top is not None
 
-    def note(self, logits: Tensor, tokens: Tensor) -> None:
+    def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
         if self._top is not None:
             logprobs = logits.float().log_softmax(-1)
             best = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
             chosen = logprobs.gather(1, tokens.flatten().clamp(min=0)[:, None]).squeeze(1)  # padding is never read
-            self.logprobs = Logprobs(chosen=chosen, top_values=best.values, top_tokens=best.indices)
+            self.logprobs = LogprobsTensors(chosen=chosen, top_values=best.values, top_tokens=best.indices)
 
 
 def rejection_uniforms(seeds: Tensor, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.text_stream import TextStream
+from fledge.engine.detokenizer import Detokenizer
+from fledge.engine.outputs import RequestUpdate, TextPiece
 from tests.tiny_tokenizer import END, save_tokenizer
 
 
@@ -15,14 +16,15 @@ def _tokenizer(tmp_path_factory: pytest.TempPathFactory):
     return AutoTokenizer.from_pretrained(directory)
 
 
-def feed(tokenizer, text: str, params: SamplingParams) -> tuple[TextStream, list[str], int]:
+def feed(tokenizer, text: str, params: SamplingParams) -> tuple[Detokenizer, list[str], int]:
     """Push the text's tokens one by one; return the stream, what was released after each, and the tokens taken."""
-    stream = TextStream(tokenizer, params)
+    stream = Detokenizer(tokenizer, params)
     released = []
     tokens = tokenizer.encode(text)
     for count, token in enumerate(tokens, start=1):
-        stopped = stream.push(token)
-        released.append("".join(piece for _, piece in stream.release(finished=stopped or count == len(tokens))))
+        finish_reason = "length" if count == len(tokens) else None
+        stopped = stream.add(RequestUpdate("r", [token], finish_reason=finish_reason))
+        released.append("".join(piece.text for piece in stream.release()))
         if stopped:
             return stream, released, count
     return stream, released, len(tokens)
@@ -64,7 +66,32 @@ def test_special_tokens_are_skipped_on_request(tokenizer) -> None:
 
 
 def test_release_says_which_token_each_piece_came_from(tokenizer) -> None:
-    stream = TextStream(tokenizer, SamplingParams())
-    for token in tokenizer.encode("añb"):
-        stream.push(token)
-    assert stream.release(finished=True) == [(0, "a"), (2, "ñ"), (3, "b")]
+    stream = Detokenizer(tokenizer, SamplingParams())
+    tokens = tokenizer.encode("añb")
+    assert not stream.add(RequestUpdate("r", tokens, drafted=3, accepted=3))
+    assert stream.release() == (TextPiece("a", True), TextPiece("ñ", True), TextPiece("b", False))
+    assert stream.token_texts() == ["a", "", "ñ", "b"]
+
+
+def test_a_stop_string_ends_the_answer_whatever_the_engine_says_later(tokenizer) -> None:
+    stream = Detokenizer(tokenizer, SamplingParams(stop=["."]))
+    assert stream.add(RequestUpdate("r", tokenizer.encode("a.b")))
+    assert not stream.is_finished
+    assert not stream.add(RequestUpdate("r", tokenizer.encode("c."), finish_reason="length"))
+    assert (stream.text, stream.finish_reason, stream.stop_reason) == ("a", "stop", ".")
+    assert stream.token_ids == tokenizer.encode("a.")
+
+
+@pytest.mark.parametrize(("kept", "text"), [(False, "ab"), (True, "abc")])
+def test_a_stop_id_is_a_token_of_the_answer_and_not_of_its_text(tokenizer, kept: bool, text: str) -> None:
+    tokens = tokenizer.encode("abc")
+    for eos_ids, reason in (((), tokens[-1]), ((tokens[-1],), None)):
+        stream = Detokenizer(tokenizer, SamplingParams(include_stop_str_in_output=kept), eos_ids)
+        stream.add(RequestUpdate("r", tokens, finish_reason="stop", stop_token_id=tokens[-1]))
+        assert (stream.text, stream.token_ids, stream.stop_reason) == (text, tokens, reason)
+
+
+def test_without_a_tokenizer_there_are_tokens_only() -> None:
+    stream = Detokenizer(None, SamplingParams())
+    stream.add(RequestUpdate("r", [1, 2], finish_reason="length"))
+    assert (stream.text, stream.token_ids, stream.release(), stream.finish_reason) == ("", [1, 2], (), "length")

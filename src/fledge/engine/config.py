@@ -1,8 +1,12 @@
-"""vLLM's `--speculative-config`: the same keys, checked, with a clear word on those that need another engine."""
+"""Every setting of an engine, said once: the Python API, the command line and the docs follow from this file.
+
+`SpeculativeConfig` is vLLM's `--speculative-config`, `EngineConfig` all the rest under vLLM's names where it has the
+same. Importing this imports no torch: a command line that only wants the help texts does not wait for it.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fledge.errors import ConfigError, refuses_unknown_names
@@ -10,6 +14,7 @@ from fledge.errors import ConfigError, refuses_unknown_names
 MAX_DEPTH = 16
 DEFAULT_DEPTH = 3
 DEFAULT_TREE_BUDGET = 60
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 _ANOTHER_ENGINE = "run this pair with vLLM, which loads the same checkpoints"
 
@@ -103,3 +108,68 @@ def _within(key: str, found: object, low: int, high: int | None = None) -> None:
             f"speculative_config: '{key}' is {found!r}, allowed is an integer of {span}"
             + ("; to decode without speculation, give no drafter" if found == 0 else "")
         )
+
+
+def option(default: Any, text: str, *, least: int | None = None) -> Any:
+    """A field of `EngineConfig`: its default, what it is in a few words, and the least integer it can be."""
+    return field(default=default, metadata={"help": text, "least": least})
+
+
+@refuses_unknown_names("engine option")
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to load and run a target, with or without a drafter. `None` is worked out from the model and the device."""
+
+    speculative_config: SpeculativeConfig | None = field(
+        default=None, metadata={"help": "vLLM's JSON: which drafter, how deep.", "least": None}
+    )
+    dtype: str = option(
+        "auto", "auto, float32, float16 or bfloat16; auto is what the target is stored in, on a CPU float32."
+    )
+    device: str = option("auto", "auto, cpu or cuda.")
+    max_model_len: int | None = option(None, "Most tokens of prompt and answer together: 4096, 4k, auto.", least=2)
+    max_num_seqs: int = option(64, "Requests that run at once.", least=1)
+    max_num_batched_tokens: int = option(8192, "Tokens of prompts that are read in one step.", least=1)
+    gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory to use.")
+    kv_cache_bytes: int | None = option(None, "Size of the KV cache, instead; on a CPU too.", least=1)
+    kv_cache_dtype: str = option("auto", "auto, or the dtype that the model computes in.")
+    enable_prefix_caching: bool = option(True, "Share equal beginnings of prompts.")
+    enforce_eager: bool = option(False, "No CUDA graphs.")
+    seed: int = option(0, "For requests that bring none.")
+    block_size: int | None = option(None, "Tokens in a block of KV cache; 64 on a GPU, 16 on a CPU.", least=1)
+    num_blocks: int | None = option(None, "Blocks of KV cache, instead of its size.", least=2)
+    cudagraph_capture_sizes: Sequence[int] | None = option(None, "Batch sizes to capture as CUDA graphs.")
+    pack_weights: bool = option(True, "CPU, float32: a second copy of the weights in a faster layout.")
+    read_late: bool | None = option(None, "Read a step after the next one is under way; on a GPU only if not given.")
+
+    def __post_init__(self) -> None:
+        if self.speculative_config is not None:  # a mapping, as users write it, becomes what it means
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.from_dict(self.speculative_config))
+        for one in fields(self):
+            value, least = getattr(self, one.name), one.metadata["least"]
+            if least is not None and value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"{one.name}: found {value!r}, allowed is an integer of at least {least}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype: found {self.kv_cache_dtype!r}, allowed is {', '.join(KV_CACHE_DTYPES)}; for a "
+                f"quantised KV cache, {_ANOTHER_ENGINE}"
+            )
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest drafting there can be."""
+        return 0 if self.speculative_config is None else self.speculative_config.max_depth
+
+    @property
+    def drafts_trees(self) -> bool:
+        return self.speculative_config is not None and self.speculative_config.tree_width is not None
+
+    @property
+    def sample_drafts(self) -> bool:
+        """Whether drafts for sampled requests are drawn at random, and accepted by rejection."""
+        config = self.speculative_config
+        return config is not None and config.draft_sample_method == "probabilistic"

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from fledge.engine.kv_pool import BlockTable, KVPool
+from fledge.engine.block_manager import BlockManager, BlockTable
 
 Text = tuple[int, ...]
 
@@ -28,7 +28,7 @@ class PoolMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 12), block_size=st.integers(1, 3), caching=st.sampled_from([True, True, False])
     )
     def start(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.pool = KVPool(num_blocks, block_size, prefix_caching=caching)
+        self.pool = BlockManager(num_blocks, block_size, prefix_caching=caching)
         self.size, self.caching = block_size, caching
         self.sequences: list[Sequence] = []
         self.findable: dict[Text, int] = {}  # the text up to and with the token after a block -> the block
@@ -146,7 +146,7 @@ def test_the_pool_behaves_as_its_model() -> None:
     )
 
 
-def committed(pool: KVPool, tokens: list[int]) -> None:
+def committed(pool: BlockManager, tokens: list[int]) -> None:
     """Put a text into the cache, as a finished request leaves it."""
     table = pool.match(tokens)
     assert pool.grow(table, len(tokens))
@@ -154,7 +154,7 @@ def committed(pool: KVPool, tokens: list[int]) -> None:
     pool.release(table)
 
 
-def hit(pool: KVPool, tokens: list[int]) -> int:
+def hit(pool: BlockManager, tokens: list[int]) -> int:
     table = pool.match(tokens)
     found = len(table.blocks)
     pool.release(table)
@@ -163,7 +163,7 @@ def hit(pool: KVPool, tokens: list[int]) -> int:
 
 def test_a_hit_needs_the_token_after_the_block_to_be_the_same() -> None:
     """The drafter's last row in a block is made from the token after it."""
-    pool = KVPool(10, 4)
+    pool = BlockManager(10, 4)
     committed(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert hit(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]) == 2
     assert hit(pool, [1, 2, 3, 4, 5, 6, 7, 8, 0, 0]) == 1
@@ -173,14 +173,14 @@ def test_a_hit_needs_the_token_after_the_block_to_be_the_same() -> None:
 
 
 def test_a_block_is_found_only_behind_the_same_blocks() -> None:
-    pool = KVPool(10, 2)
+    pool = BlockManager(10, 2)
     committed(pool, [1, 2, 3, 4, 5])
     assert hit(pool, [3, 4, 5]) == 0
     assert hit(pool, [9, 2, 3, 4, 5]) == 0
 
 
 def test_the_end_of_a_text_is_given_up_before_its_beginning() -> None:
-    pool, text, other = KVPool(6, 2), [1, 2, 3, 4, 5, 6, 7], BlockTable()
+    pool, text, other = BlockManager(6, 2), [1, 2, 3, 4, 5, 6, 7], BlockTable()
     committed(pool, text)  # three blocks with keys; two are free
     assert pool.grow(other, 4)
     for left in (2, 1, 0):
@@ -191,15 +191,15 @@ def test_the_end_of_a_text_is_given_up_before_its_beginning() -> None:
 
 
 def test_keys_tell_large_token_ids_apart() -> None:
-    pool = KVPool(10, 1)
+    pool = BlockManager(10, 1)
     committed(pool, [2**17, 5])
     assert hit(pool, [2**17 + 2**32, 5]) == 0
     assert hit(pool, [2**17, 5]) == 1
 
 
 def test_check_integrity_notices_what_is_wrong() -> None:
-    def broken(spoil: str) -> KVPool:
-        pool = KVPool(6, 2)
+    def broken(spoil: str) -> BlockManager:
+        pool = BlockManager(6, 2)
         committed(pool, [1, 2, 3, 4, 5])
         match spoil:
             case "lost":
@@ -215,14 +215,14 @@ def test_check_integrity_notices_what_is_wrong() -> None:
     for spoil in ("lost", "twice", "references", "keys"):
         with pytest.raises(AssertionError):
             broken(spoil).check_integrity()
-    table = KVPool(3, 2).match([1])
+    table = BlockManager(3, 2).match([1])
     table.blocks.append(2)
     with pytest.raises(AssertionError, match="references"):
-        KVPool(3, 2).check_integrity([table])
+        BlockManager(3, 2).check_integrity([table])
 
 
 def test_releasing_twice_is_noticed() -> None:
-    pool = KVPool(4, 2)
+    pool = BlockManager(4, 2)
     table = pool.match([1, 2])
     pool.grow(table, 2)
     copy = BlockTable(blocks=list(table.blocks))

@@ -1,0 +1,123 @@
+"""Updates to text as they come, and the stop strings found in it. The offline API and the server's streams use this."""
+
+from collections.abc import Collection
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from fledge.decoding.params import SamplingParams
+from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestUpdate, TextPiece, TokenLogprobs
+
+
+class Detokenizer:
+    """One answer in the making. Knows which token each character came from, and cuts at the first stop string.
+
+    A stop string may arrive in pieces over several tokens and rounds, so the last characters are held back from
+    `release` until they can no longer be the beginning of one. Without a tokenizer there are tokens and no text.
+    """
+
+    def __init__(self, tokenizer: Any | None, params: SamplingParams, eos_ids: Collection[int] = ()) -> None:
+        """`eos_ids`: the target's own ends of text, which are no `stop_reason`, as in vLLM."""
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.stop_string: str | None = None  # the one that was found
+        self.stop_reason: int | str | None = None
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.metrics: RequestMetrics | None = None
+        self._params = params
+        self._eos_ids = eos_ids
+        self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._stops = tuple(params.stop or ())
+        self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
+        self._drafted: list[bool] = []  # for each token
+        self._ends: list[int] = []  # length of the text after each token
+        self._released = 0
+        self._released_tokens = 0  # those that have nothing left to release
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def add(self, update: RequestUpdate) -> bool:
+        """Take an update. True: a stop string is complete, and the engine does not know it yet.
+
+        The caller then aborts the request with reason "stop" and adds the update that ends it. Tokens that come after
+        a stop string are dropped. As in vLLM, a stop id that ends the answer is one of its tokens but not of its text,
+        unless that was asked for.
+        """
+        found = False
+        if self.stop_string is None:
+            hidden = update.stop_token_id is not None and not self._params.include_stop_str_in_output
+            last = len(update.token_ids)
+            for count, token in enumerate(update.token_ids, start=1):
+                silent = hidden and count == last
+                if found := self.push(token, drafted=count <= update.accepted, silent=silent):
+                    break
+            if update.logprobs is not None:
+                self.logprobs += update.logprobs[: len(self.token_ids) - len(self.logprobs)]
+        if update.finish_reason is not None:
+            self.finish_reason = update.finish_reason if self.stop_string is None else "stop"
+            self.error, self.metrics = update.error, update.metrics
+            if self.stop_string is None and update.stop_token_id not in self._eos_ids:
+                self.stop_reason = update.stop_token_id
+        return found and update.finish_reason is None
+
+    def push(self, token: int, *, drafted: bool = False, silent: bool = False) -> bool:
+        """Add one token; return True if a stop string is complete, in which case the text is cut there.
+
+        A `silent` token adds no text.
+        """
+        before = len(self.text)
+        if self._backend is not None and not silent:
+            self.text += self._stream.step(self._backend, token) or ""
+        if len(self.token_ids) >= self._params.min_tokens:
+            self._cut_at_stop_string(max(0, before - self._held_back))
+        self.token_ids.append(token)
+        self._drafted.append(drafted)
+        self._ends.append(len(self.text))
+        return self.stop_string is not None
+
+    def release(self) -> tuple[TextPiece, ...]:
+        """Return the text that has become certain since the last call, token by token."""
+        whole = self.is_finished or self.stop_string is not None
+        certain = len(self.text) if whole else max(self._released, len(self.text) - self._held_back)
+        pieces: list[TextPiece] = []
+        start = self._ends[self._released_tokens - 1] if self._released_tokens else 0
+        for index in range(self._released_tokens, len(self._ends)):
+            end = self._ends[index]
+            low, high = max(start, self._released), min(end, certain)
+            if low < high:
+                pieces.append(TextPiece(self.text[low:high], self._drafted[index]))
+            if end <= certain:
+                self._released_tokens = index + 1
+            start = end
+        self._released = certain
+        return tuple(pieces)
+
+    def token_texts(self) -> list[str]:
+        """Return the text of each token. A character of several tokens is the last one's; the others are empty."""
+        return [self.text[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+
+    def completion(self, index: int = 0) -> CompletionOutput:
+        """Return the finished answer."""
+        assert self.metrics is not None, "the request has not ended"
+        return CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self._params.logprobs is None else tuple(self.logprobs),
+            rounds=self.metrics.rounds,
+        )
+
+    def _cut_at_stop_string(self, search_from: int) -> None:
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, search_from)) >= 0]
+        if found:
+            at, self.stop_string = min(found)
+            self.stop_reason = self.stop_string
+            self.text = self.text[: at + (len(self.stop_string) if self._params.include_stop_str_in_output else 0)]
+            self._ends = [min(end, len(self.text)) for end in self._ends]

@@ -1,0 +1,158 @@
+"""What others may ask of an engine: ours (`engine.py`) is one implementation, and another may stand in its place.
+
+An engine knows token ids only. Requests are added between steps, `step` runs all of them a little further and says
+what has become known, request by request. `LLM` (`llm.py`) and the server are built on this and nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.constraint import TokenConstraint
+from fledge.engine.controller import CostTable
+from fledge.engine.outputs import RequestUpdate
+from fledge.errors import ConfigError, ContextLengthError, FledgeError, PromptError
+
+
+class DeadEngineError(FledgeError):
+    """The device or the engine is in a state that nothing can be computed in any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What an engine is and can take, whatever else it does. Does not change, can be pickled and asked anywhere."""
+
+    model: str  # what it was loaded from
+    drafter: str | None  # None: it does not speculate
+    device: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_model_len: int
+    max_num_seqs: int
+    max_depth: int  # tokens drafted ahead at most
+    kv_capacity: int  # tokens of KV cache that one request may have
+
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what would otherwise fail in the middle of a step, and take the other requests with it."""
+        vocab_size, longest = self.vocab_size, self.max_model_len
+        if not prompt:
+            raise PromptError("the prompt is empty")
+        if len(prompt) >= longest:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {longest}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            outside = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise PromptError(f"prompt: token id {outside} is outside the vocabulary (0 to {vocab_size - 1})")
+        for token in params.logit_bias or ():
+            if token >= vocab_size:
+                raise ConfigError(f"logit_bias token id: found {token}, allowed is 0 to {vocab_size - 1}")
+        wanted = min(len(prompt) + (params.max_tokens or 1), longest)
+        if wanted > self.kv_capacity:
+            raise ContextLengthError(
+                f"the request may need {wanted} tokens of KV cache, which has room for {self.kv_capacity}; "
+                "ask for fewer tokens or give the engine more memory"
+            )
+
+
+class PhaseSeconds(NamedTuple):
+    """One round's time, by its parts."""
+
+    verify: float
+    accept: float
+    draft: float
+
+
+class RoundReport(NamedTuple):
+    """One round of a batch, as it was read: how large, how deep, what it gave, and how long it took if timed."""
+
+    batch: int  # requests in it
+    verify: int  # drafts that were up for acceptance, in each request that had any; 0: a plain step
+    draft: int  # tokens drafted for the next round
+    tokens: int  # chosen in it, in all
+    seconds: PhaseSeconds | None
+
+
+@dataclass(kw_only=True)
+class EngineStats:
+    """Totals over an engine's life, and where it stands now. `Engine.stats` hands out a copy that can be pickled."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # read, those found in the prefix cache left out
+    output_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    failed_steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_hits: int = 0  # tokens found there
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    drafter_failure: str | None = None  # why the engine goes on without its drafter
+    num_rounds: int = 0  # of batches
+    timed_rounds: int = 0  # on a GPU one in sixteen of a warmed-up engine's
+    rounds: tuple[RoundReport, ...] = ()  # the latest few
+    costs: CostTable = field(default_factory=CostTable)
+    schedule_seconds: float = 0.0  # planning
+    launch_seconds: float = 0.0  # queueing work; on a CPU also doing it
+    read_seconds: float = 0.0  # waiting for the device and digesting its results
+
+    running: int = 0  # requests, now
+    waiting: int = 0
+    kv_used: int = 0  # blocks, now
+    kv_capacity: int = 0
+
+
+class Engine(Protocol):
+    """Continuous batching over one target. Used by one thread."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request has not ended yet."""
+        ...
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        eos_ids: Sequence[int] = (),
+        draft_limit: int | None = None,
+        constraint: TokenConstraint | None = None,
+    ) -> None:
+        """Queue a request. Raises PromptError or ConfigError if it could never run, whatever else does.
+
+        No more than `draft_limit` tokens are drafted for it in a round; 0 is no speculation. A `constraint` is this
+        request's alone; if it fails, the request ends with finish reason "error".
+        """
+        ...
+
+    def abort(self, request_id: str, reason: str = "abort") -> RequestUpdate | None:
+        """End a request now and return its last update; None if it has ended already. What is in flight is dropped."""
+        ...
+
+    def step(self) -> list[RequestUpdate]:
+        """Run one step and return what has become known since the last one.
+
+        What fails inside ends the requests at fault, with finish reason "error"; the others go on. Raises
+        DeadEngineError where there is no going on.
+        """
+        ...
+
+    def warm_up(self, progress: Callable[[int, int], None] = ..., *, plain: bool = False) -> None:
+        """Do now what would hold up the first requests (capturing graphs). `progress` is told done and all.
+
+        `plain`: for steps without speculation too, which a request may ask for.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot. Asks the device nothing."""
+        ...

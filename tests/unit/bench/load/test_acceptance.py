@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from fledge.bench.load.acceptance import SpeculationCounters, read_metrics, tally_between, tally_of, tally_of_report
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.protocol import EngineStats
 from fledge.server.metrics import Metrics
 
 ROUND = st.integers(1, 6).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
@@ -72,7 +73,8 @@ def test_at_one_depth_the_very_tally_comes_back(accepted: list[int]) -> None:
 
 def test_our_servers_own_exposition_is_understood() -> None:
     metrics = Metrics(model_name="m", has_drafter=True)
-    metrics._totals.tally.update({(3, 1): 4, (3, 3): 2, (2, 0): 1})
+    tally = Counter({(3, 1): 4, (3, 3): 2, (2, 0): 1})
+    metrics.on_stats(EngineStats(acceptance=AcceptanceStatistics(tally=tally)))
     found = read_metrics(metrics.render().decode())
     assert found == SpeculationCounters(rounds=7, accepted=(6, 2, 2), drafted=(7, 7, 6))
 

@@ -21,7 +21,7 @@ INFLATED = "fledge_inflated"
 def expected_shapes(config: DrafterConfig, form: WeightFormat = DENSE) -> dict[str, tuple[int, ...]]:
     """The tensors a config asks for, under our names before joining."""
     with torch.device("meta"):
-        return stored_shapes(build(config), config.layer, form)
+        return stored_shapes(build(config), form)
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ def load_weights(
     for name, like in model.state_dict().items():
         if name.rpartition(".")[0] not in linears:
             stored = [f"{part}.weight" for part in parts[name]] if name in parts else [name]
-            rows = dense_tensor([files.read(names[one]) for one in stored], like, placement)
-            others[name] = rows.view(like.shape)
+            joined = dense_tensor([files.read(names[one]) for one in stored], like, placement)
+            others[name] = joined.view(like.shape)
     model.load_state_dict(others, strict=False, assign=True)
     for name, empty in linears.items():
         if name in tied:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,14 +27,15 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from fledge.bench.closed_loop import ClosedLoop, Question, asked, token_digest
-from fledge.bench.offline_engines import Mode, Models, entrants, load_models, make_engine, titles
-from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, write_results
+from fledge.bench.closed_loop import ClosedLoop, TokenPrompt, cycled, token_digest
+from fledge.bench.engines import Models, contenders, draft_modes, load_models, make_engine, titles
+from fledge.bench.summary import Summary
 from fledge.bench.tables import print_results
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.sizing import EngineConfig
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, write_results
 from fledge.evaluation.workloads import load_workload, tokenised
 from fledge.provenance import run_provenance
 
@@ -64,7 +65,7 @@ class Peer(Protocol):
         """Whether it can answer so many at once."""
         ...
 
-    def answer(self, questions: Sequence[Question]) -> tuple[float, list[RequestRecord]]:
+    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
         """All together; return the seconds it took, and records with times after the start."""
         ...
 
@@ -80,11 +81,11 @@ class Fledge:
     def takes(self, _concurrency: int) -> bool:
         return True
 
-    def answer(self, questions: Sequence[Question]) -> tuple[float, list[RequestRecord]]:
+    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
         params = SamplingParams(temperature=0.0, max_tokens=self.asking.max_tokens)
         loop = ClosedLoop(
             engine=self.engine,
-            questions=questions,
+            prompts=questions,
             concurrency=len(questions),
             params=params,
             eos_ids=self.asking.eos_ids,
@@ -118,7 +119,7 @@ class Transformers:
         return _concurrency == 1 or not self.lookup  # its assisted generation has no batches
 
     @torch.inference_mode()
-    def answer(self, questions: Sequence[Question]) -> tuple[float, list[RequestRecord]]:
+    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
         longest = max(len(question.tokens) for question in questions)
         pad = self.asking.eos_ids[0]
         ids = torch.tensor([[pad] * (longest - len(q.tokens)) + list(q.tokens) for q in questions])
@@ -163,7 +164,7 @@ class VLLM:
     def takes(self, _concurrency: int) -> bool:
         return True
 
-    def answer(self, questions: Sequence[Question]) -> tuple[float, list[RequestRecord]]:
+    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
         job = {
             "prompts": [list(question.tokens) for question in questions],
             "max_tokens": self.asking.max_tokens,
@@ -188,7 +189,7 @@ class VLLM:
 
 
 def _record(
-    question: Question,
+    question: TokenPrompt,
     tokens: Sequence[int],
     first: float,
     done: float,
@@ -249,7 +250,7 @@ def start_vllm(options: argparse.Namespace, models: Models, asking: Asking, long
             kind="vllm",
             target=options.target,
             drafter=drafter,
-            speculation=None if drafter is None else Mode(depth=options.depth).speculation(drafter),
+            speculation=None if drafter is None else {"model": drafter, "num_speculative_tokens": options.depth},
             versions={"vllm": ready["ready"], "torch": ready["torch"]},
         )
         peers.append(VLLM(contender, asking, process))
@@ -261,10 +262,10 @@ def local_peers(options: argparse.Namespace, models: Models, asking: Asking, lon
     """Ours and transformers', in this process."""
     base = EngineConfig(max_model_len=longest, max_num_seqs=max(options.concurrency), enable_prefix_caching=False)
     peers: list[Peer] = []
-    for entrant in entrants(models, options.target, [Mode(depth=options.depth)]):
-        named = f"Fledge {entrant.contender.name}" if entrant.drafter else "Fledge"
-        contender = Contender(**{**vars(entrant.contender), "name": named})
-        peers.append(Fledge(contender, make_engine(models, entrant, base, [max(options.concurrency)]), asking))
+    for contender in contenders(models, options.target, draft_modes([options.depth], "", [])):
+        engine = make_engine(models, contender, base, [max(options.concurrency)])
+        named = f"Fledge {contender.name}" if contender.drafter else "Fledge"
+        peers.append(Fledge(replace(contender, name=named), engine, asking))
     model = AutoModelForCausalLM.from_pretrained(resolve(options.target), dtype=torch.float32).eval()
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     for name, lookup in ((PLAIN, False), (f"{PLAIN} prompt lookup", True)):
@@ -290,7 +291,7 @@ class Run:
         workers = [p for p in self.peers if isinstance(p, VLLM) and p is not working]
         return own + sum(_processor_seconds(p.process.pid) for p in workers)
 
-    def block(self, repeat: int, workload: str, concurrency: int, questions: Sequence[Question]) -> None:
+    def block(self, repeat: int, workload: str, concurrency: int, questions: Sequence[TokenPrompt]) -> None:
         """One cell of each contender, group by group in turns."""
         peers = [peer for peer in self.peers if peer.takes(concurrency)]
         clocks = dict.fromkeys((peer.contender.name for peer in peers), 0.0)
@@ -381,9 +382,9 @@ def main() -> None:
     questions = {}
     for workload in workloads:
         ids = tokenised(workload, options.target)
-        several = [Question(id=p.id, tokens=t) for p, t in zip(workload.prompts, ids, strict=True)]
+        several = [TokenPrompt(id=p.id, tokens=t) for p, t in zip(workload.prompts, ids, strict=True)]
         limit = models.target.config.max_positions - options.max_tokens
-        questions[workload.name] = asked([q for q in several if len(q.tokens) <= limit], options.prompts)
+        questions[workload.name] = cycled([q for q in several if len(q.tokens) <= limit], options.prompts)
     longest = max(len(q.tokens) for several in questions.values() for q in several) + options.max_tokens
     asking = Asking(max_tokens=options.max_tokens, eos_ids=models.eos_ids, threads=options.threads)
     settings = {
@@ -407,7 +408,7 @@ def main() -> None:
             for concurrency in options.concurrency:  # compile, pack, allocate: before anything is timed
                 for peer in run.peers:
                     if peer.takes(concurrency):
-                        peer.answer(asked(next(iter(questions.values())), concurrency))
+                        peer.answer(cycled(next(iter(questions.values())), concurrency))
             for repeat in range(options.repeats):
                 for name, several in questions.items():
                     for concurrency in options.concurrency:
@@ -421,7 +422,7 @@ def main() -> None:
     results = run.results(complete=complete)
     write_results(results, options.out)
     if results.cells:
-        print_results(results, Console(highlight=False, width=140))
+        print_results(Summary(results, results.baseline), Console(highlight=False, width=140))
     sys.exit(0 if complete else 130)
 
 

@@ -21,9 +21,8 @@ from rich.table import Table
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.devices import choose_device
-from fledge.evaluation.workloads import load_workload
-from fledge.training.evaluation import Question, Turn, answer_questions, release
-from fledge.training.recipe import DataSection, EvalSection, Recipe, TargetSection
+from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings
+from fledge.evaluation.workloads import Workload, load_workload
 
 SETS = ("mt_bench", "humaneval", "gsm8k", "math500", "chat_dialogue", "docs_qa", "instructions")
 
@@ -44,14 +43,10 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
-    recipe = Recipe(
-        output="unused",
-        target=TargetSection(path=options.target, dtype=options.dtype),
-        data=DataSection(sources=("unused",)),
-        eval=EvalSection(max_tokens=options.max_tokens, max_num_seqs=32),
-        device=options.device,
+    settings = AcceptanceSettings(
+        target=options.target, dtype=options.dtype, device=options.device, max_tokens=options.max_tokens
     )
-    questions = _questions(options.sets, options.prompts)
+    workloads = [load_workload(name, sample=options.prompts) for name in options.sets]
     result: dict[str, Any] = {
         "target": options.target,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -59,58 +54,47 @@ def main() -> None:
         "torch": torch.__version__,
         "max_tokens": options.max_tokens,
         "prompts_of_each_set": options.prompts,
-        **speed(questions, recipe, options.drafters, options.depths),
+        **speed(workloads, settings, options.drafters, options.depths),
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _questions(names: Sequence[str], count: int) -> list[Question]:
-    return [
-        Question(source=name, category=prompt.category, messages=prompt.messages)
-        for name in names
-        for prompt in load_workload(name, sample=count).prompts
-    ]
-
-
-def _open(recipe: Recipe, drafter: str | None, depth: int, max_num_seqs: int) -> LLM:
+def _open(settings: AcceptanceSettings, drafter: str | None, depth: int) -> LLM:
     speculation = None if drafter is None else {"model": drafter, "num_speculative_tokens": depth}
     return LLM(
-        recipe.target.path,
+        settings.target,
         speculative_config=speculation,
-        dtype=recipe.target.dtype,
-        device=recipe.device,
-        max_num_seqs=max_num_seqs,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_num_seqs=1,
         enable_prefix_caching=False,
     )
 
 
-def _turns(questions: Sequence[Question], recipe: Recipe) -> tuple[list[Turn], int]:
-    llm = _open(recipe, None, 0, recipe.eval.max_num_seqs)
-    turns, too_long = answer_questions(llm, questions, recipe)
-    del llm
-    release()
-    return turns, too_long
-
-
-def speed(questions: Sequence[Question], recipe: Recipe, drafters: Sequence[str], depths: Sequence[int]) -> Any:
+def speed(
+    workloads: Sequence[Workload], settings: AcceptanceSettings, drafters: Sequence[str], depths: Sequence[int]
+) -> Any:
     """Seconds with each drafter and depth against none: the mean over the sets of the ratio in each."""
-    turns, too_long = _turns(questions, recipe)
+    meter = AcceptanceMeter(settings)
+    answers = meter.answer(workloads, temperature=0.0)
+    meter.close()
+    turns = answers.turns
     names = ["none", *(f"{drafter} K={depth}" for drafter in drafters for depth in depths)]
-    contenders = [_open(recipe, None, 0, 1), *(_open(recipe, d, k, 1) for d in drafters for k in depths)]
+    contenders = [_open(settings, None, 0), *(_open(settings, d, k) for d in drafters for k in depths)]
     seconds: dict[str, dict[str, float]] = {name: {} for name in names}
     tokens, different = 0, dict.fromkeys(names, 0)
-    params = SamplingParams(temperature=0.0, max_tokens=recipe.eval.max_tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
     for turn in turns[:1]:
         for llm in contenders:  # the first answer warms caches, and is not counted
-            llm.generate([list(turn.prompt)], params)
+            llm.generate([list(turn.prompt_token_ids)], params)
     for turn in turns:
         for name, llm in zip(names, contenders, strict=True):
             started = time.perf_counter()
-            (output,) = llm.generate([list(turn.prompt)], params)
+            (output,) = llm.generate([list(turn.prompt_token_ids)], params)
             spent = time.perf_counter() - started
-            seconds[name][turn.source] = seconds[name].get(turn.source, 0.0) + spent
-            different[name] += output.outputs[0].token_ids != turn.answer
-        tokens += len(turn.answer)
+            seconds[name][turn.workload] = seconds[name].get(turn.workload, 0.0) + spent
+            different[name] += output.outputs[0].token_ids != turn.answer_token_ids
+        tokens += len(turn.answer_token_ids)
     table = Table("", *seconds["none"], "mean", "different answers")
     ratios: dict[str, dict[str, float]] = {}
     for name in names:
@@ -120,7 +104,7 @@ def speed(questions: Sequence[Question], recipe: Recipe, drafters: Sequence[str]
     Console().print(table)
     return {
         "turns": len(turns),
-        "too_long": too_long,
+        "too_long": len(answers.too_long) + len(answers.cut_short),
         "tokens": tokens,
         "speed": {name: {"mean": statistics.mean(by_set.values()), "sets": by_set} for name, by_set in ratios.items()},
         "different_answers": different,

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fledge.bench.offline_engines import Mode, entrants, load_models, make_engine
+from fledge.bench.engines import contenders, draft_modes, load_models, make_engine
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
@@ -47,8 +47,8 @@ def main() -> None:
     lengths = [int(length) for length in arguments.lengths.split(",")]
     models = load_models(arguments.target, [arguments.drafter], dtype="auto", device="auto", inflate=arguments.inflate)
     base = EngineConfig(max_model_len=max(lengths) + 64, max_num_seqs=4, enable_prefix_caching=False)
-    entrant = entrants(models, arguments.target, [Mode(depth=arguments.depth)])[-1]
-    engines = {name: make_engine(models, entrant, base, [1]) for name in ("graphs", "kernel by kernel")}
+    contender = contenders(models, arguments.target, draft_modes([arguments.depth], "", []))[-1]
+    engines = {name: make_engine(models, contender, base, [1]) for name in ("graphs", "kernel by kernel")}
     engines["kernel by kernel"].runner.prefill_graphs = None
     generator = random.Random(0)
     vocabulary = models.target.config.vocab_size

@@ -17,9 +17,9 @@ import sys
 import time
 from typing import Any
 
-from fledge.bench.load.cell import Asking, CellRun, Health
+from fledge.bench.load.cell import CellRun, Health, RequestSettings
 from fledge.bench.load.servers import ServerSpec, connect
-from fledge.bench.results import Load
+from fledge.evaluation.results import Load
 from fledge.evaluation.workloads import Prompt
 
 GAP = 0.01
@@ -71,7 +71,7 @@ async def measure(url: str, concurrency: int, requests: int, pieces: int) -> dic
     server = await connect(ServerSpec(name="instant", url=url))
     messages = ({"role": "user", "content": "What is measured here is the one who asks. " * 5},)
     prompts = [Prompt(id=str(i), category="x", messages=messages) for i in range(requests)]
-    asking = Asking(endpoint="chat", options={"max_tokens": pieces}, max_tokens=pieces, stall_seconds=60)
+    asking = RequestSettings(endpoint="chat", options={"max_tokens": pieces}, max_tokens=pieces, stall_seconds=60)
     for _ in range(2):  # the first is warm-up
         load = Load(concurrency=concurrency)
         run = CellRun(server=server, workload="", load=load, repeat=0, prompts=prompts, asking=asking, health=Health())

@@ -1,4 +1,4 @@
-"""Pack evaluation sets into src/fledge/workloads/data, as far as they may be redistributed.
+"""Pack evaluation sets into src/fledge/evaluation/workloads/data, as far as they may be redistributed.
 
     python benchmarks/package_workloads.py DIR
 

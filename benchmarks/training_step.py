@@ -35,9 +35,10 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.data.packing import PackedBatch
+from fledge.training.recipe import FitSection
 from fledge.training.teacher import Teacher, TeacherLogits
-from fledge.training.ttt import StepInputs, TttSettings, unroll
+from fledge.training.ttt import StepInputs, TttModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class Scene:
     batch: PackedBatch
     states: TargetStates
     teach: Teacher
-    settings: TttSettings
+    settings: FitSection
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +141,7 @@ def make_scene(shape: Shape, device: torch.device, rows: int) -> Scene:
         batch=batch,
         states=states,
         teach=Teacher(head, drafter.vocabulary),
-        settings=TttSettings(depth=shape.depth),
+        settings=FitSection(depth=shape.depth),
     )
 
 
@@ -306,24 +307,18 @@ def ours(shape: Shape, device: torch.device, peak: float, *, compiled: bool) -> 
     teacher = scene.teach(scene.states.final)
     initial = {name: value.clone() for name, value in scene.drafter.state_dict().items()}
     results = []
-    for name, options in (
-        ("fledge", {"compiled": compiled}),
-        ("fledge, not compiled", {}),
-        ("fledge, checkpointing", {"compiled": compiled, "checkpointing": True}),
-        ("fledge, drift recorded", {"compiled": compiled, "record": True}),
+    compile_ = "on" if compiled else "off"
+    for name, fit, record in (
+        ("fledge", replace(scene.settings, compile=compile_), False),
+        ("fledge, not compiled", replace(scene.settings, compile="off"), False),
+        ("fledge, checkpointing", replace(scene.settings, compile=compile_, activation_checkpointing=True), False),
+        ("fledge, drift recorded", replace(scene.settings, compile=compile_), True),
     ):
         scene.drafter.load_state_dict(initial)  # so that all begin with the same loss
+        model = TttModel(scene.drafter, fit)
 
-        def loss_of(options: dict[str, bool] = options) -> Tensor:
-            return unroll(
-                scene.drafter,
-                scene.batch,
-                scene.states,
-                teacher,
-                scene.settings,
-                denominators=denominators,
-                **options,
-            ).loss
+        def loss_of(model: TttModel = model, record: bool = record) -> Tensor:
+            return model(scene.batch, scene.states, teacher, denominators, record).loss
 
         result = measure(name, scene, loss_of, peak)
         result["teacher_ms"] = teacher_ms
@@ -357,16 +352,10 @@ def profile(shape: Shape, device: torch.device, *, compiled: bool) -> None:
     scene = make_scene(shape, device, shape.rows)
     denominators, teacher = scene.batch.supervised_counts(shape.depth), scene.teach(scene.states.final)
 
+    model = TttModel(scene.drafter, replace(scene.settings, compile="on" if compiled else "off"))
+
     def loss_of() -> Tensor:
-        return unroll(
-            scene.drafter,
-            scene.batch,
-            scene.states,
-            teacher,
-            scene.settings,
-            denominators=denominators,
-            compiled=compiled,
-        ).loss
+        return model(scene.batch, scene.states, teacher, denominators).loss
 
     step = optimizer_step(scene, loss_of)
     for _ in range(3):

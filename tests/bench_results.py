@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
 
 PLAIN, EAGLE_3, EAGLE_3_1 = "no speculation", "EAGLE-3 K=3", "EAGLE-3.1 K=3"
 ACCEPTED = {EAGLE_3: 0.55, EAGLE_3_1: 0.75}  # chance that a draft stands if all before it did

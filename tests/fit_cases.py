@@ -13,7 +13,7 @@ import torch
 from fledge.checkpoints.target import save_target
 from fledge.models.config import TargetConfig
 from fledge.progress import Progress
-from fledge.training.batch import PackedBatch
+from fledge.training.data.packing import PackedBatch
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import (
     CaptureSection,
@@ -24,7 +24,7 @@ from fledge.training.recipe import (
     TargetSection,
 )
 from fledge.training.stages import capture, fit
-from fledge.training.stages.base import StageContext
+from fledge.training.workspace import StageContext
 from tests.tiny_models import TINY_TARGET, make_target
 
 TARGET = TINY_TARGET

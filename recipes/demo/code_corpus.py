@@ -28,6 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from recipes.demo import jsonlines, small_programs
+from recipes.demo.completions import completions
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|ISCL|Unlicense)\b", re.IGNORECASE)
 RESTRICTED = re.compile(r"GPL|MPL|Mozilla|EUPL|CDDL|Eclipse|proprietary|commercial|NVIDIA|CC-BY|CC BY", re.IGNORECASE)
@@ -466,6 +467,7 @@ def main(
     package_megabytes: Annotated[float, typer.Option(help="Text to keep of one package, in MB.")] = 5.0,
     examples: Annotated[int, typer.Option(help="Chat examples to keep, before the hand-written programs.")] = 12_000,
     program_count: Annotated[int, typer.Option(help="Chat examples to make of the hand-written programs.")] = 6_000,
+    completion_share: Annotated[float, typer.Option(help="Of these examples, asked for as completions too.")] = 0.8,
     seed: int = 1,
 ) -> None:
     """Collect Python source of the standard library and the installed permissive packages."""
@@ -483,9 +485,10 @@ def main(
         for p in small_programs.chat_examples(seed, program_count)
         if all(reserved.isdisjoint(word_sequences(m["content"])) for m in p["messages"])
     ]
+    completed = completions([*chat, *programs], completion_share, random.Random(seed))
     random.Random(seed).shuffle(files)
     jsonlines.write(out, ({"text": f.text, "source": f"code/{f.package}"} for f in files))
-    jsonlines.write(chat_out, [*chat, *programs])
+    jsonlines.write(chat_out, [*chat, *programs, *completed])
 
     table = Table("package", "licence", "files", "MB", "chat examples")
     counts, sizes = Counter(f.package for f in files), Counter[str]()
@@ -506,6 +509,7 @@ def main(
                 "mib": round(out.stat().st_size / 2**20, 2),
                 "chat_examples": len(chat),
                 "program_examples": len(programs),
+                "completion_examples": len(completed),
                 "chat_mib": round(chat_out.stat().st_size / 2**20, 2),
             }
         )

@@ -4,16 +4,16 @@ import torch
 
 from fledge.errors import ConfigError
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def choose_dtype(name: str) -> torch.dtype | None:
     """Return the dtype of that name; None for "auto"."""
     if name == "auto":
         return None
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype: found {name!r}, allowed is auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise ConfigError(f"dtype: found {name!r}, allowed is auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def choose_device(name: str) -> torch.device:

@@ -29,6 +29,12 @@ def cache_directory() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "fledge"
 
 
+def remove_temporaries(directory: Path) -> None:
+    """Remove what writers that were killed left in a directory. Nobody else may be writing there."""
+    for left in directory.glob(".*.tmp*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; what is written there takes the name when the block ends without an error.

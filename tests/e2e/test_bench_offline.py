@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fledge.bench.results import read_results
 from fledge.bench.shapes import SHAPES
+from fledge.evaluation.results import read_results
 from tests.command_line import fledge
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
 

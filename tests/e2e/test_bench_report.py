@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fledge.bench.results import Load, write_results
+from fledge.evaluation.results import Load, write_results
 from tests.bench_results import EAGLE_3_1, PROVENANCE, make_eval_results, make_results
 from tests.command_line import fledge
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fledge.bench.results import Cell, Results, read_results
+from fledge.evaluation.results import Cell, Results, read_results
 from tests.command_line import fledge
 from tests.odd_server import HEAD, OddServer, Script, event, good, piece, usage
 from tests.serving import MODEL, Serving, make_llm, make_service

@@ -11,7 +11,7 @@ import pytest
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.drift.laboratory import EngineProbe
+from fledge.drift.probe import Prober
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
 from tests.command_line import fledge
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -71,7 +71,7 @@ def test_conditions_decide_the_exit_status_and_finished_cells_are_not_run_again(
     assert printed["violations"] == {"eagle3.1": []}
     assert printed["report"] == "conditions/report.html"
     assert printed["figures"]["eagle3.1"]["own_attention_depth_1"] == 0
-    with mock.patch.object(EngineProbe, "probe", side_effect=AssertionError("probed again")):
+    with mock.patch.object(Prober, "probe", side_effect=AssertionError("probed again")):
         second = drift(pair, *command, "--fail-if", "al>=1,own_attention_last>1", "--fail-if", "drift_depth>=1")
     assert second.returncode == 1
     assert json.loads(second.stdout)["violations"]["eagle3.1"][0].startswith("al>=1 (al is ")
@@ -92,7 +92,7 @@ def test_an_interrupted_run_goes_on(pair: Path) -> None:
         "interrupted",
         "--quiet",
     )
-    original, calls = EngineProbe.probe, []
+    original, calls = Prober.probe, []
 
     def stop_at_the_second(self, *arguments, **named):
         calls.append(named["perturbation"])
@@ -100,12 +100,12 @@ def test_an_interrupted_run_goes_on(pair: Path) -> None:
             raise KeyboardInterrupt
         return original(self, *arguments, **named)
 
-    with mock.patch.object(EngineProbe, "probe", stop_at_the_second):
+    with mock.patch.object(Prober, "probe", stop_at_the_second):
         stopped = drift(pair, *command)
     assert stopped.returncode == 130
     assert stopped.stderr.strip() == "interrupted; the same command goes on from here"
     assert not (pair / "interrupted/report.html").exists()
-    with mock.patch.object(EngineProbe, "probe", stop_at_the_second):
+    with mock.patch.object(Prober, "probe", stop_at_the_second):
         done = drift(pair, *command)
     assert done.returncode == 0, done.stderr
     assert calls == ["unperturbed", "system:short", "system:short", "template:plain"]

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 
-from fledge.bench import evaluate
-from fledge.bench.results import read_results
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
+from fledge.evaluation.acceptance import AcceptanceMeter
+from fledge.evaluation.results import read_results
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
 from tests.command_line import fledge
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -87,17 +87,17 @@ def test_ctrl_c_saves_what_was_measured(pair: Path, tmp_path: Path) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return answer(*arguments, **named)
+        return measure(*arguments, **named)
 
-    answer = evaluate.answer_turns
+    measure = AcceptanceMeter.measure
     out = tmp_path / "r.json"
-    with mock.patch.object(evaluate, "answer_turns", interrupt):
+    with mock.patch.object(AcceptanceMeter, "measure", interrupt):
         done = run_eval(pair, *BOTH, *MINE, *SMALL, "--out", str(out))
     assert done.returncode == 130
     assert "note: interrupted" in done.stderr
     assert read_results(out).status == "partial"
     assert len(read_results(out).cells) == 1
-    with mock.patch.object(evaluate, "answer_questions", side_effect=KeyboardInterrupt):
+    with mock.patch.object(AcceptanceMeter, "answer", side_effect=KeyboardInterrupt):
         done = run_eval(pair, *ONE, *MINE, *SMALL, "--out", str(tmp_path / "none.json"))
     assert done.returncode == 130
     assert "before anything was measured" in done.stderr

@@ -173,7 +173,7 @@ def test_a_drafter_that_fails_is_given_up_and_every_stream_goes_on() -> None:
 
         return call
 
-    for name in ("forward", "draft_settled"):  # the second is all of a round's drafting, where it is one call
+    for name in ("forward", "draft_chain"):  # the second is all of a round's drafting, where it is one call
         setattr(drafter, name, failing(getattr(drafter, name)))
 
     async def one(http: httpx.AsyncClient, number: int) -> str:

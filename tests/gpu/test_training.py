@@ -18,10 +18,11 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3_1, build
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.attention import Backend, DocumentLayout, TttStorage
+from fledge.training.data.packing import PackedBatch
+from fledge.training.recipe import FitSection
 from fledge.training.teacher import Teacher, TeacherLogits
-from fledge.training.ttt import TttResult, TttSettings, unroll
-from fledge.training.ttt_attention import TttStorage
+from fledge.training.ttt import TttModel, TttOutputs
 from tests.gpu.script import run_checks
 from tests.unit.training.ttt_cases import Document, pack
 
@@ -74,7 +75,7 @@ def attention_agrees(
 
     def run(backend: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], TttStorage]:
         leaves = [[x.to(dtype).requires_grad_() for x in one] for one in given]
-        storage = TttStorage(packed, backend=backend, record=True)
+        storage = TttStorage(DocumentLayout(packed, backend=backend), record=True)
         outputs = [storage.attend(FinishedHeads(*one), spec) for one in leaves]
         loss = sum((out.float() * cotangent).sum() for out, cotangent in zip(outputs, cotangents, strict=True))
         return outputs, list(torch.autograd.grad(loss, [x for one in leaves for x in one])), storage
@@ -135,19 +136,22 @@ class Scene:
     states: TargetStates
     teacher: TeacherLogits
 
-    def run(self, backend: str = "auto", loss: LossKind = "soft_ce", **options: bool) -> tuple[TttResult, list[Tensor]]:
-        settings = TttSettings(depth=7, loss=loss)
-        counts = self.packed.supervised_counts(settings.depth)
+    def run(
+        self,
+        backend: Backend = "auto",
+        loss: LossKind = "soft_ce",
+        *,
+        compiled: bool = False,
+        checkpointing: bool = False,
+        record: bool = False,
+    ) -> tuple[TttOutputs, list[Tensor]]:
+        fit = FitSection(
+            depth=7, loss=loss, compile="on" if compiled else "off", activation_checkpointing=checkpointing
+        )
+        counts = self.packed.supervised_counts(fit.depth)
         with torch.autocast("cuda", dtype=BF16):
-            result = unroll(
-                self.drafter,
-                self.packed,
-                self.states,
-                self.teacher,
-                settings,
-                denominators=counts,
-                backend=backend,
-                **options,
+            result = TttModel(self.drafter, fit, backend=backend)(
+                self.packed, self.states, self.teacher, counts, record
             )
         own = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         return result, list(torch.autograd.grad(result.loss, own))
@@ -166,11 +170,13 @@ def scene(eagle1: bool = False) -> Scene:
     drafter.share_with(model)
     packed = batch(1000)
     with torch.no_grad():
-        states = model(packed.tokens, packed.positions, TttStorage(packed, keep=False), drafter.aux_layer_ids)
+        states = model(
+            packed.tokens, packed.positions, TttStorage(DocumentLayout(packed), keep=False), drafter.aux_layer_ids
+        )
     return Scene(drafter, packed, states, Teacher(model.lm_head.weight, drafter.vocabulary)(states.final))
 
 
-def agree(mine: tuple[TttResult, list[Tensor]], right: tuple[TttResult, list[Tensor]]) -> None:
+def agree(mine: tuple[TttOutputs, list[Tensor]], right: tuple[TttOutputs, list[Tensor]]) -> None:
     """Both in bfloat16: gradients differ by rounding (2^-8) that seven steps carry on, losses hardly."""
     torch.testing.assert_close(mine[0].loss, right[0].loss, rtol=2e-3, atol=0)
     for grad, expected in zip(mine[1], right[1], strict=True):
@@ -189,7 +195,9 @@ def target_pass_flex_and_reference() -> None:
     model, packed = target(BF16), batch(1000)
     with torch.no_grad():
         mine, right = (
-            model(packed.tokens, packed.positions, TttStorage(packed, backend=backend, keep=False), (2,))
+            model(
+                packed.tokens, packed.positions, TttStorage(DocumentLayout(packed, backend=backend), keep=False), (2,)
+            )
             for backend in ("flex", "reference")
         )
     assert (mine.final - right.final).float().norm() / right.final.float().norm() < 2e-2

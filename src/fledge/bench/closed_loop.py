@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fledge.bench.results import RequestRecord, tally_triples
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.request import Request
-from fledge.training.evaluation import spread
+from fledge.evaluation.results import RequestRecord, tally_triples
+from fledge.evaluation.workloads import spread
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class TokenPrompt:
     """A prompt as the engine takes it."""
 
     id: str
@@ -23,25 +23,25 @@ class Question:
 
 @dataclass(kw_only=True)
 class ClosedLoop:
-    """Keeps `concurrency` requests in flight until all questions are answered."""
+    """Keeps `concurrency` requests in flight until all prompts are answered."""
 
     engine: Engine
-    questions: Sequence[Question]
+    prompts: Sequence[TokenPrompt]
     concurrency: int
     params: SamplingParams
     eos_ids: tuple[int, ...]
     seed: int = 0
     failure: str | None = None  # why it did not get to the end
     started: float = 0.0
-    _asked: list[tuple[Question, Request]] = field(default_factory=list)
+    _asked: list[tuple[TokenPrompt, Request]] = field(default_factory=list)
 
     def run(self) -> None:
         """Answer everything. Whatever is left over from an interruption is aborted."""
-        waiting = iter(enumerate(self.questions))
+        waiting = iter(enumerate(self.prompts))
         self.started = time.perf_counter()
         try:
-            for number, question in itertools.islice(waiting, self.concurrency):
-                self._ask(number, question)
+            for number, prompt in itertools.islice(waiting, self.concurrency):
+                self._ask(number, prompt)
             while self.engine.has_unfinished:
                 for update in self.engine.step():
                     following = next(waiting, None) if update.finish_reason is not None else None
@@ -52,15 +52,15 @@ class ClosedLoop:
                 if request.finish_reason is None:
                     self.engine.abort(request.id)
 
-    def _ask(self, number: int, question: Question) -> None:
+    def _ask(self, number: int, prompt: TokenPrompt) -> None:
         request = self.engine.add_request(
-            str(number), question.tokens, self.params, seed=self.seed + number, eos_ids=self.eos_ids
+            str(number), prompt.tokens, self.params, seed=self.seed + number, eos_ids=self.eos_ids
         )
-        self._asked.append((question, request))
+        self._asked.append((prompt, request))
 
     @property
     def records(self) -> tuple[RequestRecord, ...]:
-        return tuple(_record(question, request, self.started, self.failure) for question, request in self._asked)
+        return tuple(_record(prompt, request, self.started, self.failure) for prompt, request in self._asked)
 
     @property
     def seconds(self) -> float:
@@ -68,7 +68,7 @@ class ClosedLoop:
         return round(max(ends, default=self.started) - self.started, 6)
 
 
-def _record(question: Question, request: Request, started: float, failure: str | None) -> RequestRecord:
+def _record(prompt: TokenPrompt, request: Request, started: float, failure: str | None) -> RequestRecord:
     error = request.failure
     if error is None and request.finish_reason not in ("stop", "length"):
         error = failure or f"ended with {request.finish_reason}"
@@ -77,11 +77,11 @@ def _record(question: Question, request: Request, started: float, failure: str |
         return None if moment is None else round(moment - started, 6)  # microseconds: a run has many thousand of them
 
     return RequestRecord(
-        prompt=question.id,
+        prompt=prompt.id,
         sent=round(request.arrived - started, 6),
         first_token=after(request.first_token_at),
         done=None if error is not None else after(request.finished_at),
-        prompt_tokens=len(question.tokens),
+        prompt_tokens=len(prompt.tokens),
         output_tokens=request.num_output,
         error=error,
         digest=token_digest(request.output),
@@ -94,8 +94,8 @@ def token_digest(tokens: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
-def asked(questions: Sequence[Question], count: int) -> list[Question]:
-    """`count` questions evenly over all of them, which may be sorted by subject; where that is more, over and over."""
-    if count <= len(questions):
-        return spread(questions, count)
-    return list(itertools.islice(itertools.cycle(questions), count))
+def cycled(prompts: Sequence[TokenPrompt], count: int) -> list[TokenPrompt]:
+    """`count` prompts evenly over all of them, which may be sorted by subject; where that is more, over and over."""
+    if count <= len(prompts):
+        return spread(prompts, count)
+    return list(itertools.islice(itertools.cycle(prompts), count))

@@ -8,34 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fledge.bench.figures import (
-    Key,
-    acceptance,
-    cells_by_key,
-    decoding,
-    latencies,
-    ratio_reason,
-    throughput,
-    why_partial,
-)
-from fledge.bench.part import workload_facts
-from fledge.bench.resampling import (
+from fledge.bench.figures import acceptance, decoding, first_tokens, throughput, why_no_ratio, why_partial
+from fledge.bench.summary import Key, Summary
+from fledge.evaluation.results import Cell, Load, Results
+from fledge.records import Record
+from fledge.report.intervals import (
+    LEVEL,
+    Bootstrap,
+    Floats,
+    Interval,
     Panel,
+    Side,
     Statistic,
-    common_prompts,
     divide,
-    interval,
     mean_ratio,
     pooled,
-    together,
-    value_of,
 )
-from fledge.bench.results import Cell, Load, Results
-from fledge.records import Record
-from fledge.report.intervals import Bootstrap, Interval
-from fledge.report.prose import sign_of
+from fledge.report.prose import number, sign_of, with_interval
+from fledge.report.tables import Table, TableCell, figure_cell
 
-THRESHOLD, LEVEL = 0.05, 0.95
+THRESHOLD = 0.05
 LEAST_REPEATS = 2  # of each side: one repeat says nothing about how much the machine varies
 Verdict = Literal["better", "worse", "same", "unknown"]
 FailOn = Literal["regression", "change"]
@@ -56,17 +48,12 @@ class Metric:
     offset: float = 0.0
 
 
-def _first_tokens(cells: Sequence[Cell]) -> Panel:
-    found = latencies(cells, "ttft").items()
-    return Panel.collect(((r, prompt, (sum(values), len(values))) for (r, prompt), values in found), columns=2)
-
-
 METRICS = {
     one.name: one
     for one in (
         Metric(name="per-user", title="tokens/s per user", panel=decoding),
         Metric(name="total", title="tokens/s in all", panel=throughput),
-        Metric(name="ttft", title="mean TTFT, ms", panel=_first_tokens, higher_is_better=False),
+        Metric(name="ttft", title="mean TTFT, ms", panel=first_tokens, higher_is_better=False),
         Metric(name="acceptance", title="acceptance length", panel=acceptance, is_speed=False, offset=1.0),
     )
 }
@@ -88,7 +75,7 @@ class Change(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Record):
+class ResultsDiff(Record):
     """Everything that `fledge bench compare` says. `is_relative`: speeds are ratios to each file's own baseline."""
 
     is_relative: bool
@@ -106,14 +93,37 @@ class Comparison(Record):
         lines += [f"missing in B: {line}" for line in self.missing]
         return lines + ([f"only in B: {line}" for line in self.added] if on == "change" else [])
 
+    def table(self, *, show_all: bool = False) -> Table:
+        """What changed or cannot be told; with `show_all` also what stayed the same."""
+        body: list[list[TableCell | str]] = [
+            [
+                one.contender,
+                one.workload,
+                str(one.load),
+                METRICS[one.metric].title,
+                "" if one.before is None else number(one.before),
+                "" if one.after is None else number(one.after),
+                figure_cell(one.ratio, "{:.3f}"),
+                TableCell(
+                    text=one.verdict if one.reason is None else f"unknown: {one.reason}",
+                    tone="bad" if one.verdict == "worse" else "good" if one.verdict == "better" else "neutral",
+                ),
+            ]
+            for one in self.changes
+            if show_all or one.verdict != "same"
+        ]
+        title = "Speeds as ratios to each file's own baseline" if self.is_relative else "B against A"
+        header = ("contender", "workload", "load", "figure", "A", "B", f"B / A [{100 * self.level:g} %]", "")
+        return Table.of(title, header, body, labels=4)
+
 
 def describe(change: Change) -> str:
     """One line."""
     where = f"{change.contender}, {change.workload}, {change.load}: {METRICS[change.metric].title}"
     if change.ratio is None:
         return f"{where}: {change.reason}"
-    ends = "" if change.ratio.low is None else f" [{change.ratio.low:.3f}, {change.ratio.high:.3f}]"
-    return f"{where} {change.verdict}, {change.ratio.value:.3f} times{ends}"
+    value, _, ends = with_interval(change.ratio, "{:.3f}").partition(" ")
+    return f"{where} {change.verdict}, {value} times {ends}".rstrip()
 
 
 def compare(
@@ -124,65 +134,51 @@ def compare(
     threshold: float = THRESHOLD,
     level: float = LEVEL,
     is_relative: bool | None = None,
-) -> Comparison:
+) -> ResultsDiff:
     """Compare B with A. `is_relative` None: where the machines differ."""
     if is_relative is None:
         is_relative = bool(different_machines(a, b))
-    sides = (cells_by_key(a), cells_by_key(b))
-    missing, added = _absent(sides[0], sides[1]), _absent(sides[1], sides[0])
+    sides = Summary(a, a.baseline), Summary(b, b.baseline)
     bootstrap = Bootstrap(level=level)
     changes = []
-    for key in sides[0]:
-        if key not in sides[1]:
-            continue
-        for name in metrics:
-            metric = METRICS[name]
-            if metric.is_speed and "eval" in (a.kind, b.kind):
-                continue  # its times are no speeds
-            change = _change(a, b, key, metric, sides, is_relative and metric.is_speed, bootstrap, threshold)
-            if change is not None:
-                changes.append(change)
-    return Comparison(
+    for key in sides[0].cells:
+        for metric in (METRICS[name] for name in metrics):
+            if key not in sides[1].cells or (metric.is_speed and "eval" in (a.kind, b.kind)):
+                continue  # an eval's times are no speeds
+            change = _change(sides, key, metric, is_relative and metric.is_speed, bootstrap, threshold)
+            changes += [] if change is None else [change]
+    return ResultsDiff(
         is_relative=is_relative,
         threshold=threshold,
         level=level,
         changes=tuple(changes),
-        missing=tuple(missing),
-        added=tuple(added),
+        missing=tuple(_absent(*sides)),
+        added=tuple(_absent(*reversed(sides))),
         warnings=tuple(warnings(a, b)),
     )
 
 
-Sides = tuple[Mapping[Key, Sequence[Cell]], Mapping[Key, Sequence[Cell]]]
-
-
 def _change(
-    a: Results,
-    b: Results,
+    sides: Sequence[Summary],
     key: Key,
     metric: Metric,
-    sides: Sides,
     is_relative: bool,
     bootstrap: Bootstrap,
     threshold: float,
 ) -> Change | None:
     """None where neither side has the figure, or it is that of a baseline as a ratio to itself."""
-    baselines = (a.baseline, b.baseline)
-    if is_relative and key[0] in baselines:
+    if is_relative and key[0] in [side.baseline for side in sides]:
         return None
-    mine = [side[key] for side in sides]
-    bases = [side.get((name or "", *key[1:]), []) for side, name in zip(sides, baselines, strict=True)]
-    panels = [metric.panel(cells) for cells in mine]
+    panels = [metric.panel(side.cells[key]) for side in sides]
     if not any(panel.values.size for panel in panels):
         return None
-    statistic: Statistic
+    figure: Statistic = pooled(offset=metric.offset)
     if is_relative:
-        panels = [together(panel, metric.panel(base)) for panel, base in zip(panels, bases, strict=True)]
-        statistic = _of_ratios
-    else:
-        statistic = _of_figures(metric.offset)
-    reason = _why_not(a, b, key, metric, mine, bases if is_relative else None)
-    common = common_prompts(*panels)
+        bases = [side.cells.get((side.baseline or "", *key[1:]), []) for side in sides]
+        panels = [panel.beside(metric.panel(base)) for panel, base in zip(panels, bases, strict=True)]
+        figure = _mean_ratio
+    reason = _why_not(sides, key, metric, is_relative)
+    common = panels[0].common_prompts(panels[1])
     if reason is None and not common:
         empty = [letter for letter, panel in zip("AB", panels, strict=True) if not panel.values.size]
         reason = f"not reported in {empty[0]}" if empty else "no prompt in common"
@@ -190,12 +186,10 @@ def _change(
     found = None
     if reason is None:
         panels = [panel.only(prompts=common) for panel in panels]
-        values = [value_of(panel, _single(metric, is_relative)) for panel in panels]
-        found = interval(panels, statistic, bootstrap)
-        if found is None:
-            reason = "nothing to compare"
-        elif found.low is None:
-            reason = "measured once: noise is not known"
+        values = [panel.value(figure) for panel in panels]
+        found = bootstrap.interval(panels, lambda both: divide(figure(both[1:]), figure(both[:1])))
+        if found is None or found.low is None:
+            reason = "nothing to compare" if found is None else "measured once: noise is not known"
     return Change(
         contender=key[0],
         workload=key[1],
@@ -209,6 +203,10 @@ def _change(
     )
 
 
+def _mean_ratio(sides: Sequence[Side]) -> Floats:
+    return mean_ratio(sides[0])
+
+
 def _verdict(ratio: Interval, metric: Metric, threshold: float) -> Verdict:
     """A change is one whose interval is all on one side of 1, and which is larger than the threshold."""
     sign = sign_of(ratio, around=1.0)
@@ -217,52 +215,32 @@ def _verdict(ratio: Interval, metric: Metric, threshold: float) -> Verdict:
     return "better" if (sign > 0) == metric.higher_is_better else "worse"
 
 
-def _single(metric: Metric, is_relative: bool) -> Statistic:
-    if is_relative:
-        return lambda sides: mean_ratio(sides[0])
-    return pooled(offset=metric.offset)
-
-
-def _of_figures(offset: float) -> Statistic:
-    one = pooled(offset=offset)
-    return lambda sides: divide(one(sides[1:]), one(sides[:1]))
-
-
-def _of_ratios(sides: Sequence[Any]) -> Any:
-    return divide(mean_ratio(sides[1]), mean_ratio(sides[0]))
-
-
-def _why_not(
-    a: Results,
-    b: Results,
-    key: Key,
-    metric: Metric,
-    mine: Sequence[Sequence[Cell]],
-    bases: Sequence[Sequence[Cell]] | None,
-) -> str | None:
+def _why_not(sides: Sequence[Summary], key: Key, metric: Metric, is_relative: bool) -> str | None:
     """Why a figure cannot be compared; None where it can."""
-    digests = [workload_facts(one).get(key[1], {}).get("digest") for one in (a, b)]
+    digests = [side.results.workload_facts.get(key[1], {}).get("digest") for side in sides]
     if None not in digests and digests[0] != digests[1]:
         return "the workload has other prompts"
-    for letter, results, side, base in zip("AB", (a, b), mine, bases or ((), ()), strict=True):
-        reason = why_partial(side)
-        if bases is not None:
-            reason = ratio_reason(key[0], side, results.baseline, base) if results.baseline else "no baseline"
+    for letter, side in zip("AB", sides, strict=True):
+        cells = side.cells[key]
+        reason = why_partial(cells)
+        if is_relative and side.baseline is None:
+            reason = "no baseline"
+        elif is_relative and side.baseline is not None:
+            base = side.cells.get((side.baseline, *key[1:]), [])
+            reason = why_no_ratio(key[0], cells, side.baseline, base)
         if reason:
             return f"{letter}: {reason}"
-        if metric.is_speed and len({cell.repeat for cell in side}) < LEAST_REPEATS:
+        if metric.is_speed and len({cell.repeat for cell in cells}) < LEAST_REPEATS:
             return f"{letter}: one repeat only, so noise is not known"
     return None
 
 
-def _absent(here: Mapping[Key, Sequence[Cell]], there: Mapping[Key, Sequence[Cell]]) -> list[str]:
+def _absent(here: Summary, there: Summary) -> list[str]:
     """What is whole here and not there, one line each."""
-    lines = []
-    for key, cells in here.items():
-        reason = why_partial(there.get(key, []))
-        if reason and not why_partial(cells):
-            lines.append(f"{key[0]}, {key[1]}, {key[2]} ({reason})")
-    return lines
+    reasons = {
+        key: why_partial(there.cells.get(key, [])) for key, cells in here.cells.items() if not why_partial(cells)
+    }
+    return [f"{name}, {workload}, {load} ({reason})" for (name, workload, load), reason in reasons.items() if reason]
 
 
 def different_machines(a: Results, b: Results) -> list[str]:
@@ -280,11 +258,11 @@ def warnings(a: Results, b: Results) -> list[str]:
         lines.append(f"kind: {a.kind} in A, {b.kind} in B")
     keys = sorted((set(a.settings) | set(b.settings)) - set(_OF_THE_RUN))
     lines += [f"setting {line}" for line in _differences(a.settings, b.settings, keys)]
-    facts = workload_facts(a), workload_facts(b)
+    facts = a.workload_facts, b.workload_facts
     for name in sorted(facts[0].keys() & facts[1].keys()):
         lines += [f"workload {name}: {line}" for line in _differences(facts[0][name], facts[1][name], ("digest",))]
     contenders = [{one.name: one for one in results.contenders} for results in (a, b)]
-    for name in contenders[0].keys() & contenders[1].keys():
+    for name in (name for name in contenders[0] if name in contenders[1]):
         for field in ("kind", "target", "drafter", "speculation", "inflated", "temperature", "versions"):
             one, other = (getattr(side[name], field) for side in contenders)
             if one != other:

@@ -32,7 +32,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show:
+class DemoSettings:
     """What is decoded, and how often it is timed."""
 
     prompts: tuple[str, ...] = PROMPTS
@@ -43,7 +43,7 @@ class Show:
 
 
 @dataclass(kw_only=True)
-class Contender:
+class DemoContender:
     """One way to decode, and how it did."""
 
     name: str
@@ -53,7 +53,7 @@ class Contender:
     seconds: list[float] = field(default_factory=list)  # for all prompts, of each repeat
 
 
-class Generate:
+class TransformersLoop:
     """transformers' own loop on the same weights, greedy."""
 
     def __init__(self, beside: LLM) -> None:
@@ -77,17 +77,18 @@ class Generate:
         self.seconds.append(time.perf_counter() - started)
 
 
-def load_contenders(settings: Show) -> list[Contender]:
+def load_contenders(settings: DemoSettings) -> list[DemoContender]:
     """No speculation first: it is what the others are measured against."""
     configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
     configs |= {name: {"model": m, "num_speculative_tokens": settings.depth} for name, m in DRAFTERS.items()}
     options: dict[str, Any] = {"device": settings.device, "max_num_seqs": 1, "enable_prefix_caching": False}
     return [
-        Contender(name=name, llm=LLM(TARGET, speculative_config=config, **options)) for name, config in configs.items()
+        DemoContender(name=name, llm=LLM(TARGET, speculative_config=config, **options))
+        for name, config in configs.items()
     ]
 
 
-def stream_answers(contenders: Sequence[Contender], settings: Show, console: Console) -> bool:
+def stream_answers(contenders: Sequence[DemoContender], settings: DemoSettings, console: Console) -> bool:
     """Print every answer as it comes. Return whether all contenders gave the same tokens."""
     params = _params(settings)
     for prompt in settings.prompts:
@@ -101,7 +102,7 @@ def stream_answers(contenders: Sequence[Contender], settings: Show, console: Con
     return all(contender.token_ids == contenders[0].token_ids for contender in contenders)
 
 
-def _answer(contender: Contender, prompt: str, params: SamplingParams) -> Iterator[tuple[str, bool]]:
+def _answer(contender: DemoContender, prompt: str, params: SamplingParams) -> Iterator[tuple[str, bool]]:
     """Yield pieces of text and whether each was drafted; keep the tokens and the acceptance."""
     ids = contender.llm.encode_chat([{"role": "user", "content": prompt}])
     for event in contender.llm.stream(ids, params):
@@ -111,7 +112,7 @@ def _answer(contender: Contender, prompt: str, params: SamplingParams) -> Iterat
             contender.acceptance = AcceptanceStatistics.merge([contender.acceptance, event.output.metrics.acceptance])
 
 
-def time_answers(contenders: Sequence[Contender], generate: Generate, settings: Show) -> None:
+def time_answers(contenders: Sequence[DemoContender], generate: TransformersLoop, settings: DemoSettings) -> None:
     """Contenders take turns, so that whatever else the machine does slows all of them."""
     params = _params(settings)
     llm = contenders[0].llm
@@ -125,15 +126,15 @@ def time_answers(contenders: Sequence[Contender], generate: Generate, settings: 
             contender.seconds.append(time.perf_counter() - started)
 
 
-def _params(settings: Show) -> SamplingParams:
+def _params(settings: DemoSettings) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
 
 
-def report(contenders: Sequence[Contender], generate: Generate, settings: Show) -> dict[str, Any]:
+def report(contenders: Sequence[DemoContender], generate: TransformersLoop, settings: DemoSettings) -> dict[str, Any]:
     """Return everything the table shows, as JSON values."""
     baseline = contenders[0]
 
-    def speed(of: Contender | Generate) -> dict[str, float]:
+    def speed(of: DemoContender | TransformersLoop) -> dict[str, float]:
         return {
             "tokens_per_second": sum(map(len, of.token_ids)) / statistics.median(of.seconds),
             "speed": _ratio(baseline.seconds, of.seconds),

@@ -1,22 +1,19 @@
-"""Everything derived from cells: speeds, latencies, acceptance, ratios and agreement, each with its interval.
+"""Figures of cells: speeds, latencies, acceptance and ratios, each with its interval (formulas: `docs/bench.md`).
 
-A cell that is not complete enters no figure beside complete ones, and a ratio with such a side is None with a reason.
-`docs/bench.md` has every formula.
+A cell that is not complete enters no figure beside complete ones, and a ratio with such a side has none but a reason.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fledge.bench.resampling import Panel, interval, mean_ratio, pooled, quantiles, together
-from fledge.bench.results import Cell, Load, RequestRecord, Results
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import Cell, RequestRecord, conversation_of, statistics_of
 from fledge.records import Record
-from fledge.report.intervals import Interval
+from fledge.report.intervals import Bootstrap, Interval, Panel, mean_ratio, pooled
 
-Key = tuple[str, str, Load]  # contender, workload, load
+BOOTSTRAP = Bootstrap()
 Latency = Literal["ttft", "tpot"]
 
 
@@ -30,8 +27,8 @@ class Spread(Record):
     p99: Interval
 
     @property
-    def percentiles(self) -> tuple[float, float, float]:
-        return self.p50.value, self.p90.value, self.p99.value
+    def values(self) -> tuple[float, float, float, float]:
+        return self.mean.value, self.p50.value, self.p90.value, self.p99.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,87 +50,18 @@ class Figures(Record):
     reason: str | None  # why it is partial
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(Record):
-    contender: str
-    workload: str
-    load: Load
-    figures: Figures
-
-    @property
-    def key(self) -> Key:
-        return self.contender, self.workload, self.load
-
-
-@dataclass(frozen=True, kw_only=True)
-class RatioRow(Record):
-    """A contender over the baseline, in the same workload and load and the same repeats."""
-
-    contender: str
-    baseline: str
-    workload: str
-    load: Load
-    per_user: Interval | None
-    total: Interval | None
-    reason: str | None  # why there is no ratio
-
-    @property
-    def key(self) -> Key:
-        return self.contender, self.workload, self.load
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreement(Record):
-    """Whether a contender said the same as the baseline, where it must: at temperature 0."""
-
-    contender: str
-    baseline: str
-    workload: str
-    load: Load
-    compared: int
-    different: int
-
-
-def cells_by_key(results: Results) -> dict[Key, list[Cell]]:
-    """Workloads in order of appearance, under each its loads from low to high, under each of those the contenders."""
-    names = [one.name for one in results.contenders]
-    workloads = list(dict.fromkeys(cell.workload for cell in results.cells))
-    found: dict[Key, list[Cell]] = defaultdict(list)
-    for cell in results.cells:
-        found[cell.contender, cell.workload, cell.load].append(cell)
-
-    def place(key: Key) -> tuple[int, tuple[bool, float], int]:
-        return workloads.index(key[1]), load_order(key[2]), names.index(key[0]) if key[0] in names else len(names)
-
-    return {key: found[key] for key in sorted(found, key=place)}
-
-
-def load_order(load: Load) -> tuple[bool, float]:
-    """Concurrencies first, then rates, from low to high."""
-    return load.rate is not None, float(load.concurrency or load.rate or 0)
-
-
-def summarise(results: Results) -> list[Row]:
-    """One row for each contender, workload and load that was tried, failed ones included."""
-    return [
-        Row(contender=key[0], workload=key[1], load=key[2], figures=figures_of(cells))
-        for key, cells in cells_by_key(results).items()
-    ]
-
-
 def figures_of(cells: Sequence[Cell]) -> Figures:
     """Pool the repeats. Incomplete ones enter only where there is no complete one, and `partial` says so."""
     used = [cell for cell in cells if cell.status == "complete"] or [cell for cell in cells if cell.good]
-    statistics = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in used)
     reason = why_partial(cells)
     return Figures(
-        per_user_tokens_per_second=interval([decoding(used)], pooled()),
-        total_tokens_per_second=interval([throughput(used)], pooled()),
+        per_user_tokens_per_second=BOOTSTRAP.interval([decoding(used)], pooled()),
+        total_tokens_per_second=BOOTSTRAP.interval([throughput(used)], pooled()),
         ttft_ms=_spread(used, "ttft"),
         tpot_ms=_spread(used, "tpot"),
-        acceptance_length=interval([acceptance(used)], pooled(offset=1.0), is_share=True),
+        acceptance_length=acceptance_length(used),
         rate_by_depth=tuple(acceptance_rates(used)),
-        rounds=statistics.rounds,
+        rounds=AcceptanceStatistics.merge(cell.acceptance_statistics for cell in used).rounds,
         requests=sum(len(cell.good) for cell in used),
         errors=sum(_errors(cell) for cell in cells),
         cells=len(used),
@@ -160,34 +88,8 @@ def why_partial(cells: Sequence[Cell]) -> str | None:
     return None if total else "no requests"
 
 
-def ratios(results: Results, baseline: str) -> list[RatioRow]:
-    """Every other contender against `baseline`. Where either side is not whole, the ratio is None with a reason."""
-    names = [contender.name for contender in results.contenders]
-    if baseline not in names:
-        raise ConfigError(f"baseline '{baseline}' is no contender.{nearest_name_hint(baseline, names)}")
-    by_key = cells_by_key(results)
-    found = []
-    for (contender, workload, load), cells in by_key.items():
-        if contender == baseline:
-            continue
-        base = by_key.get((baseline, workload, load), [])
-        reason = ratio_reason(contender, cells, baseline, base)
-        found.append(
-            RatioRow(
-                contender=contender,
-                baseline=baseline,
-                workload=workload,
-                load=load,
-                per_user=None if reason else ratio(decoding(cells), decoding(base)),
-                total=None if reason else ratio(throughput(cells), throughput(base)),
-                reason=reason,
-            )
-        )
-    return found
-
-
-def ratio_reason(contender: str, cells: Sequence[Cell], baseline: str, base: Sequence[Cell]) -> str | None:
-    """Why these two have no ratio; None where they have one."""
+def why_no_ratio(contender: str, cells: Sequence[Cell], baseline: str, base: Sequence[Cell]) -> str | None:
+    """None where these two have a ratio."""
     for name, side in ((contender, cells), (baseline, base)):
         reason = why_partial(side)
         if reason:
@@ -198,49 +100,22 @@ def ratio_reason(contender: str, cells: Sequence[Cell], baseline: str, base: Seq
     return None if both[0] & both[1] else "no prompt in common"
 
 
-def ratio(of: Panel, base: Panel) -> Interval | None:
+def ratio(of: Panel, base: Panel, *, offset: float = 0.0) -> Interval | None:
     """Geometric mean over repeats of the ratio within each, over the prompts of both."""
-    return interval([together(of, base)], lambda sides: mean_ratio(sides[0]))
+    return BOOTSTRAP.interval([of.beside(base)], lambda sides: mean_ratio(sides[0], offset=offset))
 
 
-def agreements(results: Results, baseline: str) -> list[Agreement]:
-    """Answers that differ from the baseline's, by prompt and repeat. Empty where answers are drawn at random."""
-    if not is_greedy(results):
-        return []
-    by_key = cells_by_key(results)
-    found = []
-    for (contender, workload, load), cells in by_key.items():
-        mine, theirs = _digests(cells), _digests(by_key.get((baseline, workload, load), []))
-        compared = sum(min(mine[k].total(), theirs[k].total()) for k in mine.keys() & theirs.keys())
-        if contender == baseline or not compared:
-            continue
-        same = sum((mine[k] & theirs[k]).total() for k in mine.keys() & theirs.keys())
-        found.append(
-            Agreement(
-                contender=contender,
-                baseline=baseline,
-                workload=workload,
-                load=load,
-                compared=compared,
-                different=compared - same,
-            )
-        )
-    return found
-
-
-def is_greedy(results: Results) -> bool:
-    return results.settings.get("temperature") == 0
+def speed_ratio(cells: Sequence[Cell], base: Sequence[Cell]) -> Interval | None:
+    """Of the speeds per user."""
+    return ratio(decoding(cells), decoding(base))
 
 
 def decoding(cells: Iterable[Cell]) -> Panel:
     """Columns: tokens after the first of each answer, and the seconds they took."""
-    return Panel.collect(
-        (
-            (repeat, request.prompt, (request.output_tokens - 1, done - first))
-            for repeat, request, first, done in _timed(cells)
-            if request.output_tokens >= 2
-        ),
-        columns=2,
+    return _panel(
+        (repeat, request, (request.output_tokens - 1, done - first))
+        for repeat, request, first, done in _timed(cells)
+        if request.output_tokens >= 2
     )
 
 
@@ -251,20 +126,29 @@ def throughput(cells: Iterable[Cell]) -> Panel:
     is drawn twice brings the time its answer took, as well as its tokens.
     """
 
-    def rows() -> Iterator[tuple[int, str, tuple[float, float]]]:
+    def rows() -> Iterator[tuple[int, RequestRecord, tuple[float, float]]]:
         for cell in cells:
             taken = [(request, (request.done or 0.0) - request.sent) for request in cell.good]
             whole = sum(seconds for _, seconds in taken)
             for request, seconds in taken:
                 part = seconds / whole if whole > 0 else 1 / len(taken)
-                yield cell.repeat, request.prompt, (request.output_tokens, cell.seconds * part)
+                yield cell.repeat, request, (request.output_tokens, cell.seconds * part)
 
-    return Panel.collect(rows(), columns=2)
+    return _panel(rows())
+
+
+def first_tokens(cells: Iterable[Cell]) -> Panel:
+    """Columns: milliseconds to the first token, and requests."""
+    return _latency_panel(latencies(cells, "ttft"))
 
 
 def acceptance(cells: Sequence[Cell]) -> Panel:
     """Columns: accepted drafts and rounds."""
     return _tallied(cells, 2, lambda statistics: (sum(statistics.accepted_by_depth), statistics.rounds))
+
+
+def acceptance_length(cells: Sequence[Cell]) -> Interval | None:
+    return BOOTSTRAP.interval([acceptance(cells)], pooled(offset=1.0), is_share=True)
 
 
 def acceptance_rates(cells: Sequence[Cell]) -> list[Interval]:
@@ -277,9 +161,34 @@ def acceptance_rates(cells: Sequence[Cell]) -> list[Interval]:
         return counted + [0.0] * (2 * depths - len(counted))
 
     panel = _tallied(cells, 2 * depths, columns)
-    found = [interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
-    assert None not in found, "a depth that was drafted has a rate"
+    found = [BOOTSTRAP.interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
     return [one for one in found if one is not None]
+
+
+def latencies(cells: Iterable[Cell], which: Latency) -> dict[tuple[int, str], list[float]]:
+    """Milliseconds of each request that tells, by repeat and prompt."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for repeat, request, first, done in _timed(cells):
+        key = repeat, conversation_of(request.prompt)
+        if which == "ttft":
+            found[key].append(1e3 * (first - request.sent))
+        elif request.output_tokens >= 2:
+            found[key].append(1e3 * (done - first) / (request.output_tokens - 1))
+    return found
+
+
+def _spread(cells: Sequence[Cell], which: Latency) -> Spread | None:
+    found = latencies(cells, which)
+    several = BOOTSTRAP.quantiles(found, (0.5, 0.9, 0.99))
+    mean = BOOTSTRAP.interval([_latency_panel(found)], pooled())
+    if several is None or mean is None:
+        return None
+    return Spread(mean=mean, p50=several[0], p90=several[1], p99=several[2])
+
+
+def _latency_panel(found: dict[tuple[int, str], list[float]]) -> Panel:
+    rows = ((repeat, prompt, (sum(values), len(values))) for (repeat, prompt), values in found.items())
+    return Panel.collect(rows, columns=2)
 
 
 def _tallied(cells: Sequence[Cell], columns: int, of: Callable[[AcceptanceStatistics], Sequence[float]]) -> Panel:
@@ -287,18 +196,16 @@ def _tallied(cells: Sequence[Cell], columns: int, of: Callable[[AcceptanceStatis
         for cell in cells:
             telling = [request for request in cell.good if request.acceptance]
             for request in telling:
-                yield cell.repeat, request.prompt, of(_statistics(request.acceptance))
+                yield cell.repeat, conversation_of(request.prompt), of(statistics_of(request.acceptance))
             if not telling and cell.acceptance:  # a server tells of all prompts together: only repeats can differ
                 yield cell.repeat, "", of(cell.acceptance_statistics)
 
     return Panel.collect(rows(), columns=columns)
 
 
-def _statistics(triples: Sequence[tuple[int, int, int]]) -> AcceptanceStatistics:
-    tally: Counter[tuple[int, int]] = Counter()
-    for drafted, accepted, rounds in triples:
-        tally[drafted, accepted] += rounds
-    return AcceptanceStatistics(tally=tally)
+def _panel(rows: Iterable[tuple[int, RequestRecord, tuple[float, float]]]) -> Panel:
+    """The turns of a conversation are one prompt: all fast or all slow."""
+    return Panel.collect(((repeat, conversation_of(one.prompt), values) for repeat, one, values in rows), columns=2)
 
 
 def _timed(cells: Iterable[Cell]) -> Iterator[tuple[int, RequestRecord, float, float]]:
@@ -309,35 +216,5 @@ def _timed(cells: Iterable[Cell]) -> Iterator[tuple[int, RequestRecord, float, f
                 yield cell.repeat, request, request.first_token, request.done
 
 
-def latencies(cells: Iterable[Cell], which: Latency) -> dict[tuple[int, str], list[float]]:
-    """Milliseconds of each request that tells, by repeat and prompt."""
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for repeat, request, first, done in _timed(cells):
-        if which == "ttft":
-            found[repeat, request.prompt].append(1e3 * (first - request.sent))
-        elif request.output_tokens >= 2:
-            found[repeat, request.prompt].append(1e3 * (done - first) / (request.output_tokens - 1))
-    return found
-
-
-def _spread(cells: Sequence[Cell], which: Latency) -> Spread | None:
-    found = latencies(cells, which)
-    several = quantiles(found, (0.5, 0.9, 0.99))
-    rows = ((repeat, prompt, (sum(values), len(values))) for (repeat, prompt), values in found.items())
-    mean = interval([Panel.collect(rows, columns=2)], pooled())
-    if several is None or mean is None:
-        return None
-    return Spread(mean=mean, p50=several[0], p90=several[1], p99=several[2])
-
-
 def _errors(cell: Cell) -> int:
     return len(cell.requests) - len(cell.good)
-
-
-def _digests(cells: Sequence[Cell]) -> Mapping[tuple[int, str], Counter[str]]:
-    found: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
-    for cell in cells:
-        for request in cell.good:
-            if request.digest is not None:
-                found[cell.repeat, request.prompt][request.digest] += 1
-    return found

@@ -10,21 +10,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fledge.bench.inflate import TargetPlan
-from fledge.bench.inflate_drafter import drafter_config, inflate_drafter
+from fledge.bench.inflate import TargetPlan, drafter_config, inflate_drafter
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import hf_config, hf_name, load_target
+from fledge.checkpoints.target import hf_config, load_target
 from fledge.checkpoints.tensors import refuse_existing
 from fledge.checkpoints.weights import stored_tensors
-from fledge.files import atomic_directory, read_json, write_json
+from fledge.files import atomic_directory, read_json, write_json, write_text
 from fledge.layers.block import DecoderLayer
 from fledge.layers.norm import RMSNorm
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetModel
+from fledge.models.target.llama import FAMILY as LLAMA
 from fledge.provenance import run_provenance
 
 _COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "*.model")
@@ -122,7 +122,7 @@ class _Shards:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         self._files += 1
         file = f"model-{self._files:05d}-of-{self._count:05d}.safetensors"
-        named = {hf_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
+        named = {LLAMA.stored_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
         save_file(named, self._directory / file, {"format": "pt"})
         self._map |= dict.fromkeys(named, file)
         self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in named.values())
@@ -185,4 +185,4 @@ def _write_card(directory: Path, inflation: Inflation, source: str, what: str, f
         f"Made by `fledge bench inflate`; `{PROVENANCE_FILE}` has the details.",
         "",
     ]
-    (directory / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    write_text(directory / "README.md", "\n".join(lines))

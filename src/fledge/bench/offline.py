@@ -12,23 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fledge.bench.closed_loop import ClosedLoop, Question, asked
-from fledge.bench.offline_engines import (
+from fledge.bench.closed_loop import ClosedLoop, TokenPrompt, cycled
+from fledge.bench.engines import (
     NO_SPECULATION,
-    Entrant,
-    Mode,
+    DraftMode,
     Models,
-    entrants,
+    contenders,
     graph_sizes,
     load_models,
     make_engine,
 )
-from fledge.bench.results import Cell, Load, Results, Status, write_results
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.recovery import DeadEngineError
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Cell, Contender, Load, Results, Status, write_results
 from fledge.evaluation.workloads import Workload, tokenised
 from fledge.progress import Progress
 from fledge.provenance import run_provenance
@@ -50,7 +49,7 @@ class OfflineSettings:
 
     target: str
     drafters: tuple[str, ...]
-    modes: tuple[Mode, ...]
+    modes: tuple[DraftMode, ...]
     workloads: tuple[Workload, ...]
     concurrencies: tuple[int, ...] = (1, 4, 16)
     requests: int | None = None  # per cell; None: by the concurrency
@@ -88,17 +87,15 @@ class OfflineSettings:
         }
 
 
-Turn = tuple[int, str, int, Entrant]  # repeat, workload, concurrency, contender
-
-
-def run_offline(settings: OfflineSettings, *, out: Path | None = None, progress: Progress | None = None) -> Results:
-    """Measure everything. After Ctrl-C, or when the time is over, return what there is, with status "partial"."""
-    return OfflineRun(settings=settings, out=out, progress=progress or Progress(quiet=True)).run()
+OfflineTurn = tuple[int, str, int, str]  # repeat, workload, concurrency, contender
 
 
 @dataclass(kw_only=True)
 class OfflineRun:
-    """Measures, and keeps what was measured. `run` it once."""
+    """Measures, and keeps what was measured. `run` it once.
+
+    After Ctrl-C, or when the time is over, the results are what there is, with status "partial".
+    """
 
     settings: OfflineSettings
     out: Path | None = None  # written after every cell, whole or not at all
@@ -107,10 +104,10 @@ class OfflineRun:
     _cells: list[Cell] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
     _facts: dict[str, Any] = field(default_factory=dict)
-    _entrants: list[Entrant] = field(default_factory=list)
+    _contenders: list[Contender] = field(default_factory=list)
     _provenance: Mapping[str, Any] = field(default_factory=dict)
     _dead: dict[str, str] = field(default_factory=dict)  # contender -> why nothing more is asked of it
-    _unmeasured: list[Turn] = field(default_factory=list)
+    _unmeasured: list[OfflineTurn] = field(default_factory=list)
 
     def run(self) -> Results:
         settings, started = self.settings, time.monotonic()
@@ -127,30 +124,30 @@ class OfflineRun:
         )
         if models.inflated is not None:
             self._notes.append(INFLATED_NOTE.format(shape=models.inflated))
-        self._entrants = entrants(models, settings.target, settings.modes)
-        questions, longest = self._questions(models)
+        self._contenders = contenders(models, settings.target, settings.modes)
+        prompts, longest = self._prompts(models)
         weight = models.target.embed_tokens.weight
         self._facts |= {"max_model_len": longest, "dtype": str(weight.dtype).removeprefix("torch.")}
-        self._facts |= {"device": weight.device.type, "parameters": sizes_of(models)}
+        self._facts |= {"device": weight.device.type, "parameters": models.parameters}
         deadline = None if settings.minutes is None else started + 60 * settings.minutes
-        order = schedule(settings, self._entrants)
+        order = schedule(settings, [one.name for one in self._contenders])
         try:
             engines = self._engines(models, longest)
-            self._warm_up(engines, models, questions)
-            self._measure_all(order, engines, models, questions, deadline)
+            self._warm_up(engines, models, prompts)
+            self._measure_all(order, engines, models, prompts, deadline)
         except KeyboardInterrupt:
             self.interrupted = True
             self._unmeasured = order[len(self._cells) :]
         return self._save()
 
-    def _questions(self, models: Models) -> tuple[dict[str, list[Question]], int]:
+    def _prompts(self, models: Models) -> tuple[dict[str, list[TokenPrompt]], int]:
         """The prompts of each workload that fit, and the length that all engines are set up for."""
         settings, limit = self.settings, models.target.config.max_positions
         longest = min(settings.max_model_len or limit, limit)
-        found: dict[str, list[Question]] = {}
+        found: dict[str, list[TokenPrompt]] = {}
         for workload in settings.workloads:
             ids = tokenised(workload, settings.target)
-            several = [Question(id=p.id, tokens=t) for p, t in zip(workload.prompts, ids, strict=True)]
+            several = [TokenPrompt(id=p.id, tokens=t) for p, t in zip(workload.prompts, ids, strict=True)]
             found[workload.name] = [q for q in several if len(q.tokens) + settings.max_tokens <= longest]
             if left_out := len(several) - len(found[workload.name]):
                 self._notes.append(f"{workload.name}: {left_out} of {len(several)} prompts are too long and left out")
@@ -171,22 +168,21 @@ class OfflineRun:
             enforce_eager=settings.enforce_eager,
         )
         engines = {}
-        with self.progress.task("engines", len(self._entrants)) as advance:
-            for entrant in self._entrants:
-                name = entrant.contender.name
-                engines[name] = make_engine(models, entrant, base, graph_sizes(settings.concurrencies))
-                advance(note=name)
+        with self.progress.task("engines", len(self._contenders)) as advance:
+            for one in self._contenders:
+                engines[one.name] = make_engine(models, one, base, graph_sizes(settings.concurrencies))
+                advance(note=one.name)
         return engines
 
     def _warm_up(
-        self, engines: Mapping[str, Engine], models: Models, questions: Mapping[str, Sequence[Question]]
+        self, engines: Mapping[str, Engine], models: Models, prompts: Mapping[str, Sequence[TokenPrompt]]
     ) -> None:
         """Every engine at every concurrency, a few rounds: kernels are compiled and graphs captured when first met."""
-        several = list(itertools.chain.from_iterable(questions.values()))
+        several = list(itertools.chain.from_iterable(prompts.values()))
         with self.progress.task("warm-up", len(engines) * len(self.settings.concurrencies)) as advance:
             for name, engine in engines.items():
                 for concurrency in self.settings.concurrencies:
-                    loop = self._loop(engine, models, asked(several, concurrency), concurrency, max_tokens=16)
+                    loop = self._loop(engine, models, cycled(several, concurrency), concurrency, max_tokens=16)
                     try:
                         loop.run()
                     except DeadEngineError as error:
@@ -195,7 +191,7 @@ class OfflineRun:
                     advance(note=name)
 
     def _loop(
-        self, engine: Engine, models: Models, questions: Sequence[Question], concurrency: int, max_tokens: int
+        self, engine: Engine, models: Models, prompts: Sequence[TokenPrompt], concurrency: int, max_tokens: int
     ) -> ClosedLoop:
         params = SamplingParams(
             temperature=self.settings.temperature,
@@ -204,7 +200,7 @@ class OfflineRun:
         )
         return ClosedLoop(
             engine=engine,
-            questions=questions,
+            prompts=prompts,
             concurrency=concurrency,
             params=params,
             eos_ids=models.eos_ids,
@@ -213,10 +209,10 @@ class OfflineRun:
 
     def _measure_all(
         self,
-        order: Sequence[Turn],
+        order: Sequence[OfflineTurn],
         engines: Mapping[str, Engine],
         models: Models,
-        questions: Mapping[str, Sequence[Question]],
+        prompts: Mapping[str, Sequence[TokenPrompt]],
         deadline: float | None,
     ) -> None:
         with self.progress.task("cells", len(order)) as advance:
@@ -224,10 +220,9 @@ class OfflineRun:
                 if deadline is not None and time.monotonic() > deadline:
                     self._unmeasured = list(order[number:])
                     return
-                repeat, workload, concurrency, entrant = turn
-                name = entrant.contender.name
-                prompts = asked(questions[workload], self.settings.requests_at(concurrency))
-                loop = self._loop(engines[name], models, prompts, concurrency, self.settings.max_tokens)
+                repeat, workload, concurrency, name = turn
+                chosen = cycled(prompts[workload], self.settings.requests_at(concurrency))
+                loop = self._loop(engines[name], models, chosen, concurrency, self.settings.max_tokens)
                 try:
                     self._measure(turn, loop, engines[name])
                 finally:  # also when it is interrupted: what was answered is kept
@@ -235,8 +230,8 @@ class OfflineRun:
                     self._save()
                 advance(note=f"{name}, {workload}, C={concurrency}, repeat {repeat + 1}")
 
-    def _measure(self, turn: Turn, loop: ClosedLoop, engine: Engine) -> None:
-        name = turn[3].contender.name
+    def _measure(self, turn: OfflineTurn, loop: ClosedLoop, engine: Engine) -> None:
+        name = turn[3]
         if name in self._dead:
             return
         try:
@@ -255,10 +250,7 @@ class OfflineRun:
     def _save(self) -> Results:
         results = self.results()
         if self.out is not None:
-            try:
-                write_results(results, self.out)
-            except OSError as error:
-                raise ConfigError(f"--out {self.out}: cannot be written: {error.strerror or error}") from None
+            write_results(results, self.out)
         return results
 
     def results(self) -> Results:
@@ -268,13 +260,13 @@ class OfflineRun:
         if self._unmeasured:
             why = INTERRUPTED if self.interrupted else OUT_OF_TIME
             notes.append(f"{why}: {len(self._unmeasured)} cells were not measured: {_named(self._unmeasured)}")
-        expected = settings.repeats * len(settings.workloads) * len(settings.concurrencies) * len(self._entrants)
+        expected = settings.repeats * len(settings.workloads) * len(settings.concurrencies) * len(self._contenders)
         whole = len(self._cells) == expected and all(cell.status == "complete" for cell in self._cells)
         return Results(
             kind="offline",
             title=settings.title,
             baseline=NO_SPECULATION,
-            contenders=tuple(entrant.contender for entrant in self._entrants),
+            contenders=tuple(self._contenders),
             cells=tuple(self._cells),
             settings={**settings.to_dict(), **self._facts},
             provenance=self._provenance,
@@ -283,24 +275,24 @@ class OfflineRun:
         )
 
 
-def schedule(settings: OfflineSettings, contenders: Sequence[Entrant]) -> list[Turn]:
+def schedule(settings: OfflineSettings, contenders: Sequence[str]) -> list[OfflineTurn]:
     """All cells in the order they are measured."""
-    order: list[Turn] = []
+    order: list[OfflineTurn] = []
     for repeat in range(settings.repeats):
         shift = repeat % len(contenders)
         turns = [*contenders[shift:], *contenders[:shift]]
         names = [workload.name for workload in settings.workloads]
-        order += [(repeat, name, c, entrant) for name in names for c in settings.concurrencies for entrant in turns]
+        order += [(repeat, name, c, one) for name in names for c in settings.concurrencies for one in turns]
     return order
 
 
-def _cell(turn: Turn, loop: ClosedLoop, dead: str | None) -> Cell:
-    repeat, workload, concurrency, entrant = turn
+def _cell(turn: OfflineTurn, loop: ClosedLoop, dead: str | None) -> Cell:
+    repeat, workload, concurrency, contender = turn
     requests = loop.records
     note = loop.failure or (dead if not requests else None)
     status: Status = "complete" if note is None else "partial" if any(r.error is None for r in requests) else "failed"
     return Cell(
-        contender=entrant.contender.name,
+        contender=contender,
         workload=workload,
         load=Load(concurrency=concurrency),
         repeat=repeat,
@@ -311,16 +303,6 @@ def _cell(turn: Turn, loop: ClosedLoop, dead: str | None) -> Cell:
     )
 
 
-def _named(turns: Sequence[Turn], most: int = 4) -> str:
-    named = [f"{e.contender.name}, {workload}, C={c}, repeat {repeat + 1}" for repeat, workload, c, e in turns[:most]]
+def _named(turns: Sequence[OfflineTurn], most: int = 4) -> str:
+    named = [f"{name}, {workload}, C={c}, repeat {repeat + 1}" for repeat, workload, c, name in turns[:most]]
     return "; ".join(named) + (f"; and {len(turns) - most} more" if len(turns) > most else "")
-
-
-def sizes_of(models: Models) -> dict[str, int]:
-    """Parameters of the target, and of each drafter what is its own."""
-    shared = {id(parameter) for parameter in models.target.parameters()}
-    own = {
-        name: sum(p.numel() for p in drafter.parameters() if id(p) not in shared)
-        for name, drafter in models.drafters.items()
-    }
-    return {"target": sum(p.numel() for p in models.target.parameters()), **own}

@@ -33,7 +33,7 @@ class RoundTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class DeviceLimits:
     """What the device can do, measured in the same run."""
 
     copy_terabytes_per_second: float
@@ -177,14 +177,14 @@ def prefill_flops(config: TargetConfig, tokens: int) -> float:
     return config.num_layers * (2 * per_token * tokens + attention)
 
 
-def measure_limits(device: torch.device) -> Limits:
+def measure_limits(device: torch.device) -> DeviceLimits:
     """Copy bandwidth and matrix rate of a GPU."""
     source = torch.empty(2**32, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device=device).to(torch.bfloat16) for _ in range(2))
     copy_seconds = _device_seconds(lambda: copy.copy_(source))
     product_seconds = _device_seconds(lambda: a @ b)
-    return Limits(
+    return DeviceLimits(
         copy_terabytes_per_second=2 * source.numel() / copy_seconds / 1e12,
         bf16_teraflops=2 * 8192**3 / product_seconds / 1e12,
     )

@@ -38,11 +38,15 @@ SHAPES = {
 }
 
 
-def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[TargetModel, Drafter]:
-    """Return a random target of the shape `name` and a one-layer EAGLE-3.1 drafter for it."""
+def shape_named(name: str) -> TargetConfig:
     if name not in SHAPES:
         raise ConfigError(f"unknown shape '{name}'.{nearest_name_hint(name, SHAPES)}")
-    config = replace(SHAPES[name], dtype=str(dtype).removeprefix("torch."))
+    return SHAPES[name]
+
+
+def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[TargetModel, Drafter]:
+    """Return a random target of the shape `name` and a one-layer EAGLE-3.1 drafter for it."""
+    config = replace(shape_named(name), dtype=str(dtype).removeprefix("torch."))
     with torch.device("meta"):
         target, drafter = TargetModel(config), build(EAGLE_3_1.config_for(config))
     for module in (target, drafter):

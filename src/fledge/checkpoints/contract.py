@@ -80,9 +80,10 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
         field = "target_hidden_size" if "target_hidden_size" in checkpoint.fields else "hidden_size"
         expected = f"{target.hidden_size}, the target's hidden size"
         yield finding("target-hidden-size", field, config.target_hidden_size, expected)
-    if config.layer.rope != target.layer.rope:
-        expected = f"{_rope_difference(target.layer.rope, config.layer.rope)}, as the target's"
-        yield finding("rope-differs", "rope_theta", _rope_difference(config.layer.rope, target.layer.rope), expected)
+    rope = target.layer.as_drafter.rope
+    if config.layer.rope != rope:
+        expected = f"{_rope_difference(rope, config.layer.rope)}, as the target's"
+        yield finding("rope-differs", "rope_theta", _rope_difference(config.layer.rope, rope), expected)
     if config.max_positions < target.max_positions:
         expected = f"{target.max_positions}, the target's"
         yield finding("max-positions-short", "max_position_embeddings", config.max_positions, expected)

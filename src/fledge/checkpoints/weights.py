@@ -1,8 +1,7 @@
 """Where the weights of a model are made from what a checkpoint holds: for targets and drafters, on every device.
 
 Checkpoints store query, key and value (and gate and up) apart, or already joined; our layers have one linear for
-each group. They store experts one by one; ours are one tensor of three dimensions. How the matrix of a linear is
-stored is the business of its weight format (`formats/`).
+each group. How the matrix of a linear is stored is the business of its weight format (`formats/`).
 """
 
 import importlib
@@ -100,12 +99,11 @@ def load_weights(
     _check_names(files, names, stored_shapes(model, form, stored=names, tied=tied))
     parts = _parts(model, names)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    others: dict[str, Tensor] = {}
-    for name, like in model.state_dict().items():
-        if name.rpartition(".")[0] not in linears:
-            stored = [f"{part}.weight" for part in parts[name]] if name in parts else [name]
-            joined = dense_tensor([files.read(names[one]) for one in stored], like, placement)
-            others[name] = joined.view(like.shape)
+    others = {
+        name: dense_tensor([files.read(names[name])], like, placement)
+        for name, like in model.state_dict().items()
+        if name not in parts
+    }
     model.load_state_dict(others, strict=False, assign=True)
     for name, empty in linears.items():
         if name in tied:
@@ -127,8 +125,7 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
         if name not in parts:
             out[name] = tensor
             continue
-        kind, whole = ("bias", tensor) if tensor.dim() == 1 else ("weight", tensor.reshape(-1, tensor.shape[-1]))
-        pieces = torch.split(whole, list(parts[name].values()))
+        kind, pieces = name.rpartition(".")[2], torch.split(tensor, list(parts[name].values()))
         out |= {f"{part}.{kind}": rows for part, rows in zip(parts[name], pieces, strict=True)}
     return out
 
@@ -152,15 +149,6 @@ def _parts(model: nn.Module, stored: Collection[str] = ()) -> dict[str, dict[str
                     sizes = [attention.config.query_size, attention.config.kv_size, attention.config.kv_size]
                 parts = {f"{parent}.{part}": rows for part, rows in zip(_STACKED[own], sizes, strict=True)}
             found |= {f"{name}.{kind}": parts for kind in module.state_dict()}
-        for own, matrices in module.named_parameters(recurse=False):
-            if matrices.dim() == 3 and f"{name}.{own}" not in stored:  # experts: a matrix each
-                kinds = _STACKED.get(own, (own,))
-                sizes = [matrices.shape[1] // len(kinds)] * len(kinds)
-                found[f"{name}.{own}"] = {
-                    f"{name}.{expert}.{kind}": rows
-                    for expert in range(len(matrices))
-                    for kind, rows in zip(kinds, sizes, strict=True)
-                }
     return found
 
 

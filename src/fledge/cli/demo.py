@@ -39,7 +39,7 @@ def demo(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = shown.Show(
+    settings = shown.DemoSettings(
         prompts=tuple(prompt or shown.PROMPTS), depth=depth, max_tokens=max_tokens, repeats=repeats, device=device
     )
     console = Console(highlight=False, stderr=as_json)
@@ -47,7 +47,7 @@ def demo(
     console.print(INTRODUCTION)
     identical = shown.stream_answers(contenders, settings, console)
     with console.status("timing, beside transformers"):
-        generate = shown.Generate(contenders[0].llm)
+        generate = shown.TransformersLoop(contenders[0].llm)
         shown.time_answers(contenders, generate, settings)
     figures = shown.report(contenders, generate, settings)
     if as_json:

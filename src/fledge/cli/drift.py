@@ -1,11 +1,9 @@
 """`fledge drift`: where a drafter's attention goes as it drafts deeper, and what that costs."""
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +13,7 @@ from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.errors import CheckpointError, ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
-    from fledge.drift.report import Report
+    from fledge.drift.report import DriftReport
     from fledge.drift.summary import SuiteResult
 
 INTERRUPTED = 130
@@ -66,52 +64,51 @@ def drift(
     Real speculation is observed, depth by depth: where attention goes, how states grow, what is accepted. Then the same
     prompts come in other shapes. After Ctrl-C the same command goes on where it was.
     """
-    chosen = _models(target, drafter)
-    names = _perturbations(perturb or (), suite)
+    target, drafters = _models(target, drafter)
+    perturbations = list(perturb or ())
+    suite = suite or ("none" if perturbations else "quick")
+    if suite not in SUITES:
+        raise ConfigError(f"--suite: unknown suite '{suite}'.{nearest_name_hint(suite, SUITES)}")
 
-    from fledge.drift.figures import all_figures, check, parse_conditions  # noqa: PLC0415 - torch takes seconds
-    from fledge.drift.laboratory import EngineLaboratory  # noqa: PLC0415
+    from fledge.drift.figures import check, figures, parse_conditions  # noqa: PLC0415 - torch takes seconds
     from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415
-    from fledge.drift.probe import ProbeSettings  # noqa: PLC0415
-    from fledge.drift.report import REPORT_FILE, make_report, read_results, write_report  # noqa: PLC0415
+    from fledge.drift.probe import Prober, ProbeSettings  # noqa: PLC0415
+    from fledge.drift.report import REPORT_FILE, make_report, write_report  # noqa: PLC0415
     from fledge.drift.suite import run_suite  # noqa: PLC0415
-    from fledge.drift.workloads import load_workload  # noqa: PLC0415
+    from fledge.drift.workloads import load_probe_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
+    from fledge.provenance import run_provenance  # noqa: PLC0415
 
     conditions = fail_if or []
-    perturbations = [*(default_suite(names.suite) if names.suite != "none" else ()), *names.single]
+    if suite != "none":
+        perturbations = [*default_suite(suite), *perturbations]
     for name in perturbations:
         parse_perturbation(name)
     for condition in parse_conditions(conditions):
         if not perturbations and condition.figure.startswith(("al_drop", "own_attention_rise")):
             raise ConfigError(f"condition '{condition.text}': needs perturbations; leave out --suite none")
-    prompts = load_workload(workload, sample=sample, seed=seed)
+    prompts = load_probe_workload(workload, sample=sample, seed=seed)
     settings = ProbeSettings(
         depth=depth, max_tokens=max_tokens, temperature=temperature, seed=seed, sink_tokens=sink_tokens
     )
     options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed}
-    laboratory = EngineLaboratory(
-        target=chosen.target,
-        workload=prompts.name,
-        settings=settings,
-        options=options | ({} if max_model_len is None else {"max_model_len": max_model_len}),
-    )
+    options |= {} if max_model_len is None else {"max_model_len": max_model_len}
+    prober = Prober(target, workload=prompts.name, settings=settings, **options)
     _check_out(out)
     progress = Progress(quiet=quiet)
-    started = time.perf_counter()
+    started, provenance = time.perf_counter(), run_provenance()
     try:
-        result = run_suite(chosen.drafters, prompts, perturbations, laboratory, out, progress=progress)
-        results = read_results(out, result)
+        result, results = run_suite(drafters, prompts, perturbations, prober, out, progress=progress)
         progress.say("writing the report")
-        facts: dict[str, Any] = {"prompts": len(prompts.conversations), "max tokens": max_tokens}
-        facts |= {"temperature": temperature, "sink tokens": sink_tokens, "seed": seed}
-        facts |= {"dtype": dtype, "device": device}
-        report = make_report(result, results, _setup(result, facts, time.perf_counter() - started))
+        facts: dict[str, Any] = {"max tokens": max_tokens, "temperature": temperature, "sink tokens": sink_tokens}
+        facts |= {"seed": seed, "dtype": dtype, "device": device}
+        seconds = time.perf_counter() - started
+        report = make_report(result, results, _setup(result, len(prompts.prompts), facts, provenance, seconds))
         write_report(out, report, results)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    violations = {name: check(conditions, found) for name, found in all_figures(result).items()}
+    violations = {name: check(conditions, figures(result, name)) for name in result.names}
     if as_json:
         values = {"report": str(out / REPORT_FILE), "violations": violations, **report.to_dict()}
         print(json.dumps(values, allow_nan=False))
@@ -124,40 +121,20 @@ def drift(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Models:
-    target: str
-    drafters: tuple[str, ...]
-
-
-def _models(target: str | None, drafters: Sequence[str] | None) -> _Models:
-    """The models to probe, all of them there; the bundled ones if none is named."""
+def _models(target: str | None, drafters: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
+    """The target and the drafters to probe, all of them there; the bundled ones if none is named."""
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
 
     if (target is None) != (not drafters):
         missing = "--target" if target is None else "--drafter"
         raise ConfigError(f"{missing} is missing: name a target and its drafters, or neither for the bundled models")
-    chosen = _Models(target=target or TARGET, drafters=tuple(drafters or DRAFTERS.values()))
-    for name in (chosen.target, *chosen.drafters):
-        directory = resolve(name)
-        if not directory.is_dir():  # a bundled one, which this installation does not have
+    target, drafters = target or TARGET, tuple(drafters or DRAFTERS.values())
+    for name in (target, *drafters):
+        if not resolve(name).is_dir():  # a bundled one, which this installation does not have
             raise CheckpointError(
                 f"{name}: this installation of Fledge has no bundled models; name your own with --target and --drafter"
             )
-    return chosen
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Perturbations:
-    suite: str
-    single: tuple[str, ...]
-
-
-def _perturbations(single: Sequence[str], suite: str | None) -> _Perturbations:
-    suite = suite or ("none" if single else "quick")
-    if suite not in SUITES:
-        raise ConfigError(f"--suite: unknown suite '{suite}'.{nearest_name_hint(suite, SUITES)}")
-    return _Perturbations(suite=suite, single=tuple(single))
+    return target, drafters
 
 
 def _check_out(out: Path) -> None:
@@ -167,18 +144,12 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out {out}: cannot be made: {error.strerror}; name another directory") from None
 
 
-def _setup(suite: "SuiteResult", facts: dict[str, Any], seconds: float) -> dict[str, str]:
+def _setup(
+    suite: "SuiteResult", prompts: int, facts: dict[str, Any], provenance: dict[str, Any], seconds: float
+) -> dict[str, str]:
     """What the report says about how it came about."""
-    import platform  # noqa: PLC0415
-
-    import torch  # noqa: PLC0415
-    import transformers  # noqa: PLC0415
-
-    from fledge.provenance import device_name, git_commit  # noqa: PLC0415
-    from fledge.version import __version__  # noqa: PLC0415
-
-    commit = git_commit()
-    machine = f"CPU ({platform.machine()})" if facts["device"] == "cpu" else device_name()
+    commit, versions = provenance["git_commit"], provenance["versions"]
+    machine = provenance["cpu"] if facts["device"] == "cpu" else provenance["device"]
     drafters = [
         f"{one.name} ({one.variant}" + (f", trained to depth {one.trained_depth})" if one.trained_depth else ")")
         for one in suite.drafters
@@ -187,22 +158,21 @@ def _setup(suite: "SuiteResult", facts: dict[str, Any], seconds: float) -> dict[
     return {
         "Target": suite.target,
         "Drafters": "; ".join(drafters),
-        "Workload": f"{suite.workload}, {facts['prompts']} prompts",
+        "Workload": f"{suite.workload}, {prompts} prompts",
         "Rounds, unperturbed": ", ".join(rounds),
         "Depth": str(suite.depth),
-        "Settings": ", ".join(f"{name} {value}" for name, value in facts.items() if name != "prompts"),
+        "Settings": ", ".join(f"{name} {value}" for name, value in facts.items()),
         "Perturbations": f"{len(suite.perturbations) - 1}, of which some drafter skipped "
         f"{len({cell.perturbation for cell in suite.skipped})}",
-        "Command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "Fledge": __version__ + (f", commit {commit}" if commit else ""),
-        "Versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
+        "Command": provenance["command"],
+        "Fledge": provenance["fledge_version"] + (f", commit {commit}" if commit else ""),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "Machine": f"{machine}; this run took {seconds:.0f} s, without what earlier ones had done",
-        "Date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "Date": provenance["date"],
     }
 
 
-def _print(report: "Report", page: Path) -> None:
+def _print(report: "DriftReport", page: Path) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 

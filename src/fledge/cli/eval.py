@@ -11,7 +11,7 @@ from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fledge.bench.results import Results
+    from fledge.evaluation.report import EvalReport
 
 INTERRUPTED = 130
 _WIDE = 160  # columns, where no terminal says how many it has
@@ -65,9 +65,9 @@ def evaluate(
     depths = [int(number) for number in _numbers("depth", depth, whole=True)]
     temperatures = _numbers("temperature", temperature)
 
-    from fledge.bench.evaluate import EvalSettings, run_eval  # noqa: PLC0415 - torch takes seconds
-    from fledge.bench.evaluate_tables import summary, write_markdown  # noqa: PLC0415
-    from fledge.bench.results import check_writable  # noqa: PLC0415
+    from fledge.evaluation.evaluate import EvalSettings, run_eval  # noqa: PLC0415 - torch takes seconds
+    from fledge.evaluation.report import EvalReport  # noqa: PLC0415
+    from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 
@@ -92,12 +92,13 @@ def evaluate(
     if not results.cells:
         print("interrupted before anything was measured", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
+    report = EvalReport(results)
     if markdown is not None:
-        write_markdown(results, markdown)
+        report.write_markdown(markdown)
     if as_json:
-        print(json.dumps({"results": None if out is None else str(out), **summary(results)}, allow_nan=False))
+        print(json.dumps({"results": None if out is None else str(out), **report.summary()}, allow_nan=False))
     else:
-        _print(results, [path for path in (out, markdown) if path is not None])
+        _print(report, [path for path in (out, markdown) if path is not None])
     for note in results.notes:
         print(f"note: {note}", file=sys.stderr)
     if any(note.startswith("interrupted") for note in results.notes):
@@ -114,16 +115,17 @@ def _numbers(name: str, text: str, *, whole: bool = False) -> list[float]:
         raise ConfigError(f"--{name}: found {text!r}, expected {kind} separated by commas") from None
 
 
-def _print(results: "Results", written: list[Path]) -> None:
+def _print(report: "EvalReport", written: list[Path]) -> None:
     from rich.console import Console  # noqa: PLC0415
 
-    from fledge.bench.evaluate_tables import lossless, tables  # noqa: PLC0415
+    from fledge.evaluation.report import plus_minus  # noqa: PLC0415
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDE
-    for table in tables(results, console.width):
-        console.print(table)
-    console.print(lossless(results), markup=False)
+    for table in report.tables(plus_minus):
+        for part in table.to_rich(console.width):
+            console.print(part)
+    console.print(report.lossless, markup=False)
     for path in written:
         console.print(f"Written: {path}", markup=False, soft_wrap=True)

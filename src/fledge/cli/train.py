@@ -14,7 +14,6 @@ from fledge.errors import FledgeError
 
 if TYPE_CHECKING:
     from fledge.training.pipeline import RunReport
-    from fledge.training.plan import Plan
     from fledge.training.recipe import Recipe
 
 INTERRUPTED = 130
@@ -82,12 +81,12 @@ def _plan(recipe: "Recipe", *, as_json: bool) -> None:
 
     plan = make_plan(recipe)
     if as_json:
-        print(json.dumps(plan.to_dict()))
+        print(json.dumps(plan))
     else:
         _print_plan(recipe, plan)
 
 
-def _print_plan(recipe: "Recipe", plan: "Plan") -> None:
+def _print_plan(recipe: "Recipe", plan: dict[str, Any]) -> None:
     """What each stage does and takes, then the memory of `fit`, then what is wrong."""
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
@@ -96,27 +95,27 @@ def _print_plan(recipe: "Recipe", plan: "Plan") -> None:
     from fledge.training.plan import DECODE_SHARE, FIT_SHARE, gigabytes  # noqa: PLC0415
 
     console = Console(highlight=False)
-    about = "" if plan.data["exact"] else "about "
-    fit, capture = plan.fit, plan.capture
-    size = f"{plan.data['examples']:,} examples, {plan.data['tokens']:,} tokens"
-    seconds = {"regenerate": plan.regenerate["seconds"], "capture": capture["seconds"], "fit": fit["seconds"]}
-    seconds["eval"] = plan.eval["seconds"]
+    data, fit, capture, probe = plan["data"], plan["fit"], plan["capture"], plan["probe"]
+    about = "" if data["exact"] else "about "
+    size = f"{data['examples']:,} examples, {data['tokens']:,} tokens"
+    seconds = {"regenerate": plan["regenerate"]["seconds"], "capture": capture["seconds"], "fit": fit["seconds"]}
+    seconds["eval"] = plan["eval"]["seconds"]
     what = {
         "prepare": f"{about}{size}",
-        "regenerate": f"{about}{plan.regenerate['tokens']:,} tokens" if recipe.regenerate.enabled else "off",
-        "vocab": f"{plan.vocab['size']:,} tokens" if plan.vocab["size"] else "the target's whole vocabulary",
+        "regenerate": f"{about}{plan['regenerate']['tokens']:,} tokens" if recipe.regenerate.enabled else "off",
+        "vocab": f"{plan['vocab']['size']:,} tokens" if plan["vocab"]["size"] else "the target's whole vocabulary",
         "capture": f"{about}{gigabytes(capture['bytes'])} to disk ({gigabytes(capture['disk_free'])} free)"
         if capture["mode"] == "offline"
         else f"online: nothing on disk (offline would be {gigabytes(capture['bytes_per_token'])} per token)",
         "fit": f"{fit['parameters']:,} parameters; {fit['steps']:,} steps of {recipe.fit.rows} x {recipe.fit.length}, "
         f"{about}{fit['rows']:,} rows an epoch; {fit['flops_total']:.2e} operations",
-        "eval": f"at most {plan.eval['tokens']:,} tokens" if recipe.eval.enabled else "off",
+        "eval": f"at most {plan['eval']['tokens']:,} tokens" if recipe.eval.enabled else "off",
     }
     table = Table(title=f"{recipe.output}")
     for heading in ("stage", "state", "what"):
         table.add_column(heading)
     table.add_column("time, about", justify="right")
-    for row in plan.stages:
+    for row in plan["stages"]:
         name = row["stage"]
         waiting = row["state"] != "up to date" and seconds.get(name)
         table.add_row(name, row["state"], what[name], duration(seconds[name]) if waiting else "")
@@ -132,11 +131,11 @@ def _print_plan(recipe: "Recipe", plan: "Plan") -> None:
     memory.add_row("free now", gigabytes(fit["memory_free"]))
     console.print(memory)
     console.print(
-        f"Sizes {'are exact: from ' if plan.data['exact'] else 'are estimated from '}{plan.data['how']}. Times assume "
-        f"{FIT_SHARE:.0%} of the matrix rate measured here ({plan.probe['flops_per_second'] / 1e12:.3g} TFLOP/s, "
-        f"{plan.probe['dtype']}, {plan.device}) for fit and {DECODE_SHARE:.0%} for generating."
+        f"Sizes {'are exact: from ' if data['exact'] else 'are estimated from '}{data['how']}. Times assume "
+        f"{FIT_SHARE:.0%} of the matrix rate measured here ({probe['flops_per_second'] / 1e12:.3g} TFLOP/s, "
+        f"{probe['dtype']}, {plan['device']}) for fit and {DECODE_SHARE:.0%} for generating."
     )
-    for warning in plan.warnings:
+    for warning in plan["warnings"]:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
 
 

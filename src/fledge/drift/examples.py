@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fledge.decoding.params import SamplingParams
-from fledge.drift.result import Example, ExampleToken, PromptRow, TokenStatus
+from fledge.drift.result import AnswerExample, ExampleToken, PromptRow, TokenStatus
 from fledge.engine.request import RoundRecord
 from fledge.engine.text_stream import TextStream
 
@@ -25,12 +25,12 @@ class Answered:
 
 def worst_examples(
     answers: Sequence[Answered], count: int, tokenizer: Any | None, in_draft: Tensor | None
-) -> tuple[Example, ...]:
+) -> tuple[AnswerExample, ...]:
     """Return the `count` answers of lowest acceptance length, the lowest first."""
     drafted = [(length, answer) for answer in answers if (length := answer.row.acceptance.acceptance_length)]
     drafted.sort(key=lambda pair: pair[0])
     return tuple(
-        Example(
+        AnswerExample(
             id=answer.row.id,
             category=answer.row.category,
             acceptance_length=length,

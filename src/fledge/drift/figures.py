@@ -40,20 +40,6 @@ FIGURES: dict[str, str] = {
     "ece": "expected calibration error of the drafter's confidence",
     "outside_vocabulary": "share of misses whose right token is outside the draft vocabulary",
 }
-_FROM_DRIFT = (
-    "own_attention_depth_1",
-    "own_attention_middle",
-    "own_attention_last",
-    "prompt_attention_depth_1",
-    "prompt_attention_last",
-    "sink_attention_depth_1",
-    "sink_attention_last",
-    "hidden_growth",
-    "feature_growth",
-    "top_layer_share",
-    "ece",
-    "outside_vocabulary",
-)
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -65,42 +51,30 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 _CONDITION = re.compile(r"\s*([A-Za-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
-def figures(suite: SuiteResult, drafter: str | None = None) -> dict[str, float]:
-    """Return the figures (see FIGURES) of a drafter, or of the only one. What was not measured is left out."""
-    if drafter is None:
-        if len(suite.drafters) > 1:
-            raise ConfigError(f"figures are a drafter's; choose one of {', '.join(suite.names)}")
-        drafter = suite.names[0]
-    base = suite.cell(drafter)
+def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
+    """Return the figures (see FIGURES) of a drafter. What was not measured is left out."""
+    base, cells = suite.cell(drafter), cells_of(suite, drafter)
     found: dict[str, float | None] = {}
     if base.acceptance_length is not None:
         found |= {"al": base.acceptance_length.value, "al_low": base.acceptance_length.low}
-    found["al_drop"] = _drop(worst_cell(suite, drafter))
-    found["al_drop_certain"] = _largest(
-        1 - cell.compared.ratio.high for cell in _compared(suite, drafter) if cell.compared and cell.compared.ratio.high
-    )
-    for group in GROUPS:
-        found[f"al_drop_{group}"] = _drop(worst_cell(suite, drafter, group))
     if base.drift is not None:
-        found |= {name: getattr(base.drift, name) for name in _FROM_DRIFT}
+        found |= {name: value for name, value in base.drift.to_dict().items() if name in FIGURES}
         found["drift_depth"] = math.inf if base.drift.drift_depth is None else base.drift.drift_depth
-    found["own_attention_rise"] = _largest(
-        cell.own_attention_compared.difference.value
-        for cell in _compared(suite, drafter)
-        if cell.own_attention_compared is not None
-    )
+    for group in (None, *GROUPS):
+        worst = worst_cell(suite, drafter, group)
+        if worst is not None and worst.compared is not None:
+            found["al_drop" if group is None else f"al_drop_{group}"] = 1 - worst.compared.ratio.value
+    highs = [cell.compared.ratio.high for cell in cells if cell.compared is not None]
+    found["al_drop_certain"] = max((1 - high for high in highs if high), default=None)
+    rises = [cell.own_attention_compared for cell in cells if cell.compared is not None]
+    found["own_attention_rise"] = max((rise.difference.value for rise in rises if rise is not None), default=None)
     return {name: float(value) for name in FIGURES if (value := found.get(name)) is not None and not math.isnan(value)}
-
-
-def all_figures(suite: SuiteResult) -> dict[str, dict[str, float]]:
-    """The figures of every drafter, by its name."""
-    return {name: figures(suite, name) for name in suite.names}
 
 
 def worst_cell(suite: SuiteResult, drafter: str, group: str | None = None) -> CellSummary | None:
     """The perturbation that costs the drafter the most acceptance length, of all or of a group (see GROUPS)."""
-    cells = [cell for cell in cells_of(suite, drafter, group) if cell.compared is not None]
-    return min(cells, key=lambda cell: cell.compared.ratio.value if cell.compared else math.inf, default=None)
+    ratios = [(cell.compared.ratio.value, cell) for cell in cells_of(suite, drafter, group) if cell.compared]
+    return min(ratios, key=lambda pair: pair[0])[1] if ratios else None
 
 
 def cells_of(suite: SuiteResult, drafter: str, group: str | None = None) -> list[CellSummary]:
@@ -115,20 +89,8 @@ def cells_of(suite: SuiteResult, drafter: str, group: str | None = None) -> list
     ]
 
 
-def _compared(suite: SuiteResult, drafter: str) -> list[CellSummary]:
-    return [cell for cell in cells_of(suite, drafter) if cell.compared is not None]
-
-
-def _drop(cell: CellSummary | None) -> float | None:
-    return None if cell is None or cell.compared is None else 1 - cell.compared.ratio.value
-
-
-def _largest(values: Iterable[float]) -> float | None:
-    return max(values, default=None)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Condition:
+class FigureCondition:
     """A figure, a comparison and a number, such as `al_drop>0.2`."""
 
     text: str
@@ -142,7 +104,7 @@ class Condition:
         return _COMPARISONS[self.comparison](figures[self.figure], self.bound)
 
 
-def parse_conditions(expressions: Iterable[str]) -> tuple[Condition, ...]:
+def parse_conditions(expressions: Iterable[str]) -> tuple[FigureCondition, ...]:
     """Read conditions, several in one expression where commas part them. Unknown figures are refused."""
     conditions = []
     for text in (part.strip() for expression in expressions for part in expression.split(",")):
@@ -152,7 +114,7 @@ def parse_conditions(expressions: Iterable[str]) -> tuple[Condition, ...]:
         name, comparison, bound = match.groups()
         if name not in FIGURES:
             raise ConfigError(f"condition '{text}': unknown figure '{name}'.{nearest_name_hint(name, FIGURES)}")
-        conditions.append(Condition(text=text, figure=name, comparison=comparison, bound=float(bound)))
+        conditions.append(FigureCondition(text=text, figure=name, comparison=comparison, bound=float(bound)))
     return tuple(conditions)
 
 

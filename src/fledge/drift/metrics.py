@@ -5,7 +5,7 @@ says nothing about it. So acceptance, calibration, misses and cosines are over t
 Attention, norms and confidence are properties of drafting and are means over all rounds that drafted so deep.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.drift.replay import Replayed
 from fledge.drift.result import (
-    Attention,
+    AttentionMeans,
     Calibration,
     CalibrationBin,
     Curve,
@@ -28,6 +28,7 @@ from fledge.drift.segments import LABELS, Segment
 from fledge.engine.request import RoundRecord
 
 BINS = 10
+_STATES = ("hidden", "head", "feature")  # whose size is followed from depth to depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,8 @@ class DriftSums:
         self.acceptance = AcceptanceStatistics()
         self.engine_acceptance = AcceptanceStatistics()
         self._in_draft = None if in_draft is None else in_draft.cpu()
-        self._sums: dict[str, Tensor] = {}
+        self._by_depth: dict[str, Tensor] = {}  # sums over rounds, [depth, ...]
+        self._by_round: dict[str, Tensor] = {}  # of what a round has once, [...]
         self._agreeing = 0
         self._replayed = 0
 
@@ -114,122 +116,109 @@ class DriftSums:
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
         self._agreeing += judged.agreeing
         self._replayed += len(records)
-        self._add_drafting(replayed, judged.drafted.double())
-        self._add_verdicts(replayed, judged, torch.tensor(tokens))
+        _increase(self._by_depth, _drafting_sums(replayed, judged.drafted.double()))
+        _increase(self._by_depth, _verdict_sums(replayed, judged, torch.tensor(tokens), self._in_draft))
+        norms = replayed.contributions.double()
+        shares = norms / norms.sum(-1, keepdim=True).clamp(min=1e-30)
+        once = {"fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
+        _increase(self._by_round, {name: values.double().sum(0) for name, values in once.items()})
         return judged, acceptance
 
     @property
     def replay_agreement(self) -> float | None:
         return self._agreeing / self._replayed if self._replayed else None
 
-    def _add_drafting(self, replayed: Replayed, drafted: Tensor) -> None:
-        seen = replayed.visible.sum(-1)  # [rounds, depth]
-        limit = seen.double().log()[..., None, None]
-        # One visible row leaves no choice: attention is as even as it can be.
-        normalised = torch.where(limit > 0, replayed.entropy.double() / limit.clamp(min=1e-9), 1.0)
-        per_round = {
-            "rounds": torch.ones_like(drafted),
-            "mass": replayed.mass,
-            "entropy": replayed.entropy,
-            "normalised": normalised,
-            "distance": replayed.distance,
-            "visible": replayed.visible.double() / seen[..., None],
-            "confidence": replayed.confidence,
-        }
-        for name in ("hidden_rms", "head_rms", "feature_rms"):
-            values = getattr(replayed, name)
-            per_round[name] = values
-            per_round[f"first_{name}"] = values[:, :1].expand_as(values)
-        for name, values in per_round.items():
-            self._sum(name, torch.einsum("rd,rd...->d...", drafted, values.double()))
-        self._sum("fused_rms", replayed.fused_rms.double().sum())
-        self._sum("norms", replayed.contributions.double().sum(0))
-        shares = replayed.contributions.double()
-        self._sum("shares", (shares / shares.sum(-1, keepdim=True).clamp(min=1e-30)).sum(0))
-
-    def _add_verdicts(self, replayed: Replayed, judged: Judged, text: Tensor) -> None:
-        missed = judged.reached & ~judged.right
-        self._sum("reached", judged.reached.sum(0))
-        self._sum("missed", missed.sum(0))
-        places = (replayed.starts[:, None] + torch.arange(self.depth)).clamp(max=len(text) - 1)
-        outside = torch.zeros_like(missed) if self._in_draft is None else missed & ~self._in_draft[text[places]]
-        self._sum("outside", outside.sum(0))
-        for name in ("head_cosine", "feature_cosine"):
-            values = getattr(replayed, name).double()
-            counted = judged.comparable & ~values.isnan()
-            self._sum(name, torch.where(counted, values, 0.0).sum(0))
-            self._sum(f"{name}_count", counted.sum(0))
-        bins = (replayed.confidence * BINS).long().clamp(0, BINS - 1)
-        chosen = torch.nn.functional.one_hot(bins, BINS).double() * judged.reached[..., None]  # [rounds, depth, bins]
-        self._sum("bin_count", chosen.sum(0))
-        self._sum("bin_confidence", (chosen * replayed.confidence[..., None]).sum(0))
-        self._sum("bin_right", (chosen * judged.right[..., None]).sum(0))
-
-    def _sum(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, torch.zeros_like(values, dtype=torch.float64)) + values
-
     def by_depth(self) -> tuple[DepthMetrics, ...]:
         """Return the figures of each depth that any round drafted to."""
-        if not self._sums:
-            return ()
-        return tuple(self._at(d) for d in range(self.depth) if self._sums["rounds"][d] > 0)
+        rounds = self._by_depth.get("rounds", torch.zeros(0))
+        return tuple(self._at(d) for d in range(len(rounds)) if rounds[d] > 0)
 
     def _at(self, d: int) -> DepthMetrics:
-        sums = {name: values[d] for name, values in self._sums.items() if name not in ("fused_rms", "norms", "shares")}
-        rounds = sums["rounds"]
-        mass, entropy, normalised, distance = (
-            sums[name] / rounds for name in ("mass", "entropy", "normalised", "distance")
-        )
-        layers, heads = entropy.shape
-        acceptance = self.acceptance
+        sums = {name: values[d] for name, values in self._by_depth.items()}
+        means = {name: values / sums["rounds"] for name, values in sums.items()}
+        of_heads = {name: means[name] for name in ("mass", "entropy", "normalised_entropy", "distance")}
+        layers, heads = means["entropy"].shape
         return DepthMetrics(
             depth=d + 1,
-            rounds=int(rounds),
-            attention=_attention(mass.mean((0, 1)), entropy.mean(), normalised.mean(), distance.mean()),
+            rounds=int(sums["rounds"]),
+            attention=_attention({name: values.mean((0, 1)) for name, values in of_heads.items()}),
             heads=tuple(
                 HeadAttention(
-                    layer=i,
-                    head=j,
-                    attention=_attention(mass[i, j], entropy[i, j], normalised[i, j], distance[i, j]),
+                    layer=i, head=j, attention=_attention({name: values[i, j] for name, values in of_heads.items()})
                 )
                 for i in range(layers)
                 for j in range(heads)
             ),
-            uniform_mass=_by_label(sums["visible"] / rounds),
-            hidden_rms=float(sums["hidden_rms"] / rounds),
-            head_rms=float(sums["head_rms"] / rounds),
-            feature_rms=float(sums["feature_rms"] / rounds),
-            hidden_growth=float(sums["hidden_rms"] / sums["first_hidden_rms"]),
-            head_growth=float(sums["head_rms"] / sums["first_head_rms"]),
-            feature_growth=float(sums["feature_rms"] / sums["first_feature_rms"]),
-            confidence=float(sums["confidence"] / rounds),
-            acceptance=_entry(acceptance.rate_by_depth, d),
-            conditional_acceptance=_entry(acceptance.conditional_rate_by_depth, d),
+            uniform_mass=_by_label(means["visible"]),
+            **{f"{what}_rms": float(means[f"{what}_rms"]) for what in _STATES},
+            **{f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES},
+            confidence=float(means["confidence"]),
+            acceptance=_entry(self.acceptance.rate_by_depth, d),
+            conditional_acceptance=_entry(self.acceptance.conditional_rate_by_depth, d),
             reached=int(sums["reached"]),
             missed=int(sums["missed"]),
             missed_outside_vocabulary=int(sums["outside"]),
             head_cosine=_mean(sums["head_cosine"], sums["head_cosine_count"]),
             feature_cosine=_mean(sums["feature_cosine"], sums["feature_cosine_count"]),
-            calibration=_calibration(sums["bin_count"], sums["bin_confidence"], sums["bin_right"]),
+            calibration=_calibration(sums["bins"]),
         )
 
     def calibration(self) -> Calibration:
         """All depths together."""
-        none = torch.zeros(self.depth, BINS, dtype=torch.float64)
-        names = ("bin_count", "bin_confidence", "bin_right")
-        return _calibration(*(self._sums.get(name, none).sum(0) for name in names))
+        return _calibration(self._by_depth.get("bins", torch.zeros(1, BINS, 3)).sum(0))
 
     def fusion_shares(self) -> tuple[FusionShare, ...]:
         if not self._replayed:
             return ()
-        shares, norms = (self._sums[name] / self._replayed for name in ("shares", "norms"))
+        shares, norms = (self._by_round[name] / self._replayed for name in ("shares", "norms"))
         return tuple(
             FusionShare(part=part, share=float(share), norm=float(norm))
             for part, share, norm in zip(self.parts, shares, norms, strict=True)
         )
 
     def fused_rms(self) -> float | None:
-        return float(self._sums["fused_rms"] / self._replayed) if self._replayed else None
+        return float(self._by_round["fused_rms"] / self._replayed) if self._replayed else None
+
+
+def _increase(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    for name, values in more.items():
+        sums[name] = sums.get(name, 0) + values.double()
+
+
+def _drafting_sums(replayed: Replayed, drafted: Tensor) -> dict[str, Tensor]:
+    """Sums of what drafting is like over the rounds that drafted to each depth; `drafted` [rounds, depth] is 0 or 1."""
+    seen = replayed.visible.sum(-1)  # [rounds, depth]
+    limit = seen.double().log()[..., None, None]
+    per_round = {
+        "rounds": torch.ones_like(drafted),
+        "mass": replayed.mass,
+        "entropy": replayed.entropy,
+        # One visible row leaves no choice: attention is as even as it can be.
+        "normalised_entropy": torch.where(limit > 0, replayed.entropy.double() / limit.clamp(min=1e-9), 1.0),
+        "distance": replayed.distance,
+        "visible": replayed.visible.double() / seen[..., None],
+        "confidence": replayed.confidence,
+    }
+    for name in (f"{what}_rms" for what in _STATES):
+        values = getattr(replayed, name)
+        per_round |= {name: values, f"first_{name}": values[:, :1].expand_as(values)}
+    return {name: torch.einsum("rd,rd...->d...", drafted, values.double()) for name, values in per_round.items()}
+
+
+def _verdict_sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | None) -> dict[str, Tensor]:
+    """Sums of what became of the drafts over the rounds that reached each depth."""
+    missed = judged.reached & ~judged.right
+    places = (replayed.starts[:, None] + torch.arange(missed.shape[1])).clamp(max=len(text) - 1)
+    outside = torch.zeros_like(missed) if in_draft is None else missed & ~in_draft[text[places]]
+    sums = {"reached": judged.reached.sum(0), "missed": missed.sum(0), "outside": outside.sum(0)}
+    for name in ("head_cosine", "feature_cosine"):
+        values = getattr(replayed, name).double()
+        counted = judged.comparable & ~values.isnan()
+        sums |= {name: torch.where(counted, values, 0.0).sum(0), f"{name}_count": counted.sum(0)}
+    bins = (replayed.confidence * BINS).long().clamp(0, BINS - 1)
+    chosen = torch.nn.functional.one_hot(bins, BINS).double() * judged.reached[..., None]  # [rounds, depth, bins]
+    columns = torch.stack([judged.reached, replayed.confidence, judged.right], dim=-1).double()
+    return sums | {"bins": torch.einsum("rdb,rdc->dbc", chosen, columns)}  # [depth, bins, 3]
 
 
 def prompt_row(
@@ -268,21 +257,18 @@ def _curve(values: Tensor, drafted: Tensor) -> Curve:
     return tuple(_mean(total, count) for total, count in zip(sums, drafted.sum(0), strict=True))
 
 
-def _attention(mass: Tensor, entropy: Tensor, normalised: Tensor, distance: Tensor) -> Attention:
-    return Attention(
-        mass=_by_label(mass),
-        entropy=float(entropy),
-        normalised_entropy=float(normalised),
-        distance=float(distance),
-    )
+def _attention(means: Mapping[str, Tensor]) -> AttentionMeans:
+    scalars = {name: float(values) for name, values in means.items() if name != "mass"}
+    return AttentionMeans(mass=_by_label(means["mass"]), **scalars)
 
 
 def _by_label(values: Tensor) -> dict[str, float]:
     return dict(zip(LABELS, values.tolist(), strict=True))
 
 
-def _calibration(count: Tensor, confidence: Tensor, right: Tensor) -> Calibration:
-    """[bins] each: drafts, and sums over them."""
+def _calibration(sums: Tensor) -> Calibration:
+    """[bins, 3]: drafts in each bin of confidence, and over them the sums of confidence and of those that are right."""
+    count, confidence, right = sums.unbind(-1)
     bins = tuple(
         CalibrationBin(
             low=i / BINS,

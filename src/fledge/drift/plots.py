@@ -2,38 +2,57 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from fledge.drift.attention_plots import draw_attention, draw_heads, draw_heat_map
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
+from fledge.drift.result import DriftResult
+from fledge.drift.segments import PROMPT_LABELS
 from fledge.drift.summary import SuiteResult
 from fledge.report.charts import (
+    INK,
     MUTED,
     PAPER,
     SIZE,
     STYLE,
     Chart,
     frame,
+    interval_edges,
     new_figure,
     percentages,
     put_legend,
     series_style,
     short_title,
+    unframed,
 )
-from fledge.report.intervals import Bootstrap
+from fledge.report.intervals import Bootstrap, Floats
 
 FEW_DRAFTS = 10  # their calibration is all chance
+_MANY_HEADS = 24
+# Position classes from the bottom of the stack up: what drafts gain and what the first token loses both have a straight
+# edge to be read from. By label: what to call it, and its colour.
+SEGMENTS = {
+    "drafted": ("own drafts", "#d1495b"),
+    "output": ("verified output", "#edae49"),
+    "prompt": ("prompt", "#5b9f6e"),
+    "user": ("user", "#3f8f6b"),
+    "assistant": ("earlier answers", "#8fc08a"),
+    "tool": ("tool results", "#b0a160"),
+    "system": ("system prompt", "#5fb3b3"),
+    "template": ("template", "#9a8fc4"),
+    "sink": ("first token", "#30638e"),
+}
 
 
 def charts(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[Chart]:
     """All pictures. `results` are the unperturbed ones, by drafter; what was not measured has no picture."""
-    shown = {name: result for name, result in results.items() if result.by_depth}
+    shown = {name: results[name] for name in suite.names if results[name].by_depth}
     several = []
     with matplotlib.rc_context(STYLE):
         for what, section, title, draw in _OF_ONE:
@@ -42,13 +61,16 @@ def charts(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[Chart
                 for number, (name, result) in enumerate(shown.items(), start=1)
                 if section != "heads" or len(result.by_depth[0].heads) > 1
             ]
-        if shown:
-            series = _series(suite, shown)
-            several += [
-                Chart(name=name, section=section, title=title, figure=figure)
-                for name, section, title, draw in _OF_ALL
-                if (figure := draw(series, suite)) is not None
-            ]
+        series = [
+            _Series(title=short_title(suite.titles[name]), result=shown[name], style=series_style(number))
+            for number, name in enumerate(suite.names)
+            if name in shown
+        ]
+        several += [
+            Chart(name=name, section=section, title=title, figure=figure)
+            for name, section, title, draw_all in (_OF_ALL if series else ())
+            if (figure := draw_all(series, suite.level)) is not None
+        ]
         if any(cell.compared is not None for cell in suite.cells):
             title = "Acceptance length against the unperturbed run"
             several.append(Chart(name="perturbations", section="", title=title, figure=_forest(suite)))
@@ -63,100 +85,98 @@ class _Series:
     result: DriftResult
     style: dict[str, Any]
 
-
-def _series(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[_Series]:
-    return [
-        _Series(title=short_title(suite.titles[name]), result=results[name], style=series_style(number))
-        for number, name in enumerate(suite.names)
-        if name in results
-    ]
+    @property
+    def depths(self) -> list[int]:
+        return [one.depth for one in self.result.by_depth]
 
 
-def _depth_chart(
-    series: Sequence[_Series],
-    value: Callable[[DepthMetrics], float | None],
+_DrawAll = Callable[[Sequence[_Series], float], Figure | None]  # level of the intervals; None: nothing was measured
+
+
+def _by_depth(
+    figure_name: str,
     *,
+    label: str = "",
+    limits: tuple[float, float],
     percent: bool = False,
-) -> tuple[Figure, Axes] | None:
-    """A line for each drafter against depth, gaps where there is nothing."""
-    if not any(value(one) is not None for line in series for one in line.result.by_depth):
-        return None
-    figure, axes = new_figure()
-    for line in series:
-        axes.plot(
-            [one.depth for one in line.result.by_depth],
-            [np.nan if (found := value(one)) is None else found for one in line.result.by_depth],
-            label=line.title,
-            **line.style,
-        )
-    _mark_trained(axes, series)
-    frame(axes, max(([one.depth for one in s.result.by_depth] for s in series), key=len), percent=percent)
-    put_legend(figure, axes, columns=2)
-    return figure, axes
+    level_at: float | None = None,
+    accepted_of: str | None = None,
+    least_reached: int = 0,
+) -> _DrawAll:
+    """A figure of `DepthMetrics` against depth, a line for each drafter, gaps where there is nothing.
 
+    The axis has `limits` unless something lies beyond them; `level_at` is drawn across. `accepted_of`, the count that
+    an acceptance rate is a share of, adds a band of its intervals. Depths that fewer than `least_reached` rounds
+    reached are left out.
+    """
+    value = attrgetter(figure_name)
 
-def _growth(name: str) -> Callable[[Sequence[_Series], SuiteResult], Figure | None]:
-    def draw(series: Sequence[_Series], _: SuiteResult) -> Figure | None:
-        drawn = _depth_chart(series, lambda one: float(getattr(one, name)))
-        if drawn is None:
+    def draw(series: Sequence[_Series], level: float) -> Figure | None:
+        lines = [
+            np.array([value(one) if one.reached >= least_reached else None for one in s.result.by_depth], dtype=float)
+            for s in series
+        ]
+        drawn = np.concatenate(lines)
+        if np.isnan(drawn).all():
             return None
-        figure, axes = drawn
-        axes.axhline(1.0, color=MUTED, linewidth=1, linestyle=":")
-        axes.set_ylabel("times its size at depth 1")
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(0.0, low), max(2.0, high))
+        figure, axes = new_figure()
+        for one, line in zip(series, lines, strict=True):
+            axes.plot(one.depths, line, label=one.title, **one.style)
+            if accepted_of is not None:
+                low, high = _band(one.result, level, accepted_of)
+                axes.fill_between(one.depths, low, high, color=one.style["color"], alpha=0.15, linewidth=0)
+        _mark_trained(axes, series)
+        frame(axes, max((one.depths for one in series), key=len), percent=percent)
+        bottom, top = axes.get_ylim()
+        bottom = limits[0] if np.nanmin(drawn) >= limits[0] else bottom
+        axes.set_ylim(bottom, limits[1] if np.nanmax(drawn) <= limits[1] else top)
+        if level_at is not None:
+            axes.axhline(level_at, color=MUTED, linewidth=1, linestyle=":")
+        axes.set_ylabel(label)
+        put_legend(figure, axes, columns=2)
         return figure
 
     return draw
 
 
-def _cosine(series: Sequence[_Series], _: SuiteResult) -> Figure | None:
-    drawn = _depth_chart(series, lambda one: one.feature_cosine)
-    if drawn is None:
-        return None
-    figure, axes = drawn
-    axes.set_ylabel("cosine")
-    low, _high = axes.get_ylim()
-    axes.set_ylim(min(0.0, low), 1.0)
-    return figure
-
-
-def _accepted(*, conditional: bool) -> Callable[[Sequence[_Series], SuiteResult], Figure | None]:
-    def draw(series: Sequence[_Series], suite: SuiteResult) -> Figure | None:
-        attribute = "conditional_acceptance" if conditional else "acceptance"
-        drawn = _depth_chart(series, lambda one: getattr(one, attribute), percent=True)
-        if drawn is None:
-            return None
-        figure, axes = drawn
-        for line in series:
-            _band(axes, line, suite.level, conditional=conditional)
-        axes.set_ylim(0, 1.02)
-        return figure
-
-    return draw
-
-
-def _band(axes: Axes, line: _Series, level: float, *, conditional: bool) -> None:
-    """Where each rate may well lie, by resampling prompts."""
+def _band(result: DriftResult, level: float, accepted_of: str) -> tuple[Floats, Floats]:
+    """Where the rate at each depth may well lie, by resampling prompts."""
     bootstrap = Bootstrap(level=level, resamples=1000)
-    edges = []
-    for depth in range(len(line.result.by_depth)):
-        counts = {row.id: _rate(row, depth, conditional) for row in line.result.prompt_rows}
-        found = bootstrap.pooled(counts)
-        empty = found is None or found.low is None or found.high is None
-        edges.append((np.nan, np.nan) if empty or found is None else (found.low, found.high))
-    low, high = zip(*edges, strict=True)
-    depths = [one.depth for one in line.result.by_depth]
-    axes.fill_between(depths, low, high, color=line.style["color"], alpha=0.15, linewidth=0)
+    rates = []
+    for depth in range(len(result.by_depth)):
+        counts = {}
+        for row in result.prompt_rows:
+            accepted, of = row.acceptance.accepted_by_depth, getattr(row.acceptance, accepted_of)
+            counts[row.id] = (accepted[depth], of[depth]) if depth < len(of) else (0, 0)
+        rates.append(bootstrap.pooled(counts))
+    middle, below, above = interval_edges(rates)
+    return middle - below, middle + above
 
 
-def _rate(row: PromptRow, depth: int, conditional: bool) -> tuple[float, float]:
-    found = row.acceptance
-    of = found.reached_by_depth if conditional else found.drafted_by_depth
-    return (found.accepted_by_depth[depth], of[depth]) if depth < len(of) else (0, 0)
+def _mark_trained(axes: Axes, series: Sequence[_Series]) -> None:
+    """A line after the last depth that a drafter was trained for; drafters of the same depth share it."""
+    by_depth: dict[int, list[_Series]] = {}
+    for line in series:
+        trained, last = line.result.trained_depth, line.result.by_depth[-1].depth
+        if trained is not None and trained < last:
+            by_depth.setdefault(trained, []).append(line)
+    for trained, lines in by_depth.items():
+        colour = MUTED if len(lines) == len(series) else lines[0].style["color"]
+        axes.axvline(trained + 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(
+            "trained to here",
+            (trained + 0.5, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 2),  # above, where no curve can run through it
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            color=colour,
+        )
 
 
-def _layers(series: Sequence[_Series], _: SuiteResult) -> Figure | None:
+def _layers(series: Sequence[_Series], _: float) -> Figure | None:
     parts = list(dict.fromkeys(share.part for line in series for share in line.result.fusion_shares))
     if not parts:
         return None
@@ -183,7 +203,7 @@ def _layers(series: Sequence[_Series], _: SuiteResult) -> Figure | None:
     return figure
 
 
-def _reliability(series: Sequence[_Series], _: SuiteResult) -> Figure | None:
+def _reliability(series: Sequence[_Series], _: float) -> Figure | None:
     if not any(one.count for line in series for one in line.result.calibration.bins):
         return None
     figure, axes = new_figure()
@@ -203,39 +223,16 @@ def _reliability(series: Sequence[_Series], _: SuiteResult) -> Figure | None:
     return figure
 
 
-def _calibration_error(depth: DepthMetrics) -> float | None:
-    return depth.calibration.error if depth.reached >= FEW_DRAFTS else None
-
-
-def _confidence(series: Sequence[_Series], _: SuiteResult) -> Figure | None:
-    drawn = _depth_chart(series, _calibration_error, percent=True)
-    if drawn is None:
-        return None
-    figure, axes = drawn
-    axes.set_ylabel("calibration error")
-    axes.set_ylim(0, max(0.2, axes.get_ylim()[1]))
-    return figure
-
-
 def _forest(suite: SuiteResult) -> Figure:
     names = [name for name in suite.perturbations if name != UNPERTURBED]
     figure, axes = new_figure((6.0, 1.1 + 0.3 * len(names) * max(1, 0.5 * len(suite.names))))
+    titles = [short_title(title) for title in suite.titles.values()]
     for number, drafter in enumerate(suite.names):
         offset = (number - (len(suite.names) - 1) / 2) * 0.7 / len(suite.names)
-        style = {key: series_style(number)[key] for key in ("color", "marker", "markersize")}
-        label: str | None = short_title(suite.titles[drafter])
-        for place, name in enumerate(names):
-            compared = suite.cell(drafter, name).compared
-            if compared is None:
-                continue
-            ratio = compared.ratio
-            low, high = (
-                ratio.value if ratio.low is None else ratio.low,
-                ratio.value if ratio.high is None else ratio.high,
-            )
-            axes.plot([low, high], [place + offset] * 2, color=style["color"], linewidth=1.8)
-            axes.plot([ratio.value], [place + offset], linestyle="", label=label, **style)
-            label = None
+        compared = [suite.cell(drafter, name).compared for name in names]
+        ratios, *reach = interval_edges([None if one is None else one.ratio for one in compared])
+        style = series_style(number) | {"linestyle": "", "elinewidth": 1.8}
+        axes.errorbar(ratios, np.arange(len(names)) + offset, xerr=reach, label=titles[number], **style)
     axes.axvline(1.0, color=MUTED, linewidth=1, linestyle=":")
     axes.set_yticks(range(len(names)), [short_title(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -248,41 +245,104 @@ def _forest(suite: SuiteResult) -> Figure:
     return figure
 
 
-_OF_ONE: tuple[tuple[str, str, str, Callable[[DriftResult], Figure]], ...] = (
-    ("attention", "attention", "Where attention goes", draw_attention),
-    ("heat-map", "attention", "The same in numbers", draw_heat_map),
-    ("heads", "heads", "Attention by head", draw_heads),
-)
-_OF_ALL: tuple[tuple[str, str, str, Callable[[Sequence[_Series], SuiteResult], Figure | None]], ...] = (
-    ("feature-growth", "states", "Size of the state fed to the next depth", _growth("feature_growth")),
-    ("hidden-growth", "states", "Size of the hidden state before the final norm", _growth("hidden_growth")),
-    ("feature-cosine", "cosine", "Likeness of the state fed on to the target's own", _cosine),
-    ("aux-layers", "layers", "What the fused input is made of", _layers),
-    ("acceptance", "acceptance", "Rounds whose draft stands", _accepted(conditional=False)),
-    ("conditional-acceptance", "acceptance", "Drafts that stand, if all before did", _accepted(conditional=True)),
-    ("reliability", "calibration", "Confidence and what comes of it", _reliability),
-    ("calibration-error", "calibration", "Calibration error by depth", _confidence),
-)
+def segments_of(result: DriftResult) -> list[str]:
+    """The position classes that there was anything of, from the bottom of the stack up."""
+    return [name for name in SEGMENTS if any(one.uniform_mass[name] > 0 for one in result.by_depth)]
 
 
-def _mark_trained(axes: Axes, series: Sequence[_Series]) -> None:
-    """A line after the last depth that a drafter was trained for; drafters of the same depth share it."""
-    by_depth: dict[int, list[_Series]] = {}
-    for line in series:
-        trained, last = line.result.trained_depth, line.result.by_depth[-1].depth
-        if trained is not None and trained < last:
-            by_depth.setdefault(trained, []).append(line)
-    for trained, lines in by_depth.items():
-        colour = MUTED if len(lines) == len(series) else lines[0].style["color"]
-        axes.axvline(trained + 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.annotate(
-            "trained to here",
-            (trained + 0.5, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 2),  # above, where no curve can run through it
-            textcoords="offset points",
+def _attention(result: DriftResult) -> Figure:
+    figure, axes = new_figure()
+    depths = [one.depth for one in result.by_depth]
+    names = segments_of(result)
+    shares = [[one.attention.mass[name] for one in result.by_depth] for name in names]
+    # A stack of one depth has no width: it gets some.
+    x, bands = (depths, shares) if len(depths) > 1 else ([0.6, 1.4], [[*share, *share] for share in shares])
+    titles, colours = zip(*(SEGMENTS[name] for name in names), strict=True)
+    axes.stackplot(x, bands, labels=titles, colors=colours, edgecolor=PAPER, linewidth=0.8)
+    even = [one.uniform_mass["drafted"] for one in result.by_depth]
+    axes.plot(depths, even, color=INK, linestyle=":", linewidth=1.6, label="own drafts if even")
+    frame(axes, depths, percent=True)
+    axes.set_ylim(0, 1)
+    axes.set_xlim(x[0], x[-1])
+    put_legend(figure, axes, columns=3)
+    return figure
+
+
+def _heat_map(result: DriftResult) -> Figure:
+    names = segments_of(result)[::-1]
+    depths = [one.depth for one in result.by_depth]
+    figure, axes = new_figure((SIZE[0], 0.85 + 0.3 * len(names)))
+    shares = np.array([[one.attention.mass[name] for one in result.by_depth] for name in names])
+    axes.pcolormesh(shares, cmap="Blues", vmin=0, vmax=1, edgecolors=PAPER, linewidth=0.8)
+    for (row, column), share in np.ndenumerate(shares):
+        axes.text(
+            column + 0.5,
+            row + 0.5,
+            f"{100 * share:.0f}",
             ha="center",
-            va="bottom",
-            fontsize=7.5,
-            color=colour,
+            va="center",
+            fontsize=8 if len(depths) <= 14 else 6,
+            color="#0b1a2e" if share < 0.6 else "#f7fbff",
         )
+    axes.set_yticks(np.arange(len(names)) + 0.5, [SEGMENTS[name][0] for name in names])
+    axes.set_xticks(np.arange(len(depths)) + 0.5, [str(depth) for depth in depths])
+    axes.invert_yaxis()
+    unframed(axes)
+    axes.set_xlabel("draft depth (cells: % of attention)")
+    return figure
+
+
+def _heads(result: DriftResult) -> Figure:
+    heads = result.by_depth[0].heads
+    depths = [one.depth for one in result.by_depth]
+    figure = Figure(figsize=(SIZE[0], min(7.5, 1.3 + 0.17 * len(heads))), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    kinds = {"own drafts": ("drafted",), "prompt": PROMPT_LABELS, "first token": ("sink",)}
+    for axes, (title, labels) in zip(panels, kinds.items(), strict=True):
+        shares = [[sum(h.attention.mass[label] for label in labels) for h in one.heads] for one in result.by_depth]
+        image = axes.imshow(
+            np.array(shares).T,
+            cmap="Blues",
+            vmin=0,
+            vmax=1,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(depths[0] - 0.5, depths[-1] + 0.5, len(heads) - 0.5, -0.5),
+        )
+        axes.set_title(title)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        unframed(axes)
+    panels[1].set_xlabel("draft depth")
+    step = 1 + (len(heads) - 1) // _MANY_HEADS
+    panels[0].set_yticks(
+        range(0, len(heads), step), [f"{h.layer}.{h.head}" for h in heads[::step]], fontsize=7 if step == 1 else 6
+    )
+    panels[0].set_ylabel("layer.head")
+    bar = figure.colorbar(image, ax=panels, fraction=0.05, format=percentages())
+    bar.outline.set_visible(False)
+    return figure
+
+
+_OF_ONE: tuple[tuple[str, str, str, Callable[[DriftResult], Figure]], ...] = (
+    ("attention", "attention", "Where attention goes", _attention),
+    ("heat-map", "attention", "The same in numbers", _heat_map),
+    ("heads", "heads", "Attention by head", _heads),
+)
+_GROWTH: dict[str, Any] = {"label": "times its size at depth 1", "limits": (0.0, 2.0), "level_at": 1.0}
+_RATE: dict[str, Any] = {"limits": (0.0, 1.02), "percent": True}
+_ERROR: dict[str, Any] = {"label": "calibration error", "limits": (0.0, 0.2), "percent": True}
+_COSINE = _by_depth("feature_cosine", label="cosine", limits=(0.0, 1.0))
+_FED, _HIDDEN = (_by_depth(f"{state}_growth", **_GROWTH) for state in ("feature", "hidden"))
+_ALL_ROUNDS = _by_depth("acceptance", accepted_of="drafted_by_depth", **_RATE)
+_IF_REACHED = _by_depth("conditional_acceptance", accepted_of="reached_by_depth", **_RATE)
+_CALIBRATION = _by_depth("calibration.error", least_reached=FEW_DRAFTS, **_ERROR)
+_OF_ALL: tuple[tuple[str, str, str, _DrawAll], ...] = (
+    ("feature-growth", "states", "Size of the state fed to the next depth", _FED),
+    ("hidden-growth", "states", "Size of the hidden state before the final norm", _HIDDEN),
+    ("feature-cosine", "cosine", "Likeness of the state fed on to the target's own", _COSINE),
+    ("aux-layers", "layers", "What the fused input is made of", _layers),
+    ("acceptance", "acceptance", "Rounds whose draft stands", _ALL_ROUNDS),
+    ("conditional-acceptance", "acceptance", "Drafts that stand, if all before did", _IF_REACHED),
+    ("reliability", "calibration", "Confidence and what comes of it", _reliability),
+    ("calibration-error", "calibration", "Calibration error by depth", _CALIBRATION),
+)

@@ -14,13 +14,13 @@ A round that begins when `start` tokens are known drafts from row `start - 2`, a
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.drift.recording import MAX_SCORES, AttentionRecord, CausalPass, DraftedRows, VerifiedRows
+from fledge.drift.recording import CausalPass, DraftedRows, VerifiedRows
 from fledge.drift.segments import Segment
 from fledge.kernels.argmax import argmax_rows
 from fledge.models.drafter.base import Drafter, DraftStates
@@ -28,14 +28,8 @@ from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
 from fledge.models.target.decoder import TargetModel, TargetStates
 
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaySettings:
-    """How deep to draft, and how much to do at a time."""
-
-    depth: int
-    chunk_rounds: int = 256  # rounds that draft together
-    max_scores: int = MAX_SCORES  # attention weights that exist at a time
+MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
+_MAX_ROUNDS = 256  # that draft together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +66,11 @@ def replay(
     tokens: Sequence[int],
     segments: Sequence[Segment],
     starts: Sequence[int],
-    settings: ReplaySettings,
+    *,
+    depth: int,
+    max_scores: int = MAX_SCORES,
 ) -> Replayed:
-    """Draft again the rounds of the finished sequence `tokens` that began when `starts` tokens were known.
+    """Draft again, `depth` tokens deep, the rounds of the finished sequence `tokens` that began at `starts` tokens.
 
     `starts` ascend, each 2 to len(tokens); `segments` names what each token is part of.
     """
@@ -82,114 +78,88 @@ def replay(
     assert list(starts) == sorted(starts)
     assert starts[0] >= 2
     assert starts[-1] <= len(tokens) == len(segments)
-    device = target.embed_tokens.weight.device
-    text = torch.tensor(tokens, device=device)
+    text = torch.tensor(tokens, device=target.embed_tokens.weight.device)
+    positions = torch.arange(len(tokens), device=text.device)
     rows = starts[-1] - 1  # of the drafter that any round sees
-    positions = torch.arange(len(tokens), device=device)
     states = target(text, positions, CausalPass(), drafter.aux_layer_ids)
-    truth = _Truth(final=states.final, fused=drafter.fuse(states))
-    kinds = torch.tensor(segments[:rows], device=device)
-    verified = VerifiedRows([start - 2 for start in starts], kinds, max_scores=settings.max_scores)
+    truth = DraftStates(head=states.final, feature=drafter.fuse(states))
+    kinds = torch.tensor(segments[:rows], device=text.device)
+    verified = VerifiedRows([start - 2 for start in starts], kinds)
     slots = verified.slots
-    with _hidden_states(drafter) as hidden:
-        first = drafter(text[1 : rows + 1], truth.fused[:rows], positions[:rows], verified)
-        begun = _Step(
-            states=DraftStates(head=first.head[slots], feature=first.feature[slots]), hidden=hidden.pop()[slots]
-        )
-    chunks = [
-        _draft(drafter, verified, begun, truth, slice(low, low + settings.chunk_rounds), settings.depth)
-        for low in range(0, len(starts), settings.chunk_rounds)
-    ]
-    steps = {f.name: torch.cat([getattr(chunk, f.name) for chunk in chunks]) for f in fields(_Recorded)}
+    with _last_hidden(drafter) as hidden:
+        first = drafter(text[1 : rows + 1], truth.feature[:rows], positions[:rows], verified)
+        begun = _Step(head=first.head[slots], feature=first.feature[slots], hidden=hidden.pop()[slots])
+        chunk = max(1, min(_MAX_ROUNDS, max_scores // (verified.num_heads * (rows + depth))))
+        parts = [
+            _draft(drafter, verified, slice(low, low + chunk), begun, hidden, truth, depth)
+            for low in range(0, len(starts), chunk)
+        ]
     return Replayed(
         starts=torch.tensor(starts),
-        visible=_visible(kinds, slots, settings.depth).cpu(),
-        fused_rms=_rms(truth.fused[slots]).cpu(),
+        visible=_visible(kinds, slots, depth).cpu(),
+        fused_rms=_rms(truth.feature[slots]).cpu(),
         contributions=_contributions(drafter, _at(states, slots), text[slots + 1]).cpu(),
-        **{name: tensor.cpu() for name, tensor in steps.items()},
+        **{name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Truth:
-    """What the target says at every place: [n, hidden] each."""
-
-    final: Tensor
-    fused: Tensor  # as the drafter would be fed it
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """One draft step of some rounds."""
+    """One draft step of some rounds, [rounds, hidden] each."""
 
-    states: DraftStates  # [rounds, hidden]
-    hidden: Tensor  # [rounds, hidden]: before the final norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recorded:
-    """The part of `Replayed` that draft steps fill in."""
-
-    drafts: Tensor
-    confidence: Tensor
-    hidden_rms: Tensor
-    head_rms: Tensor
-    feature_rms: Tensor
-    head_cosine: Tensor
-    feature_cosine: Tensor
-    mass: Tensor
-    entropy: Tensor
-    distance: Tensor
+    head: Tensor
+    feature: Tensor
+    hidden: Tensor  # before the final norm
 
 
 def _draft(
-    drafter: Drafter, verified: VerifiedRows, begun: _Step, truth: _Truth, rounds: slice, depth: int
-) -> _Recorded:
-    """Draft `depth` tokens for some rounds from the states that the verified text left."""
+    drafter: Drafter,
+    verified: VerifiedRows,
+    rounds: slice,
+    begun: _Step,
+    hidden: list[Tensor],
+    truth: DraftStates,
+    depth: int,
+) -> dict[str, Tensor]:
+    """Draft `depth` tokens for some rounds from the states that the verified text left.
+
+    `truth` is what the target says at every place, [n, hidden] each. Returns the fields of `Replayed` that draft steps
+    fill in, [rounds, depth, ...].
+    """
     slots = verified.slots[rounds]
-    step = _Step(
-        states=DraftStates(head=begun.states.head[rounds], feature=begun.states.feature[rounds]),
-        hidden=begun.hidden[rounds],
-    )
-    attention = [_of_rounds(record, rounds) for record in verified.records]
-    storage = DraftedRows(verified, rounds.start)
-    recorded: list[_Recorded] = []
-    with _hidden_states(drafter) as hidden:
-        for d in range(1, depth + 1):
-            if d > 1:
-                states = drafter(recorded[-1].drafts, step.states.feature, slots + d - 1, storage)
-                step = _Step(states=states, hidden=hidden.pop())
-                attention = storage.take_records()
-            recorded.append(_record(drafter, step, attention, truth, slots + d))
-    return _Recorded(
-        **{f.name: torch.stack([getattr(one, f.name) for one in recorded], dim=1) for f in fields(_Recorded)}
-    )
+    storage = DraftedRows(verified, rounds)
+    step = _Step(head=begun.head[rounds], feature=begun.feature[rounds], hidden=begun.hidden[rounds])
+    recorded = [_record(drafter, step, storage, truth, slots + 1)]
+    for d in range(2, depth + 1):
+        states = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
+        step = _Step(head=states.head, feature=states.feature, hidden=hidden.pop())
+        recorded.append(_record(drafter, step, storage, truth, slots + d))
+    return {name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]}
 
 
 def _record(
-    drafter: Drafter, step: _Step, attention: list[AttentionRecord], truth: _Truth, places: Tensor
-) -> _Recorded:
+    drafter: Drafter, step: _Step, storage: DraftedRows, truth: DraftStates, places: Tensor
+) -> dict[str, Tensor]:
     """`places` [rounds]: where the target's state is that the drafter's stands for."""
-    logits = drafter.logits(step.states.head)
-    exists = places < len(truth.final)
-    at = places.clamp(max=len(truth.final) - 1)
+    logits = drafter.logits(step.head)
     wide = logits.float()
-    return _Recorded(
-        drafts=drafter.to_target_ids(argmax_rows(logits)),
-        confidence=(wide.amax(-1) - wide.logsumexp(-1)).exp(),
-        hidden_rms=_rms(step.hidden),
-        head_rms=_rms(step.states.head),
-        feature_rms=_rms(step.states.feature),
-        head_cosine=_cosine(step.states.head, truth.final[at], exists),
-        feature_cosine=_cosine(step.states.feature, truth.fused[at], exists),
-        mass=torch.stack([record.mass for record in attention], dim=1),
-        entropy=torch.stack([record.entropy for record in attention], dim=1),
-        distance=torch.stack([record.distance for record in attention], dim=1),
-    )
+    attention = storage.take_records()
+    return {
+        "drafts": drafter.to_target_ids(argmax_rows(logits)),
+        "confidence": (wide.amax(-1) - wide.logsumexp(-1)).exp(),
+        "hidden_rms": _rms(step.hidden),
+        "head_rms": _rms(step.head),
+        "feature_rms": _rms(step.feature),
+        "head_cosine": _cosine(step.head, truth.head, places),
+        "feature_cosine": _cosine(step.feature, truth.feature, places),
+        "mass": torch.stack([record.mass for record in attention], dim=1),
+        "entropy": torch.stack([record.entropy for record in attention], dim=1),
+        "distance": torch.stack([record.distance for record in attention], dim=1),
+    }
 
 
 @contextmanager
-def _hidden_states(drafter: Drafter) -> Iterator[list[Tensor]]:
+def _last_hidden(drafter: Drafter) -> Iterator[list[Tensor]]:
     """Collect what leaves the drafter's last layer in each pass, which is what its final norm reads."""
     assert isinstance(drafter, EagleDrafter | Eagle3Drafter)
     collected: list[Tensor] = []
@@ -236,16 +206,14 @@ def _at(states: TargetStates, rows: Tensor) -> TargetStates:
     return TargetStates(final=states.final[rows], aux=None if states.aux is None else states.aux[rows])
 
 
-def _of_rounds(record: AttentionRecord, rounds: slice) -> AttentionRecord:
-    return AttentionRecord(mass=record.mass[rounds], entropy=record.entropy[rounds], distance=record.distance[rounds])
-
-
 def _rms(x: Tensor) -> Tensor:
     return x.float().square().mean(-1).sqrt()
 
 
-def _cosine(one: Tensor, other: Tensor, exists: Tensor) -> Tensor:
-    """[rounds, hidden] each; NaN where there is nothing to compare with."""
-    if one.shape != other.shape:  # a drafter narrower than its target
-        return one.new_full(exists.shape, torch.nan, dtype=torch.float32)
-    return F.cosine_similarity(one.float(), other.float(), dim=-1).masked_fill(~exists, torch.nan)
+def _cosine(states: Tensor, truth: Tensor, places: Tensor) -> Tensor:
+    """Of states [rounds, hidden] with those of the target at `places`; NaN where there is nothing to compare with."""
+    exists = places < len(truth)
+    if states.shape[-1] != truth.shape[-1]:  # a drafter narrower than its target
+        return states.new_full(places.shape, torch.nan, dtype=torch.float32)
+    there = truth[places.clamp(max=len(truth) - 1)]
+    return F.cosine_similarity(states.float(), there.float(), dim=-1).masked_fill(~exists, torch.nan)

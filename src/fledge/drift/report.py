@@ -4,31 +4,29 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from fledge.drift.comparison import comparison
-from fledge.drift.figures import FIGURES, all_figures, cells_of, worst_cell
-from fledge.drift.perturb import UNPERTURBED
+from fledge.drift.figures import FIGURES, cells_of, figures, worst_cell
+from fledge.drift.perturb import KINDS, UNPERTURBED
 from fledge.drift.plots import FEW_DRAFTS, charts
-from fledge.drift.result import DriftResult, Example
-from fledge.drift.suite import read_cell
-from fledge.drift.summary import DRIFT_SHARE, CellSummary, SuiteResult
+from fledge.drift.result import DRIFT_SHARE, Results
+from fledge.drift.summary import SuiteResult
 from fledge.drift.verdict import (
     ACCEPTANCE,
     ATTENTION,
     LEVEL_GROWTH,
     PERTURBATIONS,
     STATES,
-    Results,
-    Verdict,
-    verdicts,
+    DrafterVerdict,
+    side_by_side,
+    verdict,
     worst_of,
 )
-from fledge.files import atomic_file
+from fledge.files import write_text
 from fledge.records import Record
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
 from fledge.report.intervals import RESAMPLES, Interval
@@ -36,87 +34,76 @@ from fledge.report.page import finished, page_style, page_template, ratio_bar, v
 from fledge.report.prose import Sentence, Tone, percent, ratio_tone
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
-TASK_KINDS = frozenset({"json", "switch", "temperature"})  # they ask for another answer
 LONGEST_PROMPT = 1200  # characters of a prompt that are shown, from both ends
 SHOWN_EXAMPLES = 3  # of each run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Record):
+class DriftReport(Record):
     """What a report says, for those who do not read HTML."""
 
     schema: int = 1
     setup: dict[str, str]
-    verdicts: tuple[Verdict, ...]
-    comparison: tuple[Sentence, ...]
+    verdicts: tuple[DrafterVerdict, ...]
+    comparison: tuple[Sentence, ...]  # of the other drafters with the first
     figures: dict[str, dict[str, float | None]]  # by drafter; None: infinite, as a drift depth that never comes
     suite: SuiteResult
 
 
-def read_results(directory: Path, suite: SuiteResult) -> dict[tuple[str, str], DriftResult]:
-    """Return what a suite's run has left in `directory`, but for what it skipped."""
-    found = {}
-    for cell in suite.cells:
-        if cell.skip is None:
-            result = read_cell(directory, cell.drafter, cell.perturbation).result
-            assert result is not None, "a cell that was not skipped has a result"
-            found[cell.drafter, cell.perturbation] = result
-    return found
-
-
-def make_report(suite: SuiteResult, results: Results, setup: Mapping[str, str]) -> Report:
+def make_report(suite: SuiteResult, results: Results, setup: Mapping[str, str]) -> DriftReport:
     """`results`: at least the unperturbed ones."""
-    return Report(
+    first, *others = suite.names
+    return DriftReport(
         setup=dict(setup),
-        verdicts=verdicts(suite, results),
-        comparison=comparison(suite, results),
+        verdicts=tuple(verdict(suite, name, results[name, UNPERTURBED]) for name in suite.names),
+        comparison=tuple(sentence for other in others for sentence in side_by_side(suite, results, other, first)),
         figures={
-            name: {figure: value if math.isfinite(value) else None for figure, value in values.items()}
-            for name, values in all_figures(suite).items()
+            name: {figure: value if math.isfinite(value) else None for figure, value in figures(suite, name).items()}
+            for name in suite.names
         },
         suite=suite,
     )
 
 
-def write_report(directory: Path, report: Report, results: Results) -> None:
+def write_report(directory: Path, report: DriftReport, results: Results) -> None:
     """Write report.html, results.json and figures/*.png. Each is there in full or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
+    pictures = directory / PICTURES
+    pictures.mkdir(parents=True, exist_ok=True)
     base = {name: results[name, UNPERTURBED] for name in report.suite.names}
     drawn = charts(report.suite, base)
     page = render(report, results, drawn)
-    pictures = directory / PICTURES
-    pictures.mkdir(exist_ok=True)
     for stale in pictures.glob("*.png"):
         stale.unlink()
-    titles = report.suite.titles
     for chart in drawn:
-        title = chart.title if chart.drafter is None else f"{titles[chart.drafter]}: {_lower(chart.title)}"
-        save_png(chart.figure, pictures / f"{chart.name}.png", title)
+        save_png(chart.figure, pictures / f"{chart.name}.png", _title(chart, report.suite))
     values = {**report.to_dict(), "unperturbed": {name: result.to_dict() for name, result in base.items()}}
-    with atomic_file(directory / RESULTS_FILE) as file:
-        json.dump(values, file, ensure_ascii=True, indent=1, allow_nan=False)
-    with atomic_file(directory / REPORT_FILE) as file:
-        file.write(page)
+    write_text(directory / RESULTS_FILE, json.dumps(values, indent=1, allow_nan=False))
+    write_text(directory / REPORT_FILE, page)
 
 
-def render(report: Report, results: Results, drawn: Sequence[Chart]) -> str:
+def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str:
     """Return the page. Whatever comes from models, prompts or the command line is escaped."""
     suite = report.suite
-    colours = {name: f"var(--series-{i % len(SERIES)})" for i, name in enumerate(suite.names)}
+    ratios = [cell.compared.ratio for cell in suite.cells if cell.compared is not None]
+    end = max([1.2, *(min(ratio.high or ratio.value, 3.0) for ratio in ratios)])
     page = page_template("fledge.drift", "report.html.jinja").render(
         style=page_style(),
+        report=report,
         suite=suite,
-        verdicts=report.verdicts,
-        compared=report.comparison,
-        colours=colours,
-        tiles={name: _tiles(report, name) for name in suite.names},
+        colours={name: f"var(--series-{i % len(SERIES)})" for i, name in enumerate(suite.names)},
+        tiles={name: _tiles(suite, name) for name in suite.names},
         level=percent(suite.level),
-        charts=[_chart(chart, suite, colours) for chart in drawn if chart.section],
-        rows=_rows(suite, colours),
+        charts=drawn,
+        svg=lambda chart: Markup(to_svg(chart.figure, chart.name, _title(chart, suite))),
+        bar=lambda ratio: ratio_bar(ratio, end),
+        interval=_range,
+        percent=percent,
+        visible=visible,
+        shortened=_shortened,
+        task_kinds=[name for name, kind in KINDS.items() if kind.changes_task],
         left_out=_left_out(suite),
-        figures=_figure_rows(report),
-        examples=_examples(suite, results, colours),
-        setup={name: visible(value) for name, value in report.setup.items()},
+        figures=FIGURES,
+        examples=_examples(suite, results),
         drift_share=percent(DRIFT_SHARE),
         resamples=RESAMPLES,
         few_drafts=FEW_DRAFTS,
@@ -124,82 +111,33 @@ def render(report: Report, results: Results, drawn: Sequence[Chart]) -> str:
     return finished(page)
 
 
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]
+def _title(chart: Chart, suite: SuiteResult) -> str:
+    """What a picture is called where it stands by itself."""
+    if chart.drafter is None:
+        return chart.title
+    return f"{suite.titles[chart.drafter]}: {chart.title[0].lower()}{chart.title[1:]}"
 
 
-def _tiles(report: Report, drafter: str) -> list[dict[str, str]]:
-    """The figures to see first, as large numbers."""
-    suite, drift = report.suite, report.suite.cell(drafter).drift
+def _tiles(suite: SuiteResult, drafter: str) -> list[tuple[str, str, str, Tone]]:
+    """The figures to see first, as large numbers: section, figure, what it is, tone."""
+    cell = suite.cell(drafter)
     tiles: list[tuple[str, str, str, Tone]] = []
-    if drift is not None:
-        at = f"at depth {drift.last_depth}"
-        tone: Tone = "good" if drift.drift_depth is None else "bad"
-        tiles.append((ATTENTION, percent(drift.own_attention_last), f"of attention on own drafts {at}", tone))
-        tone = "bad" if drift.feature_growth > LEVEL_GROWTH else "good"
-        tiles.append((STATES, f"{drift.feature_growth:.2f}", f"times its size: the state fed on, {at}", tone))
-    length = suite.cell(drafter).acceptance_length
-    if length is not None:
-        tiles.append((ACCEPTANCE, f"{length.value:.2f}", "acceptance length", "neutral"))
+    if cell.drift is not None:
+        own, growth, at = cell.drift.own_attention_last, cell.drift.feature_growth, f"at depth {cell.drift.last_depth}"
+        drifts, grows = cell.drift.drift_depth is not None, growth > LEVEL_GROWTH
+        tiles = [
+            (ATTENTION, percent(own), f"of attention on own drafts {at}", "bad" if drifts else "good"),
+            (STATES, f"{growth:.2f}", f"times its size: the state fed on, {at}", "bad" if grows else "good"),
+        ]
+    if cell.acceptance_length is not None:
+        tiles.append((ACCEPTANCE, f"{cell.acceptance_length.value:.2f}", "acceptance length", "neutral"))
     for group, text in (("template", "under the worst template change"), ("long_context", "in the worst long context")):
         worst = worst_of(cells_of(suite, drafter, group))
         if worst is not None:
-            change = percent(worst[1].ratio.value - 1).replace("-", "\N{MINUS SIGN}")
-            change = f"+{change}" if worst[1].ratio.value > 1 else change
-            tone = ratio_tone(worst[1].ratio)
-            tiles.append((PERTURBATIONS, change, f"of acceptance length {text}", tone))
-    return [dict(zip(("section", "value", "text", "tone"), tile, strict=True)) for tile in tiles]
-
-
-def _chart(chart: Chart, suite: SuiteResult, colours: Mapping[str, str]) -> dict[str, Any]:
-    drafter = None if chart.drafter is None else suite.titles[chart.drafter]
-    label = chart.title if drafter is None else f"{drafter}: {chart.title}"
-    return {
-        "section": chart.section,
-        "title": chart.title,
-        "drafter": drafter,
-        "series": None if chart.drafter is None else colours[chart.drafter],
-        "svg": Markup(to_svg(chart.figure, chart.name, label)),
-    }
-
-
-def _rows(suite: SuiteResult, colours: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The table: perturbations, and under each the drafters."""
-    ends = [cell.compared.ratio.high or cell.compared.ratio.value for cell in suite.cells if cell.compared is not None]
-    end = max([1.2, *(min(value, 3.0) for value in ends)])
-    rows = []
-    for name in suite.perturbations:
-        cells = [suite.cell(drafter, name) for drafter in suite.names]
-        lines = [
-            {"title": suite.titles[cell.drafter], "colour": colours[cell.drafter], **_line(cell, end)} for cell in cells
-        ]
-        rows.append({"name": name, "is_task": bool(TASK_KINDS & set(cells[0].kinds)), "lines": lines})
-    return rows
-
-
-def _line(cell: CellSummary, end: float) -> dict[str, Any]:
-    prompts = f"{cell.prompts} of {cell.prompts + len(cell.left_out)}" if cell.left_out else str(cell.prompts)
-    if cell.skip is not None:
-        return {"reason": f"Skipped: {cell.skip}", "prompts": prompts, "rounds": 0}
-    if cell.acceptance_length is None or cell.drift is None:
-        return {"reason": "No draft was verified: the target's answers were too short", "prompts": prompts, "rounds": 0}
-    length, drift = cell.acceptance_length, cell.drift
-    line = {
-        "reason": None,
-        "prompts": prompts,
-        "rounds": cell.rounds,
-        "length": f"{length.value:.2f}",
-        "interval": _range(length),
-        "own": percent(drift.own_attention_last),
-        "drift_depth": "never" if drift.drift_depth is None else drift.drift_depth,
-        "bar": "",
-        "ratio": "",
-        "ratio_interval": "",
-    }
-    if cell.compared is not None:
-        ratio = cell.compared.ratio
-        line |= {"bar": ratio_bar(ratio, end), "ratio": f"{ratio.value:.2f}", "ratio_interval": _range(ratio)}
-    return line
+            ratio = worst[1].ratio
+            change = ("+" if ratio.value > 1 else "") + percent(ratio.value - 1).replace("-", "\N{MINUS SIGN}")
+            tiles.append((PERTURBATIONS, change, f"of acceptance length {text}", ratio_tone(ratio)))
+    return tiles
 
 
 def _range(interval: Interval) -> str:
@@ -208,25 +146,15 @@ def _range(interval: Interval) -> str:
 
 def _left_out(suite: SuiteResult) -> list[str]:
     """Why prompts are missing from cells that have some."""
-    lines = []
-    for cell in suite.cells:
-        if cell.skip is None:
-            for reason, count in Counter(cell.left_out.values()).most_common():
-                lines.append(f"{suite.titles[cell.drafter]}, {cell.perturbation}: {count} ({reason})")
-    return lines
+    return [
+        f"{suite.titles[cell.drafter]}, {cell.perturbation}: {count} ({reason})"
+        for cell in suite.cells
+        if cell.skip is None
+        for reason, count in Counter(cell.left_out.values()).most_common()
+    ]
 
 
-def _figure_rows(report: Report) -> list[tuple[str, str, list[str]]]:
-    def shown(name: str, drafter: str) -> str:
-        if name not in report.figures[drafter]:
-            return "not measured"
-        value = report.figures[drafter][name]
-        return "∞" if value is None else f"{value:.4g}"
-
-    return [(name, text, [shown(name, drafter) for drafter in report.suite.names]) for name, text in FIGURES.items()]
-
-
-def _examples(suite: SuiteResult, results: Results, colours: Mapping[str, str]) -> list[dict[str, Any]]:
+def _examples(suite: SuiteResult, results: Results) -> list[dict[str, Any]]:
     """The worst of each drafter, unperturbed and under the perturbation that costs it the most."""
     groups = []
     for name in suite.names:
@@ -234,24 +162,13 @@ def _examples(suite: SuiteResult, results: Results, colours: Mapping[str, str]) 
         for perturbation in (UNPERTURBED, *(() if worst is None else (worst.perturbation,))):
             result = results.get((name, perturbation))
             if result is not None and result.examples:
-                groups.append(
-                    {
-                        "title": suite.titles[name],
-                        "where": perturbation,
-                        "colour": colours[name],
-                        "examples": [_shown_example(example) for example in result.examples[:SHOWN_EXAMPLES]],
-                    }
-                )
+                shown = result.examples[:SHOWN_EXAMPLES]
+                groups.append({"drafter": name, "perturbation": perturbation, "examples": shown})
     return groups
 
 
-def _shown_example(example: Example) -> Example:
-    prompt = example.prompt
-    if len(prompt) > LONGEST_PROMPT:
-        half = LONGEST_PROMPT // 2
-        prompt = f"{prompt[:half]} [… {len(prompt) - 2 * half:,} characters …] {prompt[-half:]}"
-    tokens = tuple(
-        replace(token, text=visible(token.text), draft=None if token.draft is None else visible(token.draft, flat=True))
-        for token in example.tokens
-    )
-    return replace(example, prompt=visible(prompt), tokens=tokens)
+def _shortened(prompt: str) -> str:
+    half = LONGEST_PROMPT // 2
+    if len(prompt) <= LONGEST_PROMPT:
+        return prompt
+    return f"{prompt[:half]} [… {len(prompt) - 2 * half:,} characters …] {prompt[-half:]}"

@@ -1,11 +1,17 @@
 """What a probe found, as plain values: written as JSON, read back the same. `docs/drift.md` has every formula."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.drift.segments import PROMPT_LABELS, Segment
 from fledge.records import Record
+
+# Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
+# keeps a drafter that looks at neither (but at the sink, or at the answer so far) from counting as drifting.
+DRIFT_SHARE = 0.2
 
 Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds), as `AcceptanceStatistics` counts
 Curve = tuple[float | None, ...]  # one value for each depth; None where no round got there
@@ -13,7 +19,7 @@ TokenStatus = Literal["accepted", "rejected", "outside", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Record):
+class AttentionMeans(Record):
     """Where attention goes, mean over rounds (and over layers and heads, or of one head)."""
 
     mass: dict[str, float]  # by segment label; sums to 1
@@ -26,7 +32,7 @@ class Attention(Record):
 class HeadAttention(Record):
     layer: int
     head: int
-    attention: Attention
+    attention: AttentionMeans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class DepthMetrics(Record):
 
     depth: int  # from 1
     rounds: int
-    attention: Attention
+    attention: AttentionMeans
     heads: tuple[HeadAttention, ...]
     uniform_mass: dict[str, float]  # what attention that looks everywhere alike would have: share of the visible rows
     hidden_rms: float  # before the final norm
@@ -72,6 +78,21 @@ class DepthMetrics(Record):
     head_cosine: float | None  # of what the head reads with the target's final state, where all drafts before are right
     feature_cosine: float | None  # of what is fed on with what the target's state there would have fed
     calibration: Calibration
+
+    @property
+    def own_attention(self) -> float:
+        """Attention on the drafter's own drafts."""
+        return self.attention.mass[Segment.DRAFTED.label]
+
+    @property
+    def prompt_attention(self) -> float:
+        """Attention on the prompt, whatever part of it, but for the sink."""
+        return sum(self.attention.mass[label] for label in PROMPT_LABELS)
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether attention has left the prompt for the drafter's own drafts (see DRIFT_SHARE)."""
+        return self.own_attention >= DRIFT_SHARE and self.own_attention > self.prompt_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +134,13 @@ class PromptRow(Record):
     def drafted(self) -> int:
         return sum(self.acceptance.drafted_by_depth)
 
+    def own_attention(self, depth: int) -> tuple[float, float]:
+        """(sum over rounds, rounds) of the attention on own drafts at a depth from 1, for pooled means."""
+        if depth > len(self.rounds_by_depth):
+            return 0.0, 0.0
+        rounds = self.rounds_by_depth[depth - 1]
+        return (self.drafted_attention[depth - 1] or 0.0) * rounds, rounds
+
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "rounds": self.rounds, "accepted": self.accepted, "drafted": self.drafted}
 
@@ -127,7 +155,9 @@ class ExampleToken(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example(Record):
+class AnswerExample(Record):
+    """An answer in which the drafter did badly, token by token."""
+
     id: str
     category: str
     acceptance_length: float
@@ -160,7 +190,7 @@ class DriftResult(Record):
     fusion_shares: tuple[FusionShare, ...]
     calibration: Calibration  # all depths together
     prompt_rows: tuple[PromptRow, ...]
-    examples: tuple[Example, ...]  # lowest acceptance first
+    examples: tuple[AnswerExample, ...]  # lowest acceptance first
 
     @property
     def acceptance(self) -> AcceptanceStatistics:
@@ -189,6 +219,21 @@ class DriftResult(Record):
             "acceptance": self.acceptance.to_dict(),
             "engine_acceptance": self.engine_acceptance.to_dict(),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteCell(Record):
+    """One drafter under one perturbation: a result, or a reason for there being none."""
+
+    drafter: str
+    perturbation: str
+    kinds: tuple[str, ...]
+    left_out: dict[str, str]  # prompt id -> reason
+    skip: str | None
+    result: DriftResult | None
+
+
+Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
 
 
 def statistics(tally: Tally) -> AcceptanceStatistics:

@@ -19,9 +19,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from fledge.errors import ConfigError, PromptError
-
-Message = Mapping[str, Any]
+from fledge.errors import PromptError
+from fledge.evaluation.conversations import Message
+from fledge.evaluation.workloads import Prompt
 
 
 class Segment(IntEnum):
@@ -43,6 +43,7 @@ class Segment(IntEnum):
 
 
 LABELS = tuple(segment.label for segment in Segment)
+PROMPT_LABELS = tuple(segment.label for segment in Segment if Segment.SYSTEM <= segment <= Segment.PROMPT)  # no sink
 _ROLES = {
     "system": Segment.SYSTEM,
     "developer": Segment.SYSTEM,
@@ -55,26 +56,11 @@ _ROLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """One prompt of a workload: messages, or a plain text, or token ids (with their segments, if known)."""
+class ProbePrompt(Prompt):
+    """A prompt of a workload, and what perturbations change beside its messages: messages, or a text, or token ids."""
 
-    id: str
-    category: str = ""
-    messages: Sequence[Message] | None = None
     chat_template: str | None = None  # instead of the tokenizer's own, for messages
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    segments: Sequence[Segment] | None = None  # of token_ids; None: all are PROMPT
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("messages", "text", "token_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(
-                f"conversation '{self.id}': has {' and '.join(given) or 'no prompt'}, "
-                "expected one of messages, text, token_ids"
-            )
-        if self.segments is not None and (self.token_ids is None or len(self.segments) != len(self.token_ids)):
-            raise ConfigError(f"conversation '{self.id}': segments must name the segment of each of its token_ids")
+    segments: tuple[Segment, ...] = ()  # of each of token_ids; empty: all are PROMPT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,27 +80,25 @@ class Span:
     segment: Segment
 
 
-def segmented(conversation: Conversation, tokenizer: Any | None) -> SegmentedPrompt:
+def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> SegmentedPrompt:
     """Encode a prompt as `LLM` does, with the segment of each token."""
-    if conversation.token_ids is not None:
-        ids = tuple(conversation.token_ids)
-        segments = conversation.segments or (Segment.PROMPT,) * len(ids)
-        return SegmentedPrompt(token_ids=ids, segments=tuple(segments))
+    if prompt.token_ids:
+        return SegmentedPrompt(
+            token_ids=prompt.token_ids, segments=prompt.segments or (Segment.PROMPT,) * len(prompt.token_ids)
+        )
     if tokenizer is None:
         raise PromptError(
-            f"conversation '{conversation.id}' is text, and the target's directory has no tokenizer; give token ids"
+            f"conversation '{prompt.id}' is text, and the target's directory has no tokenizer; give token ids"
         )
-    if conversation.text is not None:
-        ids = tuple(int(token) for token in tokenizer.encode(conversation.text))
+    if prompt.text is not None:
+        ids = tuple(int(token) for token in tokenizer.encode(prompt.text))
         return SegmentedPrompt(token_ids=ids, segments=(Segment.PROMPT,) * len(ids))
-    messages = conversation.messages
-    if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
-        raise PromptError(
-            f"conversation '{conversation.id}': expected a non-empty list of messages with 'role' and 'content'"
-        )
-    if tokenizer.chat_template is None and conversation.chat_template is None:
+    messages = prompt.messages
+    if not messages:
+        raise PromptError(f"conversation '{prompt.id}': expected messages, text or token ids")
+    if tokenizer.chat_template is None and prompt.chat_template is None:
         raise PromptError("this target's tokenizer has no chat template; give plain prompts instead")
-    text, spans = rendered(tokenizer, messages, conversation.chat_template)
+    text, spans = rendered(tokenizer, messages, prompt.chat_template)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return SegmentedPrompt(
         token_ids=tuple(int(token) for token in encoding["input_ids"]),

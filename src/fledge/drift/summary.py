@@ -1,41 +1,15 @@
 """What a suite comes to: each drafter under each perturbation, with intervals, against its unperturbed run."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
+from fledge.drift.result import DriftResult, SuiteCell
 from fledge.drift.segments import Segment
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
-
-# Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
-# keeps a drafter that looks at neither (but at the sink, or at the answer so far) from counting as drifting.
-DRIFT_SHARE = 0.2
-PROMPT_SEGMENTS = tuple(
-    segment.label
-    for segment in (Segment.SYSTEM, Segment.USER, Segment.ASSISTANT, Segment.TOOL, Segment.TEMPLATE, Segment.PROMPT)
-)
-
-
-class Probed(Protocol):
-    """A cell of the suite."""
-
-    @property
-    def drafter(self) -> str: ...
-    @property
-    def perturbation(self) -> str: ...
-    @property
-    def kinds(self) -> tuple[str, ...]: ...
-    @property
-    def left_out(self) -> Mapping[str, str]: ...
-    @property
-    def skip(self) -> str | None: ...
-    @property
-    def result(self) -> DriftResult | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +74,7 @@ class SuiteResult(Record):
         for cell in self.cells:
             if (cell.drafter, cell.perturbation) == (drafter, perturbation):
                 return cell
-        known = {cell.drafter for cell in self.cells} if drafter not in self.names else self.perturbations
-        name = drafter if drafter not in self.names else perturbation
+        name, known = (perturbation, self.perturbations) if drafter in self.names else (drafter, self.names)
         raise ConfigError(f"the suite has no '{name}'.{nearest_name_hint(name, known)}")
 
     @property
@@ -125,10 +98,9 @@ class SuiteResult(Record):
         return tuple(cell for cell in self.cells if cell.skip is not None)
 
 
-def summarise(cells: Iterable[Probed], *, workload: str, bootstrap: Bootstrap) -> SuiteResult:
+def summarise(cells: Sequence[SuiteCell], *, workload: str, bootstrap: Bootstrap) -> SuiteResult:
     """Compare every cell with its drafter's unperturbed one."""
-    several = list(cells)
-    bases = {cell.drafter: cell for cell in several if cell.perturbation == UNPERTURBED}
+    bases = {cell.drafter: cell for cell in cells if cell.perturbation == UNPERTURBED}
     for name, base in bases.items():
         if base.result is None:
             raise ConfigError(f"{name}: nothing to compare with, the unperturbed workload cannot be run: {base.skip}")
@@ -143,8 +115,8 @@ def summarise(cells: Iterable[Probed], *, workload: str, bootstrap: Bootstrap) -
             SuiteDrafter(name=name, variant=result.variant, trained_depth=result.trained_depth)
             for name, result in results.items()
         ),
-        perturbations=tuple(dict.fromkeys(cell.perturbation for cell in several)),
-        cells=tuple(_summary(cell, results[cell.drafter], bootstrap) for cell in several),
+        perturbations=tuple(dict.fromkeys(cell.perturbation for cell in cells)),
+        cells=tuple(_summary(cell, results[cell.drafter], bootstrap) for cell in cells),
     )
 
 
@@ -157,14 +129,14 @@ def drift_summary(result: DriftResult) -> DriftSummary | None:
     return DriftSummary(
         middle_depth=middle.depth,
         last_depth=last.depth,
-        own_attention_depth_1=own_share(first),
-        own_attention_middle=own_share(middle),
-        own_attention_last=own_share(last),
-        prompt_attention_depth_1=prompt_share(first),
-        prompt_attention_last=prompt_share(last),
+        own_attention_depth_1=first.own_attention,
+        own_attention_middle=middle.own_attention,
+        own_attention_last=last.own_attention,
+        prompt_attention_depth_1=first.prompt_attention,
+        prompt_attention_last=last.prompt_attention,
         sink_attention_depth_1=first.attention.mass[Segment.SINK.label],
         sink_attention_last=last.attention.mass[Segment.SINK.label],
-        drift_depth=next((one.depth for one in result.by_depth if has_drifted(one)), None),
+        drift_depth=next((one.depth for one in result.by_depth if one.has_drifted), None),
         hidden_growth=last.hidden_growth,
         feature_growth=last.feature_growth,
         top_layer_share=result.fusion_shares[-1].share if is_fused else None,
@@ -173,38 +145,24 @@ def drift_summary(result: DriftResult) -> DriftSummary | None:
     )
 
 
-def own_share(depth: DepthMetrics) -> float:
-    return depth.attention.mass[Segment.DRAFTED.label]
-
-
-def prompt_share(depth: DepthMetrics) -> float:
-    """Attention on the prompt, whatever part of it, but for the sink."""
-    return sum(depth.attention.mass[label] for label in PROMPT_SEGMENTS)
-
-
-def has_drifted(depth: DepthMetrics) -> bool:
-    """Whether attention has left the prompt for the drafter's own drafts (see DRIFT_SHARE)."""
-    return own_share(depth) >= DRIFT_SHARE and own_share(depth) > prompt_share(depth)
-
-
-def _summary(cell: Probed, base: DriftResult, bootstrap: Bootstrap) -> CellSummary:
+def _summary(cell: SuiteCell, base: DriftResult, bootstrap: Bootstrap) -> CellSummary:
     result = cell.result
-    is_base = cell.perturbation == UNPERTURBED
     length = compared = own_compared = None
     if result is not None:
-        counts = _acceptance_counts(result)
+        counts = acceptance_counts(result)
         length = bootstrap.acceptance_length(counts)
-        if not is_base:
-            compared = bootstrap.compare(counts, _acceptance_counts(base), offset=1.0)
-            last = min(len(result.by_depth), len(base.by_depth)) - 1
-            own_compared = bootstrap.compare(_own_counts(result, last), _own_counts(base, last)) if last >= 0 else None
+        if cell.perturbation != UNPERTURBED:
+            compared = bootstrap.compare(counts, acceptance_counts(base), offset=1.0)
+            last = min(len(result.by_depth), len(base.by_depth))
+            if last > 0:
+                own_compared = bootstrap.compare(own_attention_counts(result, last), own_attention_counts(base, last))
     return CellSummary(
         drafter=cell.drafter,
         perturbation=cell.perturbation,
         kinds=cell.kinds,
         prompts=0 if result is None else result.prompts,
         rounds=0 if result is None else result.rounds,
-        left_out=dict(cell.left_out),
+        left_out=cell.left_out,
         skip=cell.skip,
         acceptance_length=length,
         compared=compared,
@@ -213,16 +171,16 @@ def _summary(cell: Probed, base: DriftResult, bootstrap: Bootstrap) -> CellSumma
     )
 
 
-def _acceptance_counts(result: DriftResult) -> Counts:
-    return {row.id: (row.accepted, row.rounds) for row in result.prompt_rows}
+def acceptance_counts(*results: DriftResult) -> Counts:
+    """(accepted, rounds) of each prompt, over several runs of it."""
+    rows = [row for result in results for row in result.prompt_rows]
+    counts = dict.fromkeys((row.id for row in rows), (0, 0))
+    for row in rows:
+        accepted, rounds = counts[row.id]
+        counts[row.id] = (accepted + row.accepted, rounds + row.rounds)
+    return counts
 
 
-def _own_counts(result: DriftResult, depth: int) -> Counts:
-    """Sums over the rounds of each prompt, at a depth from 0."""
-    return {row.id: _own(row, depth) for row in result.prompt_rows}
-
-
-def _own(row: PromptRow, depth: int) -> tuple[float, float]:
-    rounds = row.rounds_by_depth[depth] if depth < len(row.rounds_by_depth) else 0
-    share = row.drafted_attention[depth] if rounds else None
-    return (share * rounds, rounds) if share is not None else (0.0, 0)
+def own_attention_counts(result: DriftResult, depth: int) -> Counts:
+    """Attention on own drafts at a depth from 1: sums over the rounds of each prompt, and the rounds."""
+    return {row.id: row.own_attention(depth) for row in result.prompt_rows}

@@ -3,18 +3,16 @@
 Nothing is called better or worse unless the interval of the difference says so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fledge.drift.figures import GROUPS, cells_of
+from fledge.drift.figures import cells_of
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, PromptRow
-from fledge.drift.summary import CellSummary, DriftSummary, SuiteResult, has_drifted, own_share, prompt_share
+from fledge.drift.result import DepthMetrics, DriftResult, PromptRow, Results
+from fledge.drift.summary import CellSummary, DriftSummary, SuiteResult, acceptance_counts, own_attention_counts
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Interval
 from fledge.report.prose import Sentence, Tone, interval_text, percent, sign_of
-
-Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
 
 # Sections of the report, by their anchors.
 ATTENTION, STATES, LAYERS = "attention", "states", "layers"
@@ -34,10 +32,11 @@ GROUP_NAMES = {
     "format": "tools, JSON and switches of style",
     "temperature": "temperatures above 0",
 }
+_TONES: dict[int, Tone] = {-1: "bad", 0: "neutral", 1: "good"}  # by the sign of what should be large
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict(Record):
+class DrafterVerdict(Record):
     """On one drafter."""
 
     drafter: str
@@ -47,146 +46,137 @@ class Verdict(Record):
     sentences: tuple[Sentence, ...]
 
 
-def verdicts(suite: SuiteResult, results: Results) -> tuple[Verdict, ...]:
-    """One for each drafter. `results` has at least the unperturbed ones."""
-    return tuple(_verdict(suite, name, results[name, UNPERTURBED]) for name in suite.names)
-
-
-def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> Verdict:
+def verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVerdict:
+    """`result` is the drafter's unperturbed one."""
     cell = suite.cell(drafter)
-    headline, tone, attention = _attention(result, cell.drift)
-    sentences = [*attention]
-    if cell.drift is not None:
-        sentences.append(_growth(cell.drift))
-        sentences += _layers(result, cell.drift)
-    sentences += _acceptance(suite, cell, result)
-    sentences += _perturbations(suite, drafter)
-    if cell.drift is not None:
-        sentences += _misses(cell.drift)
-    return Verdict(
-        drafter=drafter, title=suite.titles[drafter], headline=headline, tone=tone, sentences=tuple(sentences)
-    )
+    headline, attention = _attention(result, cell.drift)
+    states = () if cell.drift is None else _states(result, cell.drift)
+    misses = () if cell.drift is None else _misses(cell.drift)
+    sentences = (*attention, *states, *_acceptance(suite, cell, result), *_perturbations(suite, drafter), *misses)
+    title = suite.titles[drafter]
+    return DrafterVerdict(drafter=drafter, title=title, headline=headline, tone=sentences[0].tone, sentences=sentences)
 
 
-def _attention(result: DriftResult, drift: DriftSummary | None) -> tuple[str, Tone, list[Sentence]]:
+def _say(section: str, text: str, tone: Tone = "neutral") -> Sentence:
+    return Sentence(text=text, section=section, tone=tone)
+
+
+def _attention(result: DriftResult, drift: DriftSummary | None) -> tuple[str, list[Sentence]]:
+    """The headline, and what backs it."""
     if drift is None:
         text = "No draft was verified: the answers are too short to say anything."
-        return "Not measured", "neutral", [Sentence(text=text, section=ATTENTION)]
+        return "Not measured", [_say(ATTENTION, text)]
     if len(result.by_depth) < 2:
         text = "Depth 1 has no drafts of its own to look at; probe with a --depth of 2 or more to see drift."
-        return "Not measured", "neutral", [Sentence(text=text, section=ATTENTION)]
-    last, second = result.by_depth[-1], result.by_depth[1]
-    tone: Tone
-    share = f"{percent(own_share(last))} of its attention is on its own drafts at depth {last.depth}"
+        return "Not measured", [_say(ATTENTION, text)]
+    last = result.by_depth[-1]
+    shares = f"{percent(last.own_attention)} of its attention is on its own drafts at depth {last.depth}, "
+    shares += f"{percent(last.prompt_attention)} on the prompt"
     if drift.drift_depth is None:
-        headline, tone = f"No drift to depth {last.depth}", "good"
-        text = f"Its attention does not drift: {share}, {percent(prompt_share(last))} on the prompt."
+        headline = f"No drift to depth {last.depth}"
+        text = f"Its attention does not drift: {shares}."
     else:
-        headline, tone = _drifting(drift.drift_depth, result.by_depth), "bad"
-        text = f"This drafter {headline[0].lower()}{headline[1:]}: {share}"
-        text += f", {percent(prompt_share(last))} on the prompt"
-        text += f"; at depth 2 it was {percent(own_share(second))}." if last.depth > 2 else "."
-    sentences = [Sentence(text=f"{text} {_even(last)}", section=ATTENTION, tone=tone)]
-    before, after = drift.sink_attention_depth_1, drift.sink_attention_last
-    if before >= 0.05 or after >= 0.05:
-        moved: Tone = "bad" if after < before / 2 else "neutral"
-        text = f"The first token keeps {percent(after)} of attention at depth {last.depth}, of {percent(before)} at 1."
-        sentences.append(Sentence(text=text, section=ATTENTION, tone=moved))
-    return headline, tone, sentences
+        headline = _drifting(drift.drift_depth, result.by_depth)
+        before = f"; at depth 2 it was {percent(result.by_depth[1].own_attention)}" if last.depth > 2 else ""
+        text = f"This drafter {headline[0].lower()}{headline[1:]}: {shares}{before}."
+    sentences = [_say(ATTENTION, f"{text} {_even(last)}", "good" if drift.drift_depth is None else "bad")]
+    first, kept = drift.sink_attention_depth_1, drift.sink_attention_last
+    if max(first, kept) >= 0.05:
+        text = f"The first token keeps {percent(kept)} of attention at depth {last.depth}, of {percent(first)} at 1."
+        sentences.append(_say(ATTENTION, text, "bad" if kept < first / 2 else "neutral"))
+    return headline, sentences
 
 
 def _drifting(first: int, depths: Sequence[DepthMetrics]) -> str:
-    if all(has_drifted(one) for one in depths if one.depth >= first):
-        return f"Drifts from depth {first} on" if first < depths[-1].depth else f"Drifts at depth {first}"
-    several = [str(one.depth) for one in depths if has_drifted(one)]
-    return f"Drifts at some depths ({', '.join(several)})"
+    several = [one.depth for one in depths if one.has_drifted]
+    if len(several) < sum(one.depth >= first for one in depths):
+        return f"Drifts at some depths ({', '.join(map(str, several))})"
+    return f"Drifts from depth {first} on" if first < depths[-1].depth else f"Drifts at depth {first}"
 
 
 def _even(last: DepthMetrics) -> str:
     """Own drafts are a large part of a short text, so that a share says little by itself."""
     even = last.uniform_mass["drafted"]
-    if has_drifted(last) and own_share(last) <= even:
+    if last.has_drifted and last.own_attention <= even:
         return f"That is no more than the {percent(even)} that even attention would give: try longer prompts."
     return f"Even attention would give them {percent(even)}."
 
 
-def _growth(drift: DriftSummary) -> Sentence:
-    fed, hidden, depth = drift.feature_growth, drift.hidden_growth, drift.last_depth
-    text, tone = _grown(f"The state fed from depth to depth {{}} by depth {depth}", fed)
+def _states(result: DriftResult, drift: DriftSummary) -> Iterator[Sentence]:
+    fed, hidden, share = drift.feature_growth, drift.hidden_growth, drift.top_layer_share
+    text = f"The state fed from depth to depth {_grown(fed)} by depth {drift.last_depth}"
     if abs(fed - hidden) > 0.02:
-        text += f"; before the final norm it {_grown('{}', hidden)[0]}"
-    return Sentence(text=f"{text}.", section=STATES, tone=tone)
+        text += f"; before the final norm it {_grown(hidden)}"
+    yield _say(STATES, f"{text}.", "bad" if fed > LEVEL_GROWTH else "neutral" if fed < 1 / LEVEL_GROWTH else "good")
+    even = 1 / max(1, len(result.fusion_shares))
+    if share is not None and share >= DOMINANCE * even:
+        text = f"The highest target layer dominates the fused input: {percent(share)} of it, where an even part is "
+        yield _say(LAYERS, f"{text}{percent(even)}.", "bad")
 
 
-def _grown(text: str, growth: float) -> tuple[str, Tone]:
-    if growth > LEVEL_GROWTH:
-        return text.format(f"has grown to {growth:.2g} times its size"), "bad"
-    if growth < 1 / LEVEL_GROWTH:
-        return text.format(f"has shrunk to {growth:.2g} times its size"), "neutral"
-    return text.format(f"has stayed level ({growth:.2f} times its size)"), "good"
+def _grown(growth: float) -> str:
+    if 1 / LEVEL_GROWTH <= growth <= LEVEL_GROWTH:
+        return f"has stayed level ({growth:.2f} times its size)"
+    return f"has {'grown' if growth > 1 else 'shrunk'} to {growth:.2g} times its size"
 
 
-def _layers(result: DriftResult, drift: DriftSummary) -> list[Sentence]:
-    if drift.top_layer_share is None or drift.top_layer_share < DOMINANCE / len(result.fusion_shares):
-        return []
-    text = f"The highest target layer dominates the fused input: {percent(drift.top_layer_share)} of it, where an even "
-    return [Sentence(text=f"{text}part is {percent(1 / len(result.fusion_shares))}.", section=LAYERS, tone="bad")]
-
-
-def _acceptance(suite: SuiteResult, cell: CellSummary, result: DriftResult) -> list[Sentence]:
-    length = cell.acceptance_length
+def _acceptance(suite: SuiteResult, cell: CellSummary, result: DriftResult) -> Iterator[Sentence]:
+    length, trained = cell.acceptance_length, result.trained_depth
     if length is None:
-        return []
-    text = f"Acceptance length {length.value:.2f}{interval_text(length, suite.level)}, drafting {suite.depth} ahead."
-    sentences = [Sentence(text=text, section=ACCEPTANCE)]
+        return
+    interval = interval_text(length, suite.level)
+    yield _say(ACCEPTANCE, f"Acceptance length {length.value:.2f}{interval}, drafting {suite.depth} ahead.")
     if length.low is not None and cell.prompts < FEW_PROMPTS:
         text = f"These are {cell.prompts} prompts: intervals from so few are too narrow to rely on."
-        sentences.append(Sentence(text=text, section=ACCEPTANCE))
-    trained = result.trained_depth
+        yield _say(ACCEPTANCE, text)
     if trained is None or trained >= len(result.by_depth):
-        return sentences
+        return
     within = {row.id: _stood(row, 0, trained) for row in result.prompt_rows}
     beyond = {row.id: _stood(row, trained, suite.depth) for row in result.prompt_rows}
     compared = Bootstrap(level=suite.level).compare(beyond, within)
     if compared is None:
-        text = f"No round got beyond the {trained} depths it was trained for."
-        return [*sentences, Sentence(text=text, section=ACCEPTANCE)]
+        yield _say(ACCEPTANCE, f"No round got beyond the {trained} depths it was trained for.")
+        return
     after = compared.base + compared.difference.value
     text = (
         f"Beyond the {trained} depths it was trained for, {percent(after)} of the drafts that follow right ones are "
         f"right too, against {percent(compared.base)} up to there."
     )
-    tone: Tone = (
-        "bad" if sign_of(compared.difference) < 0 else "good" if sign_of(compared.difference) > 0 else "neutral"
-    )
-    return [*sentences, Sentence(text=text, section=ACCEPTANCE, tone=tone)]
+    yield _say(ACCEPTANCE, text, _TONES[sign_of(compared.difference)])
 
 
 def _stood(row: PromptRow, begin: int, end: int) -> tuple[float, float]:
     """Accepted drafts, and those up for acceptance, at depths from `begin` (0 is the first) to before `end`."""
-    return (
-        sum(row.acceptance.accepted_by_depth[begin:end]),
-        sum(row.acceptance.reached_by_depth[begin:end]),
-    )
+    found = row.acceptance
+    return sum(found.accepted_by_depth[begin:end]), sum(found.reached_by_depth[begin:end])
 
 
-def _perturbations(suite: SuiteResult, drafter: str) -> list[Sentence]:
-    sentences, unmeasured = [], []
-    for group in GROUPS:
+def _misses(drift: DriftSummary) -> Iterator[Sentence]:
+    if drift.ece is not None and drift.ece > POOR_CALIBRATION:
+        text = f"Its confidence is {100 * drift.ece:.0f} points off the share of drafts that are right, on average."
+        yield _say(CALIBRATION, text, "bad")
+    if drift.outside_vocabulary is not None and drift.outside_vocabulary > MANY_OUTSIDE:
+        text = f"{percent(drift.outside_vocabulary)} of its misses are tokens that its vocabulary does not have."
+        yield _say(ACCEPTANCE, text, "bad")
+
+
+def _perturbations(suite: SuiteResult, drafter: str) -> Iterator[Sentence]:
+    unmeasured = []
+    for group, name in GROUP_NAMES.items():
         cells = cells_of(suite, drafter, group)
         worst = worst_of(cells)
         if worst is not None:
             measured = sum(cell.compared is not None for cell in cells)
-            sentences.append(_cost(group, *worst, measured, suite.level))
+            yield _cost(group, *worst, measured, suite.level)
         elif cells:
-            unmeasured.append(f"{GROUP_NAMES[group]} ({_why(cells)})")
+            reasons = list(dict.fromkeys(cell.skip or "no draft was verified" for cell in cells))
+            unmeasured.append(f"{name} ({'; '.join(reasons[:2])})")
         elif len(suite.perturbations) > 1:
-            unmeasured.append(f"{GROUP_NAMES[group]} (not asked for)")
+            unmeasured.append(f"{name} (not asked for)")
     if len(suite.perturbations) == 1:
         unmeasured.append("other prompts (no perturbation was asked for)")
     if unmeasured:
-        sentences.append(Sentence(text=f"Not measured: {'; '.join(unmeasured)}.", section=PERTURBATIONS))
-    return sentences
+        yield _say(PERTURBATIONS, f"Not measured: {'; '.join(unmeasured)}.")
 
 
 def worst_of(cells: Sequence[CellSummary]) -> tuple[CellSummary, Comparison] | None:
@@ -197,58 +187,76 @@ def worst_of(cells: Sequence[CellSummary]) -> tuple[CellSummary, Comparison] | N
 
 
 def _cost(group: str, worst: CellSummary, compared: Comparison, measured: int, level: float) -> Sentence:
-    name = GROUP_NAMES[group]
-    loss = Interval(
-        value=1 - compared.ratio.value,
-        low=None if compared.ratio.high is None else 1 - compared.ratio.high,
-        high=None if compared.ratio.low is None else 1 - compared.ratio.low,
-    )
+    name, ratio = GROUP_NAMES[group], compared.ratio
     which = f"the worst of {measured}: {worst.perturbation}" if measured > 1 else worst.perturbation
+    change, sign = percent(abs(ratio.value - 1)), sign_of(ratio, around=1.0)
+    capital = name[0].upper() + name[1:]
+    if ratio.low is None or ratio.high is None:
+        text = f"{capital} change acceptance length by {percent(ratio.value - 1)} ({which}); one prompt says no more."
+        return _say(PERTURBATIONS, text)
+    low, high = (ratio.low - 1, ratio.high - 1) if sign > 0 else (1 - ratio.high, 1 - ratio.low)
+    interval = f" ({percent(level)} interval {100 * low:.0f} to {100 * high:.0f})"
+    if sign == 0:
+        text = f"No loss from {name} can be told from chance: {percent(1 - ratio.value)}{interval}; {which}."
+        return _say(PERTURBATIONS, text)
+    verb = "gain" if sign > 0 else "cost up to" if measured > 1 else "cost"
     task = " The answers change too, so part of this is the task's." if group in TASK_GROUPS else ""
-    if sign_of(loss) > 0:
-        up_to = "up to " if measured > 1 else ""
-        text = (
-            f"{_capital(name)} cost {up_to}{percent(loss.value)} of acceptance length{_percents(loss, level)}; {which}."
-        )
-        return Sentence(text=text + task, section=PERTURBATIONS, tone="bad")
-    if sign_of(loss) < 0:
-        gain = Interval(
-            value=-loss.value,
-            low=None if loss.high is None else -loss.high,
-            high=None if loss.low is None else -loss.low,
-        )
-        text = f"{_capital(name)} gain {percent(gain.value)} of acceptance length{_percents(gain, level)}; {which}."
-        return Sentence(text=text + task, section=PERTURBATIONS, tone="good")
-    if loss.low is None:
-        text = (
-            f"{_capital(name)} change acceptance length by {percent(-loss.value)} ({which}); one prompt says no more."
-        )
-        return Sentence(text=text, section=PERTURBATIONS)
-    text = f"No loss from {name} can be told from chance: {percent(loss.value)}{_percents(loss, level)}; {which}."
-    return Sentence(text=text, section=PERTURBATIONS, tone="neutral")
+    text = f"{capital} {verb} {change} of acceptance length{interval}; {which}.{task}"
+    return _say(PERTURBATIONS, text, _TONES[sign])
 
 
-def _why(cells: Sequence[CellSummary]) -> str:
-    reasons = dict.fromkeys(cell.skip or "no draft was verified" for cell in cells)
-    return "; ".join(list(reasons)[:2])
+def side_by_side(suite: SuiteResult, results: Results, one: str, other: str) -> Iterator[Sentence]:
+    """One drafter against another, over the prompts that both have."""
+    names = suite.titles[one], suite.titles[other]
+    bootstrap = Bootstrap(level=suite.level)
+    mine, theirs = results[one, UNPERTURBED], results[other, UNPERTURBED]
+    depth = min(len(mine.by_depth), len(theirs.by_depth))
+    if depth > 1:
+        attention = bootstrap.compare(own_attention_counts(mine, depth), own_attention_counts(theirs, depth))
+        if attention is not None:
+            yield _own_against(attention, names, depth, suite.level)
+    where = {"On the unperturbed workload": [UNPERTURBED]} | {
+        f"Under {GROUP_NAMES[group]}": [cell.perturbation for cell in cells_of(suite, one, group)]
+        for group in ("template", "long_context")
+    }
+    for place, perturbations in where.items():
+        shared = [name for name in perturbations if (one, name) in results and (other, name) in results]
+        sides = [acceptance_counts(*(results[drafter, name] for name in shared)) for drafter in (one, other)]
+        compared = bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
+        if compared is not None:
+            section = ACCEPTANCE if UNPERTURBED in perturbations else PERTURBATIONS
+            yield _length_against(place, compared, names, section, suite.level)
 
 
-def _misses(drift: DriftSummary) -> list[Sentence]:
-    sentences = []
-    if drift.ece is not None and drift.ece > POOR_CALIBRATION:
-        text = f"Its confidence is {100 * drift.ece:.0f} points off the share of drafts that are right, on average."
-        sentences.append(Sentence(text=text, section=CALIBRATION, tone="bad"))
-    if drift.outside_vocabulary is not None and drift.outside_vocabulary > MANY_OUTSIDE:
-        text = f"{percent(drift.outside_vocabulary)} of its misses are tokens that its vocabulary does not have."
-        sentences.append(Sentence(text=text, section=ACCEPTANCE, tone="bad"))
-    return sentences
+def _own_against(compared: Comparison, names: tuple[str, str], depth: int, level: float) -> Sentence:
+    difference = compared.difference
+    small, large = sorted((compared.base, compared.base + difference.value))
+    shares = f"{percent(small)} of attention is on own drafts at depth {depth}, against {percent(large)}"
+    shares += _points(difference, level)
+    sign = sign_of(difference)
+    if sign == 0:
+        text = f"Which of {names[0]} and {names[1]} drifts less cannot be told: {shares}."
+    else:
+        less, more = names if sign < 0 else names[::-1]
+        text = f"{less} drifts less than {more}: {shares}."
+    return _say(ATTENTION, text, _TONES[-sign])
 
 
-def _percents(interval: Interval, level: float) -> str:
+def _points(interval: Interval, level: float) -> str:
+    """Of a difference of shares, whichever way round."""
     if interval.low is None or interval.high is None:
         return ""
-    return f" ({percent(level)} interval {100 * interval.low:.0f} to {100 * interval.high:.0f})"
+    low, high = (-interval.high, -interval.low) if interval.high < 0 else (interval.low, interval.high)
+    return f" (difference, {percent(level)} interval: {100 * low:.0f} to {100 * high:.0f} points)"
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _length_against(where: str, compared: Comparison, names: tuple[str, str], section: str, level: float) -> Sentence:
+    lengths = f"{compared.base + compared.difference.value:.2f} against {compared.base:.2f} of {names[1]}"
+    sign = sign_of(compared.ratio, around=1.0)
+    if sign == 0:
+        text = f"{where}, no difference in acceptance length can be told: {names[0]} {lengths}"
+        text += f"{interval_text(compared.ratio, level, 'ratio ')}."
+    else:
+        text = f"{where}, {names[0]} has the {'longer' if sign > 0 else 'shorter'} acceptance length: {lengths}"
+        text += f", {compared.ratio.value:.2f} times{interval_text(compared.ratio, level)}."
+    return _say(section, text, _TONES[sign])

@@ -1,5 +1,7 @@
 """The drafting half of a round, for a batch: chains, or trees. `decoding/drafting.py` is the same for one sequence."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -7,41 +9,41 @@ from fledge.decoding.drafting import TreeShape
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import choose
 from fledge.decoding.tree import Expansion, expand, rank
-from fledge.engine.paged_cache import RoundPass
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
-from fledge.kernels.round_rows import DraftPlaces, slots_of
+from fledge.kernels.open_round import slots_of
+from fledge.kernels.settle_round import DraftPlaces
+from fledge.layers.paged_cache import PagedPass, RoundPass
 from fledge.models.drafter.base import DraftStates
+from fledge.models.target.decoder import TargetStates
 
 
-def propose(
-    models: RoundModels, state: RowState, rows: Tensor, settled: DraftStates, places: DraftPlaces, depth: int
+def extend_and_draft(
+    models: RoundModels,
+    state: RowState,
+    rows: Tensor,
+    states: TargetStates,
+    tokens: Tensor,
+    positions: Tensor,
+    storage: PagedPass,
+    last_rows: Tensor,
+    places: DraftPlaces,
+    depth: int,
 ) -> Tensor:
-    """Draft for `rows` [batch] from the drafter's states [batch, hidden] at their last settled rows.
+    """Let the drafter read settled rows (states, tokens, positions), then draft for `rows` [batch] from `last_rows`.
 
-    Returns states of the deepest drafts, [batch, n]: what went wrong on the way to them shows there as NaN.
+    Row i pairs the feature at its position with the token emitted after it. Returns states of the deepest drafts,
+    [batch, n]: what went wrong on the way to them shows there as NaN.
     """
-    if models.tree is not None:
-        return _draft_trees(models, state, rows, settled, depth, models.tree)
-    return _draft_chains(models, state, rows, settled, places, depth)
-
-
-def _draft_chains(
-    models: RoundModels, state: RowState, rows: Tensor, states: DraftStates, places: DraftPlaces, depth: int
-) -> Tensor:
-    drafter, cache = models.require_drafter()
-    tokens: list[Tensor] = []
-    for step in range(depth):
-        if step > 0:
-            position = places.positions[step - 1]
-            storage = models.storage(cache, places.tables, position, places.slots[step - 1], rows=1)
-            states = drafter(tokens[-1], states.feature, position, storage)
-        if models.sample_drafts:
-            tokens.append(_sample(models, state, rows, states.head, step))
-        else:
-            tokens.append(drafter.likeliest(states.head))
-    state.drafts[rows, :depth] = torch.stack(tokens, dim=1)
-    return states.head
+    drafter, _ = models.require_drafter()
+    if models.tree is None:
+        choose = partial(_sample, models, state, rows) if models.sample_drafts else None
+        chain = drafter.draft_chain(states, tokens, positions, storage, last_rows, places, depth, choose)
+        state.drafts[rows, :depth], deepest = chain
+        return deepest
+    out = drafter(tokens, drafter.fuse(states), positions, storage)
+    settled = DraftStates(head=out.head[last_rows], feature=out.feature[last_rows])
+    return _draft_trees(models, state, rows, settled, depth, models.tree)
 
 
 def _sample(models: RoundModels, state: RowState, rows: Tensor, head: Tensor, step: int) -> Tensor:

@@ -29,9 +29,9 @@ from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, Plan, Scheduler
 from fledge.engine.sizing import EngineConfig, RequestBounds, count_blocks, make_cache, scratch_slots, tree_nodes
 from fledge.errors import ConfigError
-from fledge.layers.linear import pack_linears
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
+from fledge.native import accelerate
 
 # How deep to draft, given the number of running requests; 0 is plain decoding. The seam for adaptive control.
 DepthPolicy = Callable[[int], int]
@@ -89,7 +89,7 @@ class Engine:
         self.statistics = EngineStatistics()
         self._depth_policy = depth_policy
         if config.pack_weights:
-            pack_linears(*(model for model in (target, drafter) if model is not None))
+            target, drafter = accelerate(target, drafter)
         self._requests: dict[str, Request] = {}
         self._in_flight: Launch | None = None
         self._updates: list[Update] = []

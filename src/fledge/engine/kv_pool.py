@@ -1,7 +1,7 @@
 """Which block of the key/value caches belongs to whom: allocation, sharing of equal prefixes, eviction.
 
-Pure bookkeeping on the host; the tensors are in `paged_cache.py`. Target and drafter have caches of their own but share
-the block numbers: slot i of a request's block table holds the target's and the drafter's row for position i.
+Pure bookkeeping on the host; the tensors are in `layers/paged_cache.py`. Target and drafter have caches of their own
+but share the block numbers: slot i of a request's block table holds the target's and the drafter's row for position i.
 
 A full block whose contents are final can be found again by later requests through its key, which chains the keys of
 all blocks before it. The drafter's row at position i is computed from token i + 1 as well, so the key of a block also

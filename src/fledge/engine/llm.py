@@ -3,6 +3,7 @@
 It turns text into requests and tokens into text; the engine does the rest.
 """
 
+import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from fledge.engine.sizing import EngineConfig
 from fledge.engine.speculative_config import SpeculativeConfig
 from fledge.engine.text_stream import TextStream
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import ConfigError, PromptError, refuses_unknown_names
+from fledge.errors import ConfigError, FledgeError, PromptError, refuses_unknown_names
 from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter
 
@@ -88,21 +89,40 @@ class LLM:
         self.tokenizer = load_tokenizer(directory)
         self.max_model_len = self._check_length(max_model_len)
         self.eos_ids = self._find_eos_ids()
-        self.engine = self._build_engine(
-            config,
-            EngineOptions(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                enforce_eager=enforce_eager,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_bytes=kv_cache_bytes,
-            ),
+        self._options = EngineOptions(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_bytes=kv_cache_bytes,
         )
+        self.engine = self._build_engine(config, None if config is None else self._load_drafter(config))
         _warm_up(self.engine)
         self._seeds = random.Random(seed)  # for requests that bring none
         self._requests = 0
         self._answers: dict[str, Answer] = {}
+
+    def set_speculation(self, speculative_config: Mapping[str, Any] | SpeculativeConfig | None) -> None:
+        """Exchange drafter and depth, or do without (None); the target stays loaded. No request may be running.
+
+        The engine is built anew, so caches, graphs and statistics begin afresh. Where a drafter is refused, the target
+        goes on alone.
+        """
+        assert not self._answers, "drafters are exchanged between requests"
+        config = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
+        vars(self).pop("engine", None)  # first: it holds most of a GPU's memory. There is none if a build failed before
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            drafter = None if config is None else self._load_drafter(config)
+        except FledgeError:
+            self.engine = self._build_engine(None, None)
+            _warm_up(self.engine)
+            raise
+        self.engine = self._build_engine(config, drafter)
+        _warm_up(self.engine)
 
     def generate(
         self,
@@ -278,17 +298,18 @@ class LLM:
             drafter.config = replace(drafter.config, max_positions=limit)
         return drafter
 
-    def _build_engine(self, config: SpeculativeConfig | None, options: EngineOptions) -> Engine:
+    def _build_engine(self, config: SpeculativeConfig | None, drafter: Drafter | None) -> Engine:
+        options = asdict(self._options)
         if config is None:
-            return Engine(self.target, None, EngineConfig(max_model_len=self.max_model_len, **asdict(options)))
+            return Engine(self.target, None, EngineConfig(max_model_len=self.max_model_len, **options))
         engine_config = EngineConfig(
             max_model_len=self.max_model_len,
-            **asdict(options),
+            **options,
             max_depth=config.max_depth,
             tree=None if config.tree_width is None else TreeShape(width=config.tree_width, budget=config.tree_budget),
             sample_drafts=config.draft_sample_method == "probabilistic",
         )
-        return Engine(self.target, self._load_drafter(config), engine_config, config.depth_at)
+        return Engine(self.target, drafter, engine_config, config.depth_at)
 
 
 class _Job:

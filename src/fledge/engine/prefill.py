@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fledge.engine.choosing import Chooser
-from fledge.engine.draft_round import propose
-from fledge.engine.paged_cache import ChunkPass, PagedCache
+from fledge.engine.draft_round import extend_and_draft
 from fledge.engine.recovery import drafters_fault
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.scheduler import Chunk
-from fledge.kernels.round_rows import draft_places
-from fledge.models.drafter.base import DraftStates
+from fledge.kernels.settle_round import draft_places
+from fledge.layers.paged_cache import ChunkPass, PagedCache
 from fledge.models.target.decoder import TargetStates
 
 ALIGNMENT = 16  # numbers: kernels are compiled anew for tensors that begin at odd addresses
@@ -78,7 +77,7 @@ def run_prefill(
     drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
     aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
     tables = state.block_tables[inputs.rows]
-    storage = _storage(models.target_cache, inputs, tables)
+    storage = _storage(models, models.target_cache, inputs, tables)
     states = models.target(inputs.tokens, inputs.positions, storage, aux_layer_ids)
     final = states.final[inputs.ends]
     logits = models.target.logits(final)
@@ -103,20 +102,22 @@ def _extend_drafter(
     models: RoundModels, state: RowState, inputs: PrefillInputs, tables: Tensor, states: TargetStates, depth: int
 ) -> Tensor | None:
     drafter, cache = models.require_drafter()
-    out = drafter(inputs.following, drafter.fuse(states), inputs.positions, _storage(cache, inputs, tables))
+    storage = _storage(models, cache, inputs, tables)
     if depth == 0:
+        drafter(inputs.following, drafter.fuse(states), inputs.positions, storage)
         return None
     rows = inputs.settled_rows
     length = state.length[rows]
     places = draft_places(length, state.block_tables[rows], depth=depth, block_size=models.block_size)
-    settled = DraftStates(head=out.head[inputs.ends], feature=out.feature[inputs.ends])
-    deepest = propose(models, state, rows, settled, places, depth)
+    deepest = extend_and_draft(
+        models, state, rows, states, inputs.following, inputs.positions, storage, inputs.ends, places, depth
+    )
     room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
     state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
     return deepest.sum(-1, dtype=torch.float32)
 
 
-def _storage(cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkPass:
+def _storage(models: RoundModels, cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkPass:
     return ChunkPass(
         cache=cache,
         block_tables=tables,
@@ -124,6 +125,7 @@ def _storage(cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkP
         query_starts=inputs.query_starts.to(torch.int32),
         slots=inputs.slots,
         max_chunk=inputs.max_chunk,
+        max_context=models.max_length,
     )
 
 

@@ -12,16 +12,15 @@ from torch import Tensor
 from fledge.decoding.acceptance import accept_rejection, accept_tree
 from fledge.decoding.tree import visibility
 from fledge.engine.choosing import Chooser
-from fledge.engine.draft_round import propose
-from fledge.engine.paged_cache import RoundPass
+from fledge.engine.draft_round import extend_and_draft
 from fledge.engine.recovery import drafters_fault
 from fledge.engine.round_clock import Mark, RoundClock, mark
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.kernels.accept import accept_chain, accept_greedy
-from fledge.kernels.native.drafting import ChainPlaces
-from fledge.kernels.round_rows import OpenedRound, SettledRound, open_round, settle_round, slots_of
-from fledge.models.drafter.base import DraftStates
+from fledge.kernels.open_round import OpenedRound, open_round, slots_of
+from fledge.kernels.settle_round import SettledRound, settle_round
+from fledge.layers.paged_cache import RoundPass
 from fledge.models.target.decoder import TargetStates
 
 
@@ -96,7 +95,7 @@ def run_round(
     torch.sum(final, -1, dtype=torch.float32, out=health[:, :width])
     if draft:
         with drafters_fault():
-            head = _extend_and_draft(models, state, rows, opened, verified, settled, draft)
+            head = _draft_next(models, state, rows, opened, verified, settled, draft)
             torch.sum(head, -1, dtype=torch.float32, out=health[:, width])
     mark(clock, Mark.DRAFTED)
     return RoundOutcome(
@@ -193,7 +192,7 @@ def _verify_trees(
     return _Verified(tokens=path.tokens, accepted=path.accepted, states=settled)
 
 
-def _extend_and_draft(
+def _draft_next(
     models: RoundModels,
     state: RowState,
     rows: Tensor,
@@ -202,23 +201,19 @@ def _extend_and_draft(
     settled: SettledRound,
     depth: int,
 ) -> Tensor:
-    """Let the drafter read the settled rows, then draft from the last of them; return `propose`'s states.
-
-    Row i pairs the feature at its position with the token emitted after it. Rows after the last settled one hold
-    padding: they are computed because leaving them out would take longer, and overwritten while drafting.
-    """
-    drafter, cache = models.require_drafter()
+    """Rows after the last settled one hold padding: leaving them out would take longer than computing them."""
+    _, cache = models.require_drafter()
     width = verified.tokens.shape[1]
     storage = models.storage(cache, settled.places.tables, opened.context, opened.slots, rows=width)
-    if models.tree is None and not models.sample_drafts:
-        steps = settled.places
-        places = ChainPlaces(last_rows=settled.last_rows, positions=steps.positions, slots=steps.slots)
-        drafted = drafter.draft_settled(verified.states, settled.tokens, opened.positions, storage, places, depth)
-        if drafted is not None:
-            drafts, deepest = drafted
-            state.drafts[rows, :depth] = drafts.T
-            return deepest
-    out = drafter(settled.tokens, drafter.fuse(verified.states), opened.positions, storage)
-    head = out.head[settled.last_rows]
-    feature = head if out.feature is out.head else out.feature[settled.last_rows]
-    return propose(models, state, rows, DraftStates(head=head, feature=feature), settled.places, depth)
+    return extend_and_draft(
+        models,
+        state,
+        rows,
+        verified.states,
+        settled.tokens,
+        opened.positions,
+        storage,
+        settled.last_rows,
+        settled.places,
+        depth,
+    )

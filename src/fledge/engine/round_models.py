@@ -6,8 +6,8 @@ from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.tree import DraftTree, tree_size
-from fledge.engine.paged_cache import PagedCache, RoundPass
 from fledge.engine.row_state import RowState
+from fledge.layers.paged_cache import PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.tree import tree_size
-from fledge.engine.paged_cache import PagedCache
 from fledge.errors import ConfigError, PromptError
+from fledge.layers.norm import compute_weight
+from fledge.layers.paged_cache import PagedCache
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
@@ -67,19 +67,17 @@ class RequestBounds:
             )
 
 
-def _weight(model: TargetModel | Drafter) -> Tensor:
-    """Any weight of the model's own: its embedding may be another model's."""
-    return next(parameter for name, parameter in model.named_parameters() if name.startswith("layers."))
-
-
-def make_cache(model: TargetModel | Drafter, num_blocks: int, block_size: int) -> PagedCache:
-    weight = _weight(model)
+def make_cache(
+    model: TargetModel | Drafter, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+) -> PagedCache:
+    """Return a cache for the model's keys and values, in `dtype` or in that which it computes with."""
+    weight = compute_weight(model)
     return PagedCache(
-        model.config.layer,
+        model.config.layer.kv_cache,
         num_layers=model.config.num_layers,
         num_blocks=num_blocks,
         block_size=block_size,
-        dtype=weight.dtype,
+        dtype=dtype or weight.dtype,
         device=weight.device,
     )
 
@@ -89,20 +87,16 @@ def count_blocks(config: EngineConfig, block_size: int, target: TargetModel, dra
     if config.num_blocks is not None:
         return config.num_blocks
     models: list[TargetModel | Drafter] = [target] if drafter is None else [target, drafter]
-    per_block: int = sum(
-        PagedCache.bytes_per_block(
-            model.config.layer,
-            num_layers=model.config.num_layers,
-            block_size=block_size,
-            dtype=_weight(model).dtype,
-        )
+    per_token = sum(
+        model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(compute_weight(model).dtype)
         for model in models
     )
+    per_block = per_token * block_size
     slack = 3 * (config.max_depth + 1) + scratch_slots(config, tree_nodes(config, target.config.vocab_size))
     useful = config.max_num_seqs * -(-(config.max_model_len + slack) // block_size) + 1
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
-    elif (device := _weight(target).device).type == "cuda":
+    elif (device := compute_weight(target).device).type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1 - config.gpu_memory_utilization))
     else:

@@ -158,6 +158,22 @@ def _sharegpt(values: Any) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def split_turns(messages: Sequence[Message], *, keep_answers: bool = False) -> list[tuple[Message, ...]]:
+    """Return what is said before each answer that the target is to write.
+
+    Another model's answers, and results of tools that it called, are left out; with `keep_answers` they stay, and only
+    turns that ask and find none are cut there. What follows the last turn that asks is left out.
+    """
+    said = [message for message in messages if keep_answers or message["role"] not in ("assistant", "tool")]
+    turns, start = [], 0
+    for end, message in enumerate(said, start=1):
+        following = said[end]["role"] if end < len(said) else "user"
+        if message["role"] in ASKING_ROLES and following not in ("assistant", "tool"):
+            turns.append(tuple(said[start:end]))
+            start = end
+    return turns
+
+
 @dataclass
 class Skipped:
     """Records that could not be used: how many, why, and where the first one is."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.kernels._dispatch import cpu_kernel
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.argmax import argmax_rows_reference, chunk_maxima, first_of_chunks
-from fledge.kernels.native.rows import accept_chain_native, runs_native
 
 PADDING = -1
 
@@ -28,6 +28,15 @@ class ChainOutcome:
     accepted: Tensor  # [batch] int64 number of accepted drafts
     last: Tensor  # [batch] int64 the target's own token: the last one emitted, with which the next round begins
 
+    @classmethod
+    def empty(cls, batch: int, places: int, device: torch.device) -> "ChainOutcome":
+        """Room for a kernel to write to."""
+        return cls(
+            tokens=torch.empty(batch, places, dtype=torch.int64, device=device),
+            accepted=torch.empty(batch, dtype=torch.int64, device=device),
+            last=torch.empty(batch, dtype=torch.int64, device=device),
+        )
+
 
 def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
     """Accept drafts [batch, depth] for as long as they equal choices [batch, depth + 1], which are the target's.
@@ -36,9 +45,9 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
     """
     if runs_triton(choices):
         return accept_chain_triton(drafts, choices, draft_lengths=draft_lengths)
-    if runs_native(drafts, choices, draft_lengths):
-        tokens, accepted, last = accept_chain_native(drafts, choices.contiguous(), draft_lengths)
-        return ChainOutcome(tokens=tokens, accepted=accepted, last=last)
+    if (native := cpu_kernel("accept_chain", drafts, choices, draft_lengths)) is not None:
+        outcome: ChainOutcome = native(drafts, choices, draft_lengths=draft_lengths)
+        return outcome
     return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
 
 
@@ -46,10 +55,9 @@ def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | Non
     """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
     if runs_triton(logits):
         return accept_greedy_triton(drafts, logits, draft_lengths=draft_lengths)
-    if runs_native(logits, drafts, draft_lengths) and logits.is_contiguous():
-        choices = torch.empty(logits.shape[:2], dtype=torch.int64)
-        tokens, accepted, last = accept_chain_native(drafts, choices, draft_lengths, logits)
-        return ChainOutcome(tokens=tokens, accepted=accepted, last=last)
+    if (native := cpu_kernel("accept_greedy", logits, drafts, draft_lengths)) is not None:
+        outcome: ChainOutcome = native(drafts, logits, draft_lengths=draft_lengths)
+        return outcome
     choices = argmax_rows_reference(logits.flatten(0, 1)).view(logits.shape[:2])
     return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
 
@@ -69,7 +77,7 @@ def accept_chain_reference(drafts: Tensor, choices: Tensor, *, draft_lengths: Te
 
 def accept_chain_triton(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
     batch, places = choices.shape
-    outcome = _empty(batch, places, choices.device)
+    outcome = ChainOutcome.empty(batch, places, choices.device)
     drafts, choices = drafts.contiguous(), choices.contiguous()
     _accept_kernel[(batch,)](
         drafts,
@@ -89,7 +97,7 @@ def accept_chain_triton(drafts: Tensor, choices: Tensor, *, draft_lengths: Tenso
 def accept_greedy_triton(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
     batch, places, vocab = logits.shape
     values, indices = chunk_maxima(logits.reshape(batch * places, vocab))
-    outcome = _empty(batch, places, logits.device)
+    outcome = ChainOutcome.empty(batch, places, logits.device)
     drafts = drafts.contiguous()
     chunks = values.shape[1]
     _accept_greedy_kernel[(batch,)](
@@ -109,14 +117,6 @@ def accept_greedy_triton(drafts: Tensor, logits: Tensor, *, draft_lengths: Tenso
         **overlapping(logits.device),
     )
     return outcome
-
-
-def _empty(batch: int, places: int, device: torch.device) -> ChainOutcome:
-    return ChainOutcome(
-        tokens=torch.empty(batch, places, dtype=torch.int64, device=device),
-        accepted=torch.empty(batch, dtype=torch.int64, device=device),
-        last=torch.empty(batch, dtype=torch.int64, device=device),
-    )
 
 
 @triton.jit

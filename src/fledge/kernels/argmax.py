@@ -6,9 +6,9 @@ Comparing needs no arithmetic, so kernel and reference agree exactly; among equa
 import torch
 from torch import Tensor
 
+from fledge.kernels._dispatch import cpu_kernel
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.native.rows import argmax_rows_native, runs_native
 
 CHUNK = 4096  # logits of one program: 32 programs share a row of a vocabulary of 128k
 
@@ -20,8 +20,9 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
     """
     if runs_triton(logits):
         return argmax_rows_triton(logits, offsets)
-    if runs_native(logits, offsets) and logits.is_floating_point():
-        return argmax_rows_native(logits, offsets)
+    if logits.is_floating_point() and (native := cpu_kernel("argmax_rows", logits, offsets)) is not None:
+        found: Tensor = native(logits, offsets)
+        return found
     return argmax_rows_reference(logits, offsets)
 
 

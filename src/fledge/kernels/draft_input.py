@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.native.rows import draft_input_native, runs_native
 from fledge.kernels.rms_norm import rms_norm_reference
 
 
@@ -22,8 +21,6 @@ def draft_input(
     """
     if runs_triton(feature, embedding, embedding_norm, feature_norm) and embedding.dtype == feature.dtype:
         return draft_input_triton(tokens, embedding, feature, embedding_norm, feature_norm, eps)
-    if runs_native(feature, embedding, embedding_norm, feature_norm) and embedding.is_contiguous():
-        return draft_input_native(tokens, embedding, feature, embedding_norm, feature_norm, eps)
     return draft_input_reference(tokens, embedding, feature, embedding_norm, feature_norm, eps)
 
 

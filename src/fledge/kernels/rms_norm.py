@@ -13,15 +13,12 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.native.rows import add_rms_norm_native, rms_norm_native, runs_native, side_by_side_native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
     if runs_triton(x, weight):
         return rms_norm_triton(x, weight, eps)
-    if runs_native(x, weight):
-        return rms_norm_native(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -29,17 +26,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Return (rms_norm(x + residual), x + residual); the sum is rounded to the dtype before it is normalised."""
     if runs_triton(x, residual, weight):
         return add_rms_norm_triton(x, residual, weight, eps)
-    if runs_native(x, residual, weight):
-        return add_rms_norm_native(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)
 
 
 def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
     """Normalise x [..., n * size] in n parts, each by itself and with its own weight [size]."""
-    if runs_native(x, *weights):
-        out = torch.empty(x.shape)
-        side_by_side_native(x, weights, eps, out)
-        return out
     parts = x.chunk(len(weights), dim=-1)
     return torch.cat([rms_norm(part, weight, eps) for part, weight in zip(parts, weights, strict=True)], dim=-1)
 

@@ -39,12 +39,21 @@ class ProjectedHeads:
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether heads are normed one by one, if at all, and rotate as a whole: what fused kernels take."""
+        return not self.config.qk_norm_whole and self.config.rope.partial_factor == 1
+
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [*lead, heads, head_dim], key and value [*lead, kv_heads, head_dim], normed and rotated."""
         config = self.config
-        heads = self.qkv.view(*self.qkv.shape[:-1], -1, config.head_dim)
+        qkv = self.qkv
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm_whole:
+            query, key, value = torch.split(qkv, [config.query_size, config.kv_size, config.kv_size], dim=-1)
+            qkv = torch.cat([self.q_norm(query), self.k_norm(key), value], dim=-1)
+        heads = qkv.view(*qkv.shape[:-1], -1, config.head_dim)
         turned, value = heads[..., : -config.num_kv_heads, :], heads[..., -config.num_kv_heads :, :]
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not config.qk_norm_whole:
             query, key = turned[..., : config.num_heads, :], turned[..., config.num_heads :, :]
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
         turned = self.rotation.apply(turned)  # queries and keys at once: on a CPU every call counts
@@ -83,8 +92,11 @@ class Attention(nn.Module):
             input_size or config.hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias
         )
         self.o_proj = Linear(config.query_size, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        query_norm, key_norm = (
+            (config.query_size, config.kv_size) if config.qk_norm_whole else (config.head_dim, config.head_dim)
+        )
+        self.q_norm = RMSNorm(query_norm, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(key_norm, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""

@@ -1,7 +1,13 @@
-"""What one transformer layer is made of: the vocabulary shared by targets and drafters."""
+"""What one transformer layer is made of: the vocabulary shared by targets and drafters.
 
-from dataclasses import dataclass
+A family names the parts its layers have, here; `layers/block.py` builds them. What a cache must keep for a token
+follows from the attention and is data too: every storage reads `LayerConfig.kv_cache`.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -11,6 +17,7 @@ class RopeConfig:
     """Rotary position embedding. Fields after `factor` matter only to the types that name them."""
 
     theta: float = 10000.0
+    partial_factor: float = 1.0  # the share of each head, from its first dimension on, that rotates
     type: RopeType = "default"
     factor: float = 1.0
     original_max_positions: int | None = None  # llama3, yarn
@@ -21,19 +28,52 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn: None means 0.1 ln(factor) + 1
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate."""
+        return int(head_dim * self.partial_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in place of one MLP: each token goes to the few that its router likes best."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalised: bool = True  # the weights of the chosen experts are made to sum to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What a cache keeps for one token in one layer: a key and a value for each KV head."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.numbers_per_token * dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One pre-norm decoder layer: grouped-query attention and a SwiGLU MLP."""
+    """One decoder layer: grouped-query attention, an MLP or experts, and norms around them."""
 
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the MLP; `experts` have their own
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_eps: float
     rope: RopeConfig
-    qk_norm: bool = False  # RMSNorm on every query and key head (Qwen3)
+    experts: ExpertsConfig | None = None  # None: a dense MLP
+    norm_placement: Literal["pre", "post"] = "pre"  # before attention and MLP, or after them and before the residual
+    qk_norm: bool = False  # RMSNorm on queries and keys: on every head (Qwen3) or
+    qk_norm_whole: bool = False  # on all heads together (OLMo 2)
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -45,3 +85,14 @@ class LayerConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_cache(self) -> KVCacheSpec:
+        return KVCacheSpec(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
+
+    @property
+    def as_drafter(self) -> "LayerConfig":
+        """The pre-norm layer with a dense MLP of this shape: the only kind that drafters have."""
+        norms = self.qk_norm and not self.qk_norm_whole
+        rope = replace(self.rope, partial_factor=1.0)
+        return replace(self, experts=None, norm_placement="pre", qk_norm=norms, qk_norm_whole=False, rope=rope)

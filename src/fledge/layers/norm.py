@@ -23,3 +23,8 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def compute_weight(model: nn.Module) -> Tensor:
+    """Return a weight with the dtype and device a model computes with: a norm's, which no weight format changes."""
+    return next(module.weight for module in model.modules() if isinstance(module, RMSNorm))

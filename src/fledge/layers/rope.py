@@ -18,14 +18,14 @@ class Rotation:
 
     def __init__(self, positions: Tensor, inverse_frequencies: Tensor, magnitude: float, dtype: torch.dtype) -> None:
         self.positions = positions  # [*lead] int64
-        self.inverse_frequencies = inverse_frequencies  # [head_dim / 2] float32
+        self.inverse_frequencies = inverse_frequencies  # [rotary_dim / 2] float32
         self.magnitude = magnitude
         self.dtype = dtype
         # Not a cached_property: that takes a lock on Python 3.11, which torch.compile cannot follow.
         self._known_cos_sin: tuple[Tensor, Tensor] | None = None
 
     def _cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Each [*lead, 1, head_dim], ready to broadcast over heads."""
+        """Each [*lead, 1, rotary_dim], ready to broadcast over heads."""
         if self._known_cos_sin is None:
             angles = self.positions.unsqueeze(-1).float() * self.inverse_frequencies
             angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
@@ -34,8 +34,12 @@ class Rotation:
         return self._known_cos_sin
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotate every head of x [*lead, heads, head_dim]."""
-        return rotate(x, *self._cos_sin())
+        """Rotate every head of x [*lead, heads, head_dim], or as many of its first dimensions as have a frequency."""
+        cos, sin = self._cos_sin()
+        rotary_dim = cos.shape[-1]
+        if rotary_dim == x.shape[-1]:
+            return rotate(x, cos, sin)
+        return torch.cat([rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]], dim=-1)
 
 
 class RotaryEmbedding(nn.Module):
@@ -60,7 +64,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Return the rotation speed of each dimension pair [head_dim / 2] and the factor on cos and sin."""
+    """Return the rotation speed of each dimension pair [rotary_dim / 2] and the factor on cos and sin."""
+    head_dim = config.rotary_dim(head_dim)  # scaling rules know nothing of dimensions that do not rotate
     # On the CPU by name: models are built on the meta device before their weights arrive, and this is no weight.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / (config.theta**exponents)

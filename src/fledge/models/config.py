@@ -19,6 +19,7 @@ class TargetConfig:
     vocab_size: int
     max_positions: int
     tied_head: bool  # the output head is the embedding matrix
+    layers: tuple[LayerConfig, ...] = ()  # per layer; empty: all are `layer`
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     dtype: str = "float32"  # as stored
     bos_id: int | None = None
@@ -27,6 +28,9 @@ class TargetConfig:
     @property
     def hidden_size(self) -> int:
         return self.layer.hidden_size
+
+    def layer_at(self, index: int) -> LayerConfig:
+        return self.layers[index] if self.layers else self.layer
 
     def sliding_window(self, layer: int) -> int | None:
         return self.sliding_windows[layer] if self.sliding_windows else None

@@ -5,13 +5,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
+import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from fledge.files import atomic_path
+from fledge.report.intervals import Floats, Interval
 
 # Colours that the page knows by a name and changes with the scheme; the value is that of the light scheme.
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5b6471", "#d9dde3", "#fffffe"
@@ -19,6 +26,8 @@ SERIES = ("#d55e00", "#0072b2", "#009e73", "#b8508f", "#a67100", "#3a8fc0")  # a
 _MARKERS, _DASHES = "osD^vP", ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 SIZE = (4.4, 3.0)
 _LONGEST = 34  # of a name in a legend
+_TITLE_WIDTH, _TITLE_INCHES = 50, 0.18  # letters of a picture's title in a line, and the height of a line
+_LEGEND_INCHES, _LEGEND_ROWS = 0.17, 2  # of a row; rows that the usual size of a figure has room for
 _NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {c: f"series-{i}" for i, c in enumerate(SERIES)}
 
 STYLE = {
@@ -72,12 +81,12 @@ def to_svg(figure: Figure, name: str, label: str) -> str:
 
 
 def save_png(figure: Figure, path: Path, title: str) -> None:
-    """Write a picture that stands by itself: with a title, on white. Under another name until it is whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with matplotlib.rc_context(STYLE):
-        figure.suptitle(title, fontsize=10.5, fontweight="bold")
+    """Write a picture that stands by itself: on white, higher by the lines of its title."""
+    lines = [line for one in title.split("\n") for line in wrap(one, _TITLE_WIDTH)]
+    figure.set_figheight(figure.get_figheight() + _TITLE_INCHES * len(lines))
+    with matplotlib.rc_context(STYLE), atomic_path(path) as temporary:
+        figure.suptitle("\n".join(lines), fontsize=10.5, fontweight="bold")
         figure.savefig(temporary, dpi=160, format="png", facecolor="white")
-    temporary.replace(path)
 
 
 def _own_ids(text: str, name: str) -> str:
@@ -101,6 +110,10 @@ class Chart:
     title: str
     figure: Figure
     drafter: str | None = None
+
+    @property
+    def svg(self) -> Markup:
+        return Markup(to_svg(self.figure, self.name, self.title))
 
 
 def percentages() -> PercentFormatter:
@@ -131,10 +144,36 @@ def unframed(axes: Axes) -> None:
     axes.set_xlabel("draft depth")
 
 
-def put_legend(figure: Figure, axes: Axes, *, columns: int) -> None:
+def put_legend(figure: Figure, axes: Axes, *, columns: int = 3) -> None:
+    """Below the axes, in as many columns as fit. The figure grows by what it needs: the axes keep their size."""
     handles, labels = axes.get_legend_handles_labels()
-    if max(map(len, labels), default=0) > 20:
-        columns = 1
+    if not labels:
+        return
+    size, handle = 8.0, 2.4
+    # In font sizes: a letter is about 0.55 wide; between handle, label and the next column there is about 2.5 more.
+    widest = size * (handle + 2.5 + 0.55 * max(map(len, labels)))
+    columns = max(1, min(columns, int(72 * figure.get_figwidth() / widest), len(labels)))
+    rows = ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * max(0, rows - _LEGEND_ROWS))
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, handlelength=2.4
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=ceil(len(labels) / rows),
+        frameon=False,
+        fontsize=size,
+        handlelength=handle,
     )
+
+
+def interval_bars(axes: Axes, x: Sequence[float], values: Sequence[Interval | None], **style: Any) -> None:
+    """Points, their intervals where there are any, and a line through them that breaks where there is no value."""
+    middle, *reach = interval_edges(values)
+    axes.errorbar(x, middle, yerr=reach, capsize=2.5, elinewidth=1.2, **style)
+
+
+def interval_edges(values: Sequence[Interval | None]) -> tuple[Floats, Floats, Floats]:
+    """Values, and how far their intervals reach below and above them; NaN where there is no value."""
+    ends = [(np.nan,) * 3 if one is None else (one.value, *one.ends) for one in values]
+    middle, low, high = np.array(ends, dtype=np.float64).reshape(-1, 3).T
+    return middle, np.abs(middle - low), np.abs(high - middle)

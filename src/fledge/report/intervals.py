@@ -1,15 +1,21 @@
-"""Confidence intervals by resampling prompts.
+"""Confidence intervals: what other prompts, and other repeats of a measurement, might have given.
 
-Rounds of one answer resemble each other (an easy answer is easy throughout), so rounds are not independent draws;
-prompts are. A resample draws as many prompts as there are, with replacement, and each brings all of its rounds. The
-interval is that of the resampled figures' percentiles.
+Rounds of one answer resemble each other (an easy answer is easy throughout, and fast in every repeat), so rounds and
+requests are no independent draws. Prompts are: they are drawn anew, with replacement, and each brings all it has, its
+turns and its requests of all repeats. A conversation of several turns is one prompt here.
 
-Every figure here is a pooled mean, sum of totals / sum of counts over prompts: acceptance length with accepted drafts
-and rounds (plus one), an attention share with its sum over rounds and the rounds, a plain mean with counts of one.
+Repeats of a run on a machine are few, and drawing from three says little about a fourth; so the spread between them
+gives a standard error, and Student's t with its heavy tails says how far off that may be. Both together make the
+interval. Where there is one repeat only, its noise is unknown and the interval tells of prompts alone.
+
+Most figures are pooled means, sum of totals / sum of counts over prompts: acceptance length with accepted drafts and
+rounds (plus one), an attention share with its sum over rounds and the rounds, a speed with tokens and seconds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,30 +24,101 @@ from fledge.records import Record
 
 RESAMPLES = 2000
 LEVEL = 0.95
-_HELD = 4_000_000  # weights that exist at a time
+_BLOCK = 4_000_000  # draws that are held as floats at a time
 
 Floats = NDArray[np.float64]
-Counts = Mapping[str, tuple[float, float]]  # prompt id -> (total, count): a prompt's part in a pooled mean
+Counts = Mapping[str, tuple[float, float]]  # prompt -> (total, count): its part in a pooled mean
+Side: TypeAlias = tuple[Floats, Floats]  # totals [..., repeats, columns] and the repeats' weights [..., repeats]
+Statistic = Callable[[Sequence[Side]], Floats]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval(Record):
-    """A figure and where it may well lie. `low` and `high` are None where there are too few prompts to say."""
+    """A figure and where it may well lie. `low` and `high` are None where there is too little to say."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Where it may lie; the value twice where that is not known."""
+        return self.value if self.low is None else self.low, self.value if self.high is None else self.high
+
+    @property
+    def half_width(self) -> float | None:
+        """What is written behind a plus-minus sign."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Record):
-    """A perturbed run against the unperturbed one, over the prompts that both have."""
+    """A run against a base, over the prompts that both have."""
 
     difference: Interval
     ratio: Interval
-    base: float  # the unperturbed figure over the same prompts
-    prompts: int  # of the perturbed run that are compared
+    base: float  # the base's figure over the same prompts
+    prompts: int  # of the run that are compared
     is_paired: bool  # with the same prompts on both sides, resampled together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Sums of something over what each prompt has in each repeat."""
+
+    repeats: tuple[int, ...]
+    prompts: tuple[str, ...]
+    values: Floats  # [repeats, prompts, columns]
+
+    @classmethod
+    def collect(cls, rows: Iterable[tuple[int, str, Sequence[float]]], columns: int) -> "Panel":
+        """Sum rows of (repeat, prompt, one value per column)."""
+        sums: dict[tuple[int, str], Floats] = {}
+        for repeat, prompt, values in rows:
+            added = np.asarray(values, dtype=np.float64)
+            sums[repeat, prompt] = sums[repeat, prompt] + added if (repeat, prompt) in sums else added
+        repeats = tuple(sorted({repeat for repeat, _ in sums}))
+        prompts = tuple(dict.fromkeys(prompt for _, prompt in sums))
+        found = np.zeros((len(repeats), len(prompts), columns))
+        rows_of, columns_of = _places(repeats), _places(prompts)
+        for (repeat, prompt), total in sums.items():
+            found[rows_of[repeat], columns_of[prompt]] = total
+        return cls(repeats=repeats, prompts=prompts, values=found)
+
+    def only(self, *, prompts: Sequence[str] | None = None, repeats: Sequence[int] | None = None) -> "Panel":
+        """These prompts and repeats, in this order; all must be there."""
+        prompts = self.prompts if prompts is None else tuple(prompts)
+        repeats = self.repeats if repeats is None else tuple(repeats)
+        rows_of, columns_of = _places(self.repeats), _places(self.prompts)
+        chosen = np.ix_([rows_of[one] for one in repeats], [columns_of[one] for one in prompts])
+        return Panel(repeats=repeats, prompts=prompts, values=self.values[chosen])
+
+    def common_prompts(self, other: "Panel") -> list[str]:
+        known = set(other.prompts)
+        return [prompt for prompt in self.prompts if prompt in known]
+
+    def beside(self, other: "Panel") -> "Panel":
+        """Both, over the prompts and repeats that both have, the other's columns after these: drawn together."""
+        prompts = self.common_prompts(other)
+        repeats = [repeat for repeat in self.repeats if repeat in other.repeats]
+        sides = [panel.only(prompts=prompts, repeats=repeats) for panel in (self, other)]
+        values = np.concatenate([side.values for side in sides], axis=2)
+        return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=values)
+
+    @property
+    def counted(self) -> int:
+        """Prompts that have something. One alone gives the same figure in every resample, which is no certainty."""
+        return int((self.values != 0).any(axis=(0, 2)).sum())
+
+    @property
+    def whole(self) -> Side:
+        """All prompts once."""
+        return self.values.sum(axis=1), np.ones(len(self.repeats))
+
+    def value(self, statistic: Statistic) -> float | None:
+        """The statistic of this panel alone; None where it is not defined."""
+        value = float(statistic([self.whole])) if self.values.size else np.nan
+        return value if np.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +128,58 @@ class Bootstrap:
     resamples: int = RESAMPLES
     level: float = LEVEL
     seed: int = 0
+
+    def interval(self, panels: Sequence[Panel], statistic: Statistic, *, is_share: bool = False) -> Interval | None:
+        """Return the statistic of all panels and its interval; None where it is not defined.
+
+        Prompts are drawn together where all panels have the same ones, else apart. Repeats of different panels vary
+        apart. Where a panel has no second prompt or repeat there is a value and no interval. `is_share`: noise adds to
+        the statistic, where it else multiplies it, as it does times.
+        """
+        if any(panel.values.size == 0 for panel in panels):
+            return None
+        whole = [panel.whole for panel in panels]
+        value = float(statistic(whole))
+        if not np.isfinite(value):
+            return None
+        if any(max(len(panel.repeats), panel.counted) < 2 for panel in panels):
+            return Interval(value=value)
+        paired = len({panel.prompts for panel in panels}) == 1
+        sides = [self._resampled(panel, 0 if paired else number) for number, panel in enumerate(panels)]
+        by_repeat = []
+        for number, (totals, weights) in enumerate(whole):
+            alone = [[*whole[:number], (totals, row), *whole[number + 1 :]] for row in np.eye(len(weights))]
+            by_repeat.append(np.array([float(statistic(several)) for several in alone]))
+        return self._spread(value, statistic(sides), by_repeat, is_share=is_share)
+
+    def quantiles(
+        self, found: Mapping[tuple[int, str], Sequence[float]], levels: Sequence[float]
+    ) -> list[Interval] | None:
+        """Quantiles of all values together, with intervals as above. `found`: the values of each (repeat, prompt)."""
+        pairs = [(repeat, prompt, value) for (repeat, prompt), values in found.items() for value in values]
+        if not pairs:
+            return None
+        pairs.sort(key=lambda pair: pair[2])
+        values = np.array([value for *_, value in pairs])
+        shown = np.quantile(values, levels)
+        repeats, prompts = (_places(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
+        if max(len(repeats), len(prompts)) < 2:
+            return [Interval(value=float(value)) for value in shown]
+        columns = np.array([prompts[prompt] for _, prompt, _ in pairs])
+        rows = np.array([repeats[repeat] for repeat, *_ in pairs])
+        weights = _draws(len(prompts), self.resamples, self.seed)
+        drawn = []
+        for start in range(0, self.resamples, step := max(1, _BLOCK // len(values))):
+            reached = np.cumsum(weights[start : start + step][:, columns], axis=1, dtype=np.int64)
+            # Percentiles of the whole are interpolated; in a resample the nearest rank does, with ties everywhere.
+            places = [(reached >= level * reached[:, -1:]).argmax(axis=1) for level in levels]
+            drawn.append(values[np.stack(places, axis=1)])
+        of_resamples = np.concatenate(drawn)  # [resamples, levels]
+        of_repeats = np.array([np.quantile(values[rows == row], levels) for row in range(len(repeats))])
+        return [
+            self._spread(float(value), of_resamples[:, i], [of_repeats[:, i]], is_share=False)
+            for i, value in enumerate(shown)
+        ]
 
     def acceptance_length(self, counts: Counts) -> Interval | None:
         """1 + accepted / rounds. `counts`: (accepted, rounds) of each prompt; None where there was no round."""
@@ -62,80 +191,102 @@ class Bootstrap:
 
     def pooled(self, counts: Counts, *, offset: float = 0.0) -> Interval | None:
         """offset + sum of totals / sum of counts; None where nothing was counted."""
-        return self._interval(lambda totals: offset + _divide(totals[0]), [_columns(counts, list(counts))])
+        return self.interval([_panel(counts)], pooled(offset=offset), is_share=True)
 
-    def compare(self, perturbed: Counts, base: Counts, *, offset: float = 0.0) -> Comparison | None:
+    def compare(self, run: Counts, base: Counts, *, offset: float = 0.0) -> Comparison | None:
         """Compare pooled means (with `offset` 1, acceptance lengths); None where either side counted nothing.
 
         Prompts that both runs have are compared with themselves: which prompts were drawn then moves both sides alike,
         and the interval is the narrower for it. Where no prompt is shared, the sides are resampled apart.
         """
-        common = [prompt for prompt in perturbed if prompt in base]
-        if common:
-            sides = [np.concatenate([_columns(perturbed, common), _columns(base, common)], axis=1)]  # [prompts, 4]
-        else:
-            sides = [_columns(perturbed, list(perturbed)), _columns(base, list(base))]
-
-        def means(totals: Sequence[Floats]) -> tuple[Floats, Floats]:
-            joined = np.concatenate(totals, axis=-1)  # [..., 4]
-            return offset + _divide(joined[..., :2]), offset + _divide(joined[..., 2:])
-
-        def difference(totals: Sequence[Floats]) -> Floats:
-            after, before = means(totals)
-            return after - before
-
-        def ratio(totals: Sequence[Floats]) -> Floats:
-            after, before = means(totals)
-            return _divide(np.stack([after, before], axis=-1))
-
-        found = [self._interval(figure, sides) for figure in (difference, ratio)]
-        if found[0] is None or found[1] is None:
+        panels = [_panel(run), _panel(base)]
+        if common := panels[0].common_prompts(panels[1]):
+            panels = [panel.only(prompts=common) for panel in panels]
+        mean = pooled(offset=offset)
+        difference = self.interval(panels, lambda sides: mean(sides[:1]) - mean(sides[1:]), is_share=True)
+        ratio = self.interval(panels, lambda sides: divide(mean(sides[:1]), mean(sides[1:])), is_share=True)
+        before = panels[1].value(mean)
+        if difference is None or ratio is None or before is None:
             return None
-        _, before = means([side.sum(axis=0) for side in sides])
         return Comparison(
-            difference=found[0],
-            ratio=found[1],
-            base=float(before),
-            prompts=len(common or perturbed),
-            is_paired=bool(common),
+            difference=difference, ratio=ratio, base=before, prompts=len(common or run), is_paired=bool(common)
         )
 
-    def _interval(self, figure: Callable[[Sequence[Floats]], Floats], groups: Sequence[Floats]) -> Interval | None:
-        """`figure` maps the totals of each group, [..., columns], to values [...]; groups are resampled apart."""
-        # Prompts that counted something: one alone gives the same figure in every resample, which is no certainty.
-        smallest = min(int((group[:, 1::2] > 0).sum(axis=0).min()) for group in groups)
-        value = float(figure([group.sum(axis=0) for group in groups])) if smallest else float("nan")
-        if np.isnan(value):
-            return None
-        if smallest < 2:
-            return Interval(value=value)
-        generator = np.random.default_rng(self.seed)
-        drawn = np.concatenate([figure(totals) for totals in self._resampled(groups, generator)])
-        drawn = drawn[~np.isnan(drawn)]
+    def _resampled(self, panel: Panel, number: int) -> Side:
+        """Totals [resamples, repeats, columns] of drawn prompts. Panels of another `number` are drawn apart."""
+        repeats, prompts, columns = panel.values.shape
+        drawn = _draws(prompts, self.resamples, self.seed + number)
+        flat = panel.values.transpose(1, 0, 2).reshape(prompts, repeats * columns)
+        step = max(1, _BLOCK // prompts)
+        blocks = [drawn[i : i + step].astype(np.float64) @ flat for i in range(0, self.resamples, step)]
+        return np.concatenate(blocks).reshape(-1, repeats, columns), np.ones((self.resamples, repeats))
+
+    def _spread(self, value: float, drawn: Floats, by_repeat: Sequence[Floats], *, is_share: bool) -> Interval:
+        """Put what drawing prompts gave and what repeats differ by together."""
+        drawn = drawn[np.isfinite(drawn)]
         if len(drawn) < self.resamples / 2:  # most resamples counted nothing: nothing can be said
             return Interval(value=value)
-        low, high = np.quantile(drawn, [(1 - self.level) / 2, (1 + self.level) / 2])
-        return Interval(value=value, low=float(low), high=float(high))
-
-    def _resampled(self, groups: Sequence[Floats], generator: np.random.Generator) -> Iterator[list[Floats]]:
-        """Yield the totals of each group, [some, columns], until there were `resamples` of them."""
-        step = max(1, _HELD // max(len(group) for group in groups))
-        for start in range(0, self.resamples, step):
-            count = min(step, self.resamples - start)
-            yield [
-                # How often each prompt was drawn, [some, prompts], times what it brings.
-                generator.multinomial(len(group), np.full(len(group), 1 / len(group)), size=count) @ group
-                for group in groups
-            ]
+        is_log = not (is_share or value <= 0 or (drawn <= 0).any())
+        moved = np.log(drawn) if is_log else drawn
+        for number, values in enumerate(by_repeat):
+            known = values[np.isfinite(values)]
+            if len(known) > 1 and not (is_log and (known <= 0).any()):
+                error = (np.log(known) if is_log else known).std(ddof=1) / np.sqrt(len(known))
+                moved = moved + error * _students(len(known) - 1, self.resamples, self.seed + number)[: len(moved)]
+        ends = np.quantile(moved, [(1 - self.level) / 2, (1 + self.level) / 2])
+        low, high = np.exp(ends) if is_log else ends
+        return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
 
 
-def _columns(counts: Counts, prompts: Sequence[str]) -> Floats:
-    """[prompts, 2]: total, count."""
-    return np.array([counts[prompt] for prompt in prompts], dtype=np.float64).reshape(-1, 2)
+def pooled(*, offset: float = 0.0, top: int = 0, bottom: int = 1) -> Statistic:
+    """offset + sum of column `top` / sum of column `bottom`, over all repeats of the first panel."""
+
+    def statistic(sides: Sequence[Side]) -> Floats:
+        totals, weights = sides[0]
+        sums = np.einsum("...r,...rk->...k", weights, totals)
+        return offset + divide(sums[..., top], sums[..., bottom])
+
+    return statistic
 
 
-def _divide(sums: Floats) -> Floats:
-    """[..., 2] -> [...]; NaN where nothing was counted."""
-    total, count = sums[..., 0], sums[..., 1]
-    quotient: Floats = np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
+def mean_ratio(side: Side, *, offset: float = 0.0) -> Floats:
+    """Columns (a, b, c, d): the geometric mean over repeats of (offset + a / b) / (offset + c / d).
+
+    A repeat is compared with itself, so whatever slowed the machine in it slowed both.
+    """
+    totals, weights = side
+    upper, lower = divide(totals[..., 0], totals[..., 1]), divide(totals[..., 2], totals[..., 3])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logarithms = np.log(divide(offset + upper, offset + lower))
+    logarithms = np.where(weights > 0, logarithms, 0.0)  # what was not drawn must not matter
+    found: Floats = np.exp((weights * logarithms).sum(axis=-1) / weights.sum(axis=-1))
+    return found
+
+
+def divide(top: Floats, bottom: Floats) -> Floats:
+    """NaN where nothing was counted."""
+    quotient: Floats = np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=np.asarray(bottom) > 0)
     return quotient
+
+
+def _panel(counts: Counts) -> Panel:
+    """One repeat of two columns."""
+    values = np.array(list(counts.values()), dtype=np.float64).reshape(1, -1, 2)
+    return Panel(repeats=(0,), prompts=tuple(counts), values=values)
+
+
+@lru_cache(maxsize=8)
+def _draws(count: int, resamples: int, seed: int) -> NDArray[np.uint16]:
+    """[resamples, count]: how often each is drawn when `count` are, with replacement."""
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
+    return drawn.astype(np.uint16)
+
+
+@lru_cache(maxsize=8)
+def _students(freedom: int, resamples: int, seed: int) -> Floats:
+    """Draws of Student's t: how many standard errors a mean of freedom + 1 values may be off."""
+    return np.random.default_rng([seed, freedom]).standard_t(freedom, size=resamples)
+
+
+def _places(known: Iterable[object]) -> dict[object, int]:
+    return {one: i for i, one in enumerate(known)}

@@ -1,18 +1,133 @@
-"""What the HTML reports of Fledge share: templates that escape, one style for screen, phone and paper, safe text."""
+"""The HTML reports of Fledge: one skeleton and style for screen, phone and paper, filled with blocks, and safe text.
+
+A page has parts, a part has sections, a section has blocks: prose, pictures, tables (`tables.py`), sentences, cards.
+Whatever is put into them is escaped. A report that needs more has a template of its own (`page_template`).
+"""
 
 import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import ClassVar, Protocol
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from fledge.report.charts import SERIES
+from fledge.report.charts import SERIES, Chart
 from fledge.report.compact import compact_pictures
 from fledge.report.intervals import Interval
-from fledge.report.prose import ratio_tone
+from fledge.report.prose import Sentence, Tone, ratio_tone
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Co")
+
+
+class Block(Protocol):
+    """Something that a section shows; `page.html.jinja` has a macro for each kind."""
+
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Prose:
+    kind: ClassVar[str] = "prose"
+    text: str
+    is_quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Pictures:
+    kind: ClassVar[str] = "pictures"
+    charts: Sequence[Chart]
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """A list in a box; each sentence leads to the section that backs it."""
+
+    kind: ClassVar[str] = "sentences"
+    sentences: Sequence[Sentence]
+    title: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """The verdict on one thing that was measured."""
+
+    name: str
+    headline: str
+    tone: Tone
+    tiles: tuple[tuple[str, str, Tone], ...]  # value, text, tone
+    sentences: tuple[Sentence, ...]
+    colour: str = "var(--line)"
+    badge: str = ""
+
+
+@dataclass(frozen=True)
+class Cards:
+    kind: ClassVar[str] = "cards"
+    cards: Sequence[Card]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Blocks behind a line that opens them."""
+
+    kind: ClassVar[str] = "fold"
+    summary: str
+    blocks: Sequence[Block]
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and what they stand for. `code`: the names whose value is a command."""
+
+    kind: ClassVar[str] = "facts"
+    facts: Mapping[str, str]
+    code: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What must be read before the rest."""
+
+    kind: ClassVar[str] = "notice"
+    title: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """`id` is the anchor; `short` its name in the list of sections."""
+
+    id: str
+    title: str
+    blocks: Sequence[Block]
+    short: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagePart:
+    """What was measured in one go; `lead` comes before the list of its sections."""
+
+    id: str
+    title: str
+    lead: Sequence[Block]
+    sections: Sequence[Section]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    kicker: str  # what kind of page it is
+    title: str
+    parts: Sequence[PagePart]
+    end: Sequence[Section] = field(default=())
+
+    def to_html(self) -> str:
+        """One file that needs nothing else: no script, nothing that is loaded."""
+        template = page_template("fledge.report", "page.html.jinja")
+        return finished(template.render(page=self, style=page_style()))
 
 
 @cache
@@ -23,7 +138,7 @@ def page_template(package: str, name: str) -> Template:
 
 
 def page_style() -> Markup:
-    """The style sheet, in light, dark and print. It knows the colours of `svg.py` by their names."""
+    """The style sheet, in light, dark and print. It knows the colours of `charts.py` by their names."""
     return Markup(page_template("fledge.report", "page.css.jinja").render(series=SERIES))
 
 

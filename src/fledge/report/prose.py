@@ -7,6 +7,7 @@ from fledge.records import Record
 from fledge.report.intervals import Interval
 
 Tone = Literal["good", "bad", "neutral"]
+DASH = "\N{EN DASH}"  # no such figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +41,33 @@ def interval_text(interval: Interval, level: float, before: str = "") -> str:
     if interval.low is None or interval.high is None:
         return ""
     return f" ({before}{percent(level)} interval {interval.low:.2f} to {interval.high:.2f})"
+
+
+def number(value: float) -> str:
+    """Three digits at least, and none that mean nothing: 0.123, 1.23, 12.3, 1,234."""
+    digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def with_interval(interval: Interval | None, form: str | None = None) -> str:
+    """Write "1.90 [1.80, 2.00]", or the value alone where there is no interval. `form`: else as `number` does."""
+    if interval is None:
+        return ""
+    write = number if form is None else form.format
+    ends = "" if interval.low is None else f" [{', '.join(map(write, interval.ends))}]"
+    return f"{write(interval.value)}{ends}"
+
+
+def times(interval: Interval | None) -> str:
+    """Write a ratio as "1.90x [1.80, 2.00]", and a dash where there is none."""
+    if interval is None:
+        return DASH
+    value, *ends = with_interval(interval, "{:.2f}").split(" ", 1)
+    return " ".join([f"{value}x", *ends])
+
+
+def times_text(interval: Interval) -> str:
+    """Write "1.90 times [1.80, 2.00]"."""
+    if interval.low is None:
+        return f"{interval.value:.2f} times (measured once: no interval)"
+    return times(interval).replace("x", " times", 1)

@@ -4,8 +4,7 @@ Two backends, one meaning. Aux id k is the input of block k (the number of layer
 `final` is what the output head reads, after the final norm.
 """
 
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,38 +12,39 @@ from torch import Tensor
 
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target, read_target_config
-from fledge.errors import CheckpointError, ConfigError
+from fledge.devices import DTYPES
+from fledge.errors import CheckpointError
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.attention import DocumentLayout, TttStorage
+from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import TargetSection
-from fledge.training.ttt_attention import TttStorage
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+@dataclass(frozen=True, kw_only=True)
+class TargetEnds:
+    """Both ends of a target: all of it that drafter and teacher need when its states are on disk."""
+
+    embedding_weight: Tensor  # [vocab, hidden]
+    head_weight: Tensor  # [vocab, hidden]
+    head_bias: Tensor | None = None  # [vocab]
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head_weight.dtype
 
 
 class CaptureModel(Protocol):
     """A frozen target, whichever library runs it."""
 
-    @property
-    def config(self) -> TargetConfig: ...  # the family may be one that Fledge does not serve
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def head_weight(self) -> Tensor: ...  # [vocab, hidden]
-
-    @property
-    def head_bias(self) -> Tensor | None: ...  # [vocab]
-
-    @property
-    def embedding_weight(self) -> Tensor: ...  # [vocab, hidden]
+    config: TargetConfig  # the family may be one that Fledge does not serve
+    ends: TargetEnds
 
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
         """States [rows, length, ...] of every token; what stands at padding means nothing. Without gradients."""
@@ -57,58 +57,42 @@ class FledgeCapture:
     def __init__(self, model: TargetModel) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
-        self.head_weight: Tensor = model.lm_head.weight.detach()
-        self.head_bias: Tensor | None = None
-        self.embedding_weight: Tensor = model.embed_tokens.weight.detach()
-        self.device, self.dtype = self.head_weight.device, self.head_weight.dtype
+        self.ends = TargetEnds(
+            embedding_weight=model.embed_tokens.weight.detach(), head_weight=model.lm_head.weight.detach()
+        )
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
-        states: TargetStates = self.model(batch.tokens, batch.positions, TttStorage(batch, keep=False), aux_layer_ids)
+        storage = TttStorage(DocumentLayout(batch), keep=False)
+        states: TargetStates = self.model(batch.tokens, batch.positions, storage, aux_layer_ids)
         return states
 
 
 def target_config(section: TargetSection) -> TargetConfig:
     """What the target is, without its weights. `dtype` is that of the run."""
     directory = resolve(section.path)
-    if _model_type(directory) in FAMILIES:
+    model_type = ConfigFields.from_file(directory / "config.json").text("model_type")
+    if model_type in FAMILIES:
         config = read_target_config(directory)
     elif section.backend == "fledge":
-        raise _not_ours(directory)
+        raise CheckpointError(
+            f"{directory}: model_type '{model_type}' is not one of {', '.join(FAMILIES)}; "
+            "set target.backend to auto or transformers"
+        )
     else:
         from fledge.training.capture_transformers import foreign_config  # noqa: PLC0415 - slow to import
 
         config = foreign_config(directory, trust_remote_code=section.trust_remote_code)
-    return replace(config, dtype=_dtype_name(section, config))
+    return config if section.dtype == "auto" else replace(config, dtype=section.dtype)
 
 
 def open_target(section: TargetSection, device: torch.device | str) -> CaptureModel:
     """Load the target: by our own code where the family is ours, else through transformers."""
     directory, config = resolve(section.path), target_config(section)
-    dtype = DTYPES[config.dtype]
     if config.family in FAMILIES and section.backend != "transformers":
-        return FledgeCapture(load_target(directory, dtype=dtype, device=device))
+        return FledgeCapture(load_target(directory, dtype=DTYPES[config.dtype], device=device))
     from fledge.training.capture_transformers import TransformersCapture  # noqa: PLC0415 - slow to import
 
     return TransformersCapture.load(
         directory, config, device=torch.device(device), trust_remote_code=section.trust_remote_code
-    )
-
-
-def _dtype_name(section: TargetSection, config: TargetConfig) -> str:
-    if section.dtype == "auto":
-        return config.dtype
-    if section.dtype not in DTYPES:
-        raise ConfigError(f"target.dtype: found {section.dtype!r}, allowed is auto, {', '.join(DTYPES)}")
-    return section.dtype
-
-
-def _model_type(directory: Path) -> str:
-    return ConfigFields.from_file(directory / "config.json").text("model_type")
-
-
-def _not_ours(directory: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{directory}: model_type '{_model_type(directory)}' is not one of {', '.join(FAMILIES)}; "
-        "set target.backend to auto or transformers"
     )

@@ -7,6 +7,7 @@ What a model calls its hidden states, and whether the last of them is normed, th
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_rope
 from fledge.models.target.decoder import TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.capture import TargetEnds
+from fledge.training.data.packing import PackedBatch, map_tensors
 
 _PROBE_TOKENS = 8
 
@@ -93,22 +95,23 @@ class TransformersCapture:
         self.config = config
         self._blocks = _find_blocks(model, config.num_layers, where)
         self._head: nn.Module = self.model.get_output_embeddings()
-        self.embedding_weight: Tensor = self.model.get_input_embeddings().weight.detach()
         if self._head is None:
             raise CheckpointError(f"{where}: has no output head; a causal language model is needed")
         if softcap := getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
             raise self._not_linear(where, f" (final_logit_softcapping {softcap})")
-        self.head_weight: Tensor = self._head.weight.detach()
         bias = getattr(self._head, "bias", None)
-        self.head_bias: Tensor | None = None if bias is None else bias.detach()
-        self.device, self.dtype = self.head_weight.device, self.head_weight.dtype
-        for name, weight in (("output head", self.head_weight), ("embedding", self.embedding_weight)):
+        self.ends = TargetEnds(
+            embedding_weight=self.model.get_input_embeddings().weight.detach(),
+            head_weight=self._head.weight.detach(),
+            head_bias=None if bias is None else bias.detach(),
+        )
+        for name, weight in (("output head", self.ends.head_weight), ("embedding", self.ends.embedding_weight)):
             if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
                 raise CheckpointError(
                     f"{where}: its {name} is {tuple(weight.shape)}, expected vocabulary and hidden size "
                     f"{(config.vocab_size, config.hidden_size)}; such targets are not supported"
                 )
-        self._probe(where)
+        self._scale_head(where)
 
     @classmethod
     def load(
@@ -125,11 +128,13 @@ class TransformersCapture:
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
         hidden, wanted = self.config.hidden_size, (*aux_layer_ids, "final")
-        out = torch.zeros(batch.rows * batch.length, len(wanted), hidden, dtype=self.dtype, device=self.device)
-        for group in _documents(batch):
-            seen = self._run(group.tokens, group.mask, aux_layer_ids, keep_logits=False)[0]
+        out = torch.zeros(
+            batch.rows * batch.length, len(wanted), hidden, dtype=self.ends.dtype, device=self.ends.device
+        )
+        for tokens, mask, slots in _documents(batch):
+            seen, _ = self._run(tokens, mask, aux_layer_ids, keep_logits=False)
             for i, name in enumerate(wanted):
-                out[group.places, i] = seen[name][group.mask]
+                out[slots, i] = seen[name][mask]
         aux, final = out[:, :-1].flatten(1), out[:, -1]
         lead = (batch.rows, batch.length)
         return TargetStates(
@@ -170,20 +175,20 @@ class TransformersCapture:
         return seen, out.logits
 
     @torch.no_grad()
-    def _probe(self, where: str) -> None:
+    def _scale_head(self, where: str) -> None:
         """Make sure that head(final) are the logits: teachers compute them so. A constant factor is put in the head."""
-        tokens = torch.arange(_PROBE_TOKENS, device=self.device)[None] % self.config.vocab_size
+        ends = self.ends
+        tokens = torch.arange(_PROBE_TOKENS, device=ends.device)[None] % self.config.vocab_size
         seen, logits = self._run(tokens, torch.ones_like(tokens, dtype=torch.bool), (), keep_logits=True)
-        ours = F.linear(seen["final"].float(), self.head_weight.float())
-        if self.head_bias is not None:
-            ours = ours + self.head_bias.float()
+        bias = None if ends.head_bias is None else ends.head_bias.float()
+        ours = F.linear(seen["final"].float(), ends.head_weight.float(), bias)
         factor = (logits.float() * ours).sum() / ours.square().sum()  # least squares
-        tolerance = (1e-4 if self.dtype == torch.float32 else 0.02) * logits.float().abs().max()
+        tolerance = (1e-4 if ends.dtype == torch.float32 else 0.02) * logits.float().abs().max()
         if not bool(((logits.float() - factor * ours).abs() <= tolerance).all()):
             raise self._not_linear(where)
         if abs(float(factor) - 1.0) > 1e-3:
-            self.head_weight = self.head_weight * factor.to(self.dtype)
-            self.head_bias = None if self.head_bias is None else self.head_bias * factor.to(self.dtype)
+            scaled = map_tensors(ends, lambda x: x * factor.to(ends.dtype))
+            self.ends = replace(scaled, embedding_weight=ends.embedding_weight)
 
     @staticmethod
     def _not_linear(where: str, reason: str = "") -> CheckpointError:
@@ -193,17 +198,12 @@ class TransformersCapture:
         )
 
 
-class _Group:
-    """Documents of similar length, padded on the right."""
+def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The documents of packed rows, longest first, in groups of at most as many slots as the batch has.
 
-    def __init__(self, tokens: Tensor, mask: Tensor, places: Tensor) -> None:
-        self.tokens = tokens  # [documents, length]
-        self.mask = mask  # bool [documents, length]
-        self.places = places  # [mask.sum()]: where in the flat batch each token belongs
-
-
-def _documents(batch: PackedBatch) -> Iterator[_Group]:
-    """The documents of packed rows, longest first, in groups of at most as many places as the batch has."""
+    Yields tokens [documents, length] padded on the right, the mask of the real ones, and for each of these its slot in
+    the flat batch.
+    """
     flat = batch.document.flatten()
     real = (flat >= 0).nonzero().squeeze(1)
     row = torch.arange(batch.rows, device=flat.device).repeat_interleave(batch.length)
@@ -217,10 +217,10 @@ def _documents(batch: PackedBatch) -> Iterator[_Group]:
         at += len(chosen)
         column = torch.arange(longest, device=flat.device)
         mask = column < counts[chosen, None]
-        places = real[(starts[chosen, None] + column)[mask]]
+        slots = real[(starts[chosen, None] + column)[mask]]
         padded = tokens.new_zeros(mask.shape)
-        padded[mask] = tokens[places]
-        yield _Group(padded, mask, places)
+        padded[mask] = tokens[slots]
+        yield padded, mask, slots
 
 
 def _find_blocks(model: nn.Module, num_layers: int, where: str) -> nn.ModuleList:

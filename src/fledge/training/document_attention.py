@@ -31,7 +31,7 @@ class _DocumentAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         chunks = _chunks(query, first)
-        mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+        mixed = query.new_empty(*query.shape[:-1], value.shape[-1])
         lse = query.new_empty(query.shape[:-1], dtype=_wide(query.dtype))
         for chunk in chunks:
             scores = _scores(chunk, query, key, first, scale)

@@ -3,7 +3,6 @@
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +18,10 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target import FAMILIES
+from fledge.training.capture import TargetEnds
 from fledge.training.recipe import DrafterSection
 
 _VARIANTS = {"eagle1": EAGLE_1, "eagle3": EAGLE_3, "eagle3.1": EAGLE_3_1}
-
-
-class TargetWeights(Protocol):
-    """What a drafter may take from its target: a `CaptureModel`, or the ends kept in a `StateStore`."""
-
-    @property
-    def embedding_weight(self) -> Tensor: ...
-
-    @property
-    def head_weight(self) -> Tensor: ...
-
-    @property
-    def head_bias(self) -> Tensor | None: ...
 
 
 def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_size: int | None = None) -> DrafterConfig:
@@ -84,7 +71,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
 
 def _layer(section: DrafterSection, target: TargetConfig) -> LayerConfig:
     """A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms."""
-    plain = replace(target.layer, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
+    plain = replace(target.layer.as_drafter, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
     heads = section.num_heads or plain.num_heads
     kv_heads = section.num_kv_heads or (plain.num_kv_heads if heads % plain.num_kv_heads == 0 else heads)
     if heads % kv_heads:
@@ -105,7 +92,7 @@ def make_drafter(
     section: DrafterSection,
     config: DrafterConfig,
     target: TargetConfig,
-    weights: TargetWeights,
+    ends: TargetEnds,
     vocabulary: DraftVocabulary | None,
     *,
     device: torch.device | str,
@@ -117,7 +104,7 @@ def make_drafter(
     `compute` is the dtype that its layers will be run in. Borrowed matrices keep the target's dtype and memory; they
     are no parameters and in no state dict.
     """
-    if not config.own_head and weights.head_bias is not None:
+    if not config.own_head and ends.head_bias is not None:
         raise ConfigError("drafter.variant: EAGLE-1 drafts with the target's head, and this target's has a bias; use 3")
     drafter = build(config)
     _initialise(drafter, seed)
@@ -126,16 +113,16 @@ def make_drafter(
             assert vocabulary is not None, "a reduced vocabulary must be given"
             drafter.vocabulary.d2t.copy_(vocabulary.d2t)
         if config.own_embedding and drafter.embed_tokens is not None:
-            drafter.embed_tokens.weight.copy_(weights.embedding_weight)
+            drafter.embed_tokens.weight.copy_(ends.embedding_weight)
         if config.own_head and drafter.lm_head is not None and section.head_from_target:
-            drafter.lm_head.weight.copy_(_rows(weights.head_weight, drafter.vocabulary))
+            drafter.lm_head.weight.copy_(_rows(ends.head_weight, drafter.vocabulary))
         if section.init_from is not None:
             _load_weights(drafter, resolve(section.init_from), target)
     drafter = drafter.to(device)
     if not config.own_embedding:
-        drafter.embed_tokens = BorrowedEmbedding(weights.embedding_weight.to(device), compute)
+        drafter.embed_tokens = BorrowedEmbedding(ends.embedding_weight.to(device), compute)
     if not config.own_head:
-        drafter.lm_head = BorrowedHead(weights.head_weight.to(device))
+        drafter.lm_head = BorrowedHead(ends.head_weight.to(device))
     return drafter.train()
 
 

@@ -1,16 +1,18 @@
-"""Training in several processes: who we are, how gradients are shared, how a whole state is gathered.
+"""Training in several processes: who we are, what the first one tells the others, how gradients and states are shared.
 
 Every process has its own rows of each step. Losses are divided by what the whole step supervises, so gradients must be
 summed over processes; DDP and FSDP2 average them, which `Workers.scale` undoes.
 """
 
 import inspect
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,18 +25,69 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fledge.devices import choose_device
 from fledge.errors import ConfigError
 
-Kind = Literal["ddp", "fsdp2"]
+_T = TypeVar("_T")
+_POLL_SECONDS = 0.1
 
 # Buffers never change in training. Torch 2.13 has a new name for the option, and warns of the old one.
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _KEEP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Describes this process among those of a torchrun, before and between collective work.
+
+    Needs the rendezvous store only, no process group: the others may wait for hours while the first one prepares data,
+    without a collective that times out and without memory of a device. Calls must come in the same order everywhere.
+    """
+
+    rank: int = 0
+    world: int = 1
+    store: Any = None  # of torch.distributed; none where there is one process
+
+    @classmethod
+    def from_environment(cls) -> "Processes":
+        """Read what torchrun set; without it this process is alone."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        store, rank, world = next(rendezvous("env://"))
+        return cls(rank=rank, world=world, store=PrefixStore("fledge-train", store))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, name: str, value: Callable[[], _T]) -> _T:
+        """Return the first process's `value()`, JSON values, in every process. The others wait for it."""
+        if self.world == 1:
+            return value()
+        if self.is_first:
+            result = value()
+            self.store.set(name, json.dumps(result))
+            return result
+        self._wait(name)
+        shared: _T = json.loads(self.store.get(name))
+        return shared
+
+    def gather(self, name: str) -> None:
+        """Return when every process has called this."""
+        if self.world > 1:
+            self.store.set(f"{name}/{self.rank}", "")
+            for rank in range(self.world):
+                self._wait(f"{name}/{rank}")
+
+    def _wait(self, name: str) -> None:
+        while not self.store.check([name]):  # not `wait`, in which Ctrl-C would not be heard
+            time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +165,7 @@ class Workers:
         if self.world > 1:
             dist.barrier(group=self.control)
 
-    def wrap(self, model: nn.Module, kind: Kind, compute: torch.dtype) -> nn.Module:
+    def wrap(self, model: nn.Module, kind: Literal["ddp", "fsdp2"], compute: torch.dtype) -> nn.Module:
         """Return the model so that its backward passes share gradients. FSDP2 also computes in `compute`."""
         if self.world == 1:
             return model
@@ -136,30 +189,20 @@ class Workers:
             yield
 
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+# Whole states on the CPU, by parameter name, whatever the model is wrapped in; only the first process need have them.
+_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
 
 
-def whole_model_state(model: nn.Module) -> dict[str, Any]:
-    """All weights on the CPU, whatever the model is wrapped in; empty in other processes than the first."""
-    if not isinstance(model, FSDPModule):
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        return {name: value.detach().cpu().clone() for name, value in inner.state_dict().items()}
-    return get_model_state_dict(model, options=_WHOLE)
+def gather_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all weights and the optimizer's state. Every process must call it."""
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_GATHER)
+    return get_model_state_dict(model, options=_GATHER), dict(optimizer_state)
 
 
-def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by parameter name, on the CPU."""
-    return dict(get_optimizer_state_dict(model, optimizer, options=_WHOLE))
-
-
-def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
-    if isinstance(model, FSDPModule):
-        set_model_state_dict(model, state, options=_SPREAD)
-        return
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    inner.load_state_dict(state)
-
-
-def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    set_optimizer_state_dict(model, optimizer, state, options=_SPREAD)
+def load_state(
+    model: nn.Module, optimizer: Optimizer, weights: dict[str, Any], optimizer_state: dict[str, Any]
+) -> None:
+    """Take up what `gather_state` returned, in every process."""
+    set_model_state_dict(model, weights, options=_SCATTER)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=_SCATTER)

@@ -19,28 +19,18 @@ import torch
 
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.progress import Progress
-from fledge.training.processes import Processes
+from fledge.training.parallel import Processes
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext
-from fledge.training.workspace import Manifest, Workspace
+from fledge.training.workspace import Manifest, Stage, StageContext, Workspace
 from fledge.version import __version__
 
-STAGE_MODULES = {
-    "prepare": "prepare",
-    "regenerate": "regenerate",
-    "vocab": "vocab",
-    "capture": "capture",
-    "fit": "fit",
-    "eval": "evaluate",
-}
-STAGE_NAMES = tuple(STAGE_MODULES)
+STAGE_MODULES = ("prepare", "regenerate", "vocab", "capture", "fit", "evaluate")  # in the order in which they run
 PUBLISHED_STAGE = "eval"  # its directory holds the drafter that the run is for
 
 
 def all_stages() -> tuple[Stage, ...]:
     """Return the stages in the order in which they run."""
-    modules = (importlib.import_module(f"fledge.training.stages.{module}") for module in STAGE_MODULES.values())
-    return tuple(module.STAGE for module in modules)
+    return tuple(importlib.import_module(f"fledge.training.stages.{name}").STAGE for name in STAGE_MODULES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +71,6 @@ class StageState:
     key: str
     directory: Path
     manifest: Manifest | None  # of its output, where that is complete and still true
-
-    @property
-    def interrupted(self) -> bool:
-        return self.manifest is None and self.directory.is_dir()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,39 +150,35 @@ def run_pipeline(
     progress: Progress | None = None,
     command: str | None = None,
     stages: Sequence[Stage] | None = None,
-    processes: Processes | None = None,
 ) -> RunReport:
     """Run what the recipe needs and is not there yet. Started in every process of a torchrun, by each of them."""
     stages = all_stages() if stages is None else stages
     selection = selection or Selection()
     selected = selection.names([stage.name for stage in stages])
-    processes = processes or Processes.from_environment()
-    progress = progress or Progress()
-    if not processes.is_first:
-        progress = Progress(quiet=True)
-    run = _Run(recipe, stages, progress, command or shlex.join(sys.argv), processes)
+    processes = Processes.from_environment()
+    progress = (progress or Progress()) if processes.is_first else Progress(quiet=True)
+    run = _PipelineRun(recipe, stages, progress, command or shlex.join(sys.argv), processes)
     with run.workspace.locked() if processes.is_first else nullcontext():
         return run.execute(selected, selection.force)
 
 
-class _Run:
+class _PipelineRun:
     """One call of `run_pipeline`. The first process decides what runs, and tells the others."""
 
     def __init__(
         self, recipe: Recipe, stages: Sequence[Stage], progress: Progress, command: str, processes: Processes
     ) -> None:
-        self.recipe = recipe
-        self.stages = {stage.name: stage for stage in stages}
-        self.progress = progress
-        self.command = command
-        self.processes = processes
+        self.recipe, self.stages, self.progress = recipe, stages, progress
+        self.command, self.processes = command, processes
         self.workspace = Workspace(recipe.output)
         # Once: data may be large. Files that change during the run are noticed by the next one.
         self.keys = stage_keys(recipe, stages) if processes.is_first else {}
 
     def execute(self, selected: Sequence[str], force: Sequence[str]) -> RunReport:
-        for name in (decided := self.processes.share("to-run", lambda: self._decide(selected, force))):
-            self._run_stage(name, forced=name in force)
+        decided = self.processes.share("to-run", lambda: self._decide(selected, force))
+        for stage in self.stages:
+            if stage.name in decided:
+                self._run_stage(stage, forced=stage.name in force)
         return self._report(decided)
 
     def _decide(self, selected: Sequence[str], force: Sequence[str]) -> list[str]:
@@ -209,16 +191,15 @@ class _Run:
         return decided
 
     def _states(self) -> dict[str, StageState]:
-        return stage_states(self.recipe, list(self.stages.values()), self.keys)
+        return stage_states(self.recipe, self.stages, self.keys)
 
-    def _run_stage(self, name: str, *, forced: bool) -> None:
-        stage = self.stages[name]
-        shared: dict[str, Any] = self.processes.share(f"{name}-begin", lambda: self._begin(stage, forced))
+    def _run_stage(self, stage: Stage, *, forced: bool) -> None:
+        begun: dict[str, Any] = self.processes.share(f"{stage.name}-begin", lambda: self._begin(stage, forced))
         if stage.collective or self.processes.is_first:
             context = StageContext(
                 recipe=self.recipe,
-                directory=Path(shared["directory"]),
-                inputs={input_name: Path(path) for input_name, path in shared["inputs"].items()},
+                directory=Path(begun["directory"]),
+                inputs={name: Path(path) for name, path in begun["inputs"].items()},
                 progress=self.progress,
             )
             started = time.monotonic()
@@ -227,17 +208,28 @@ class _Run:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         if stage.collective:
-            self.processes.gather(f"{name}-ran")
+            self.processes.gather(f"{stage.name}-ran")
         if self.processes.is_first:
-            self._finish(stage, shared, summary, time.monotonic() - started)
-        self.processes.gather(f"{name}-finished")
+            seconds = time.monotonic() - started
+            manifest = Manifest(
+                stage=stage.name,
+                key=context.directory.name,
+                inputs=begun["runs"],
+                input_keys=begun["keys"],
+                settings=stage.settings(self.recipe),
+                summary=summary,
+                seconds=round(seconds, 3),
+                fledge_version=__version__,
+                command=self.command,
+            )
+            manifest.write(context.directory)
+            self.progress.say(f"{stage.name}: done in {duration(seconds)}{_brief(summary)}")
+        self.processes.gather(f"{stage.name}-finished")
 
     def _begin(self, stage: Stage, forced: bool) -> dict[str, Any]:
         """In the first process: check the inputs, prepare the directory, say what is going on."""
         states = self._states()  # earlier stages may have run since
-        inputs: dict[str, str] = {}
-        runs: dict[str, str] = {}
-        keys: dict[str, str] = {}
+        inputs, runs, keys = dict[str, str](), dict[str, str](), dict[str, str]()
         for name in stage.depends_on:
             manifest = states[name].manifest
             if manifest is None:
@@ -253,22 +245,6 @@ class _Run:
         resumed = self.workspace.begin(directory, runs)
         self.progress.say(f"{stage.name}: {'going on where it was interrupted' if resumed else 'started'}")
         return {"directory": str(directory), "inputs": inputs, "runs": runs, "keys": keys}
-
-    def _finish(self, stage: Stage, begun: Mapping[str, Any], summary: Mapping[str, Any], seconds: float) -> None:
-        directory = Path(begun["directory"])
-        manifest = Manifest(
-            stage=stage.name,
-            key=directory.name,
-            inputs=begun["runs"],
-            input_keys=begun["keys"],
-            settings=stage.settings(self.recipe),
-            summary=summary,
-            seconds=round(seconds, 3),
-            fledge_version=__version__,
-            command=self.command,
-        )
-        manifest.write(directory)
-        self.progress.say(f"{stage.name}: done in {duration(seconds)}{_brief(summary)}")
 
     def _report(self, ran: Sequence[str]) -> RunReport:
         if not self.processes.is_first:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.devices import choose_device
+from fledge.devices import DTYPES, choose_device
 from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
-from fledge.training.capture import DTYPES, target_config
+from fledge.records import Record
+from fledge.training.capture import target_config
 from fledge.training.costs import FitShape, target_flops_per_token, target_parameter_count
 from fledge.training.data.packing import packed_rows
 from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError
@@ -27,7 +28,7 @@ from fledge.training.drafter_setup import drafter_config
 from fledge.training.pipeline import StageState, all_stages, stage_states
 from fledge.training.recipe import Recipe
 from fledge.training.stages.fit import compute_dtype
-from fledge.training.stages.prepare import open_renderer
+from fledge.training.stages.prepare import EXAMPLES, open_renderer, prompt_ids
 from fledge.training.stages.vocab import read_vocabulary
 
 FIT_SHARE = 0.4  # of the measured matrix rate: what a fit reaches, about
@@ -36,6 +37,17 @@ DECODE_SHARE = 0.1  # generation, a token at a time for many requests: bound by 
 SAMPLE = 256  # conversations rendered for an estimate
 MEMORY_MARGIN = 0.92  # of what is free: the allocator needs some room
 
+_SHARDING = "use fit.parallel=fsdp2 with more GPUs, or a smaller drafter"
+_REMEDIES = {
+    "target": "use capture.mode=offline, or target.dtype=bfloat16",
+    "weights": _SHARDING,
+    "gradients": _SHARDING,
+    "optimizer": _SHARDING,
+    "states": "lower fit.micro_rows",
+    "activations": "set fit.activation_checkpointing, or lower fit.micro_rows",
+    "logits": "lower fit.micro_rows or vocab.size, or set fit.activation_checkpointing",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
@@ -43,10 +55,17 @@ class DataSize:
 
     exact: bool
     how: str
-    examples: int
-    tokens: int
     answer_tokens: int
-    lengths: Sequence[int] = field(repr=False)  # of the examples, or of a sample of them
+    lengths: Sequence[int]  # of the examples, or of a sample of them
+    scale: float = 1.0  # examples for each one in `lengths`
+
+    @property
+    def examples(self) -> int:
+        return round(len(self.lengths) * self.scale)
+
+    @property
+    def tokens(self) -> int:
+        return round(sum(self.lengths) * self.scale)
 
     @property
     def mean_length(self) -> float:
@@ -54,7 +73,7 @@ class DataSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class SpeedProbe(Record):
     """How fast this device multiplies."""
 
     device: str
@@ -62,28 +81,8 @@ class Probe:
     flops_per_second: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """All figures as JSON values."""
-
-    device: str
-    processes: int
-    stages: list[dict[str, Any]]
-    data: dict[str, Any]
-    regenerate: dict[str, Any]
-    vocab: dict[str, Any]
-    capture: dict[str, Any]
-    fit: dict[str, Any]
-    eval: dict[str, Any]
-    probe: dict[str, Any]
-    warnings: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def make_plan(recipe: Recipe, *, probe: Probe | None = None) -> Plan:
-    """Work out what `run_pipeline` would do. Reads the data and the target's config; writes nothing."""
+def make_plan(recipe: Recipe, *, probe: SpeedProbe | None = None) -> dict[str, Any]:
+    """Work out what `run_pipeline` would do, as JSON values. Reads the data and the target's config; writes nothing."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(recipe.device)
     compute = compute_dtype(recipe.fit, device)
@@ -103,54 +102,48 @@ def make_plan(recipe: Recipe, *, probe: Probe | None = None) -> Plan:
         processes=processes,
     )
     probe = probe or measure_speed(device, compute)
-    rows = row_count(recipe, data)
-    steps = recipe.fit.max_steps or max(1, round(recipe.fit.epochs * rows / recipe.fit.rows))
-    fit = _fit(recipe, shape, probe, rows, steps, device)
-    decode = target_flops_per_token(target, shape.target_parameters, data.mean_length / 2, head=True)
-    decode_seconds = decode / (DECODE_SHARE * probe.flops_per_second)
+    fit = _fit(recipe, shape, probe, row_count(recipe, data), device)
     capture = _capture(recipe, shape, data, probe)
-    new_tokens = data.answer_tokens if recipe.regenerate.enabled else 0
-    eval_tokens = _eval_tokens(recipe)
-    warnings = _warnings(recipe, shape, fit, capture, states)
-    return Plan(
-        device=probe.device,
-        processes=processes,
-        stages=[{"stage": name, "key": state.key, "state": _state(state)} for name, state in states.items()],
-        data={name: getattr(data, name) for name in ("exact", "how", "examples", "tokens", "answer_tokens")},
-        regenerate={"enabled": recipe.regenerate.enabled, "tokens": new_tokens, "seconds": new_tokens * decode_seconds},
-        vocab={"size": draft_vocab, "target": target.vocab_size},
-        capture=capture,
-        fit=fit,
-        eval={"tokens": eval_tokens, "seconds": eval_tokens * decode_seconds},
-        probe=asdict(probe),
-        warnings=warnings,
-    )
+    per_token = target_flops_per_token(target, shape.target_parameters, data.mean_length / 2, head=True)
+    decode_seconds = per_token / (DECODE_SHARE * probe.flops_per_second)
+    new_tokens, eval_tokens = data.answer_tokens if recipe.regenerate.enabled else 0, _eval_tokens(recipe)
+    return {
+        "device": probe.device,
+        "processes": processes,
+        "stages": [{"stage": name, "key": state.key, "state": _progress_of(state)} for name, state in states.items()],
+        "data": {name: getattr(data, name) for name in ("exact", "how", "examples", "tokens", "answer_tokens")},
+        "regenerate": {
+            "enabled": recipe.regenerate.enabled,
+            "tokens": new_tokens,
+            "seconds": new_tokens * decode_seconds,
+        },
+        "vocab": {"size": draft_vocab, "target": target.vocab_size},
+        "capture": capture,
+        "fit": fit,
+        "eval": {"tokens": eval_tokens, "seconds": eval_tokens * decode_seconds},
+        "probe": probe.to_dict(),
+        "warnings": _warnings(recipe, shape, fit, capture, states),
+    }
 
 
 def data_size(recipe: Recipe, states: Mapping[str, StageState]) -> DataSize:
     """Exact where the examples are there; else from a sample of the files through the tokenizer."""
     stage = "regenerate" if recipe.regenerate.enabled else "prepare"
     if states[stage].manifest is not None:
-        store = TokenStore.open(states[stage].directory / "examples")
+        store = TokenStore.open(states[stage].directory / EXAMPLES)
         return DataSize(
             exact=True,
             how=f"the examples that '{stage}' has made",
-            examples=len(store),
-            tokens=store.total_tokens,
             answer_tokens=store.answer_tokens,
             lengths=store.lengths.tolist(),
         )
-    return _estimated_size(recipe)
-
-
-def _estimated_size(recipe: Recipe) -> DataSize:
     renderer = open_renderer(recipe, resolve(recipe.target.path))
     skipped = Skipped()
     conversations = [one for _, one in read_conversations(recipe.data.sources, skipped)]
     refuse_if_empty(len(conversations), skipped, recipe.data.sources)
     stride = max(1, len(conversations) // SAMPLE)
     sample = list(islice(conversations[::stride], SAMPLE))
-    sizes = [size for one in sample for size in _sizes(recipe, renderer, one)]
+    sizes = [size for one in sample for size in _example_sizes(recipe, renderer, one)]
     held_out = 0 if recipe.eval.sources else min(recipe.data.held_out, len(conversations) // 2)
     count = max(1, len(conversations) - held_out)
     if recipe.data.max_examples is not None:
@@ -160,26 +153,22 @@ def _estimated_size(recipe: Recipe) -> DataSize:
     return DataSize(
         exact=False,
         how=f"a sample of {len(sample)} of {len(conversations):,} conversations; answers: {answers}",
-        examples=round(len(sizes) * scale),
-        tokens=round(sum(total for total, _ in sizes) * scale),
         answer_tokens=round(sum(answer for _, answer in sizes) * scale),
         lengths=[total for total, _ in sizes],
+        scale=scale,
     )
 
 
-def _sizes(recipe: Recipe, renderer: Renderer, conversation: Conversation) -> list[tuple[int, int]]:
+def _example_sizes(recipe: Recipe, renderer: Renderer, conversation: Conversation) -> list[tuple[int, int]]:
     """(tokens, answer tokens) of each example that a conversation becomes; nothing for one that is left out."""
-    longest = recipe.data.max_length
+    longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
     try:
         if recipe.regenerate.enabled:
-            if conversation.text is not None:
-                prompt = len(renderer.plain_texts([conversation.text])[0].tokens) // 2
-            else:
-                if not conversation.question():
-                    return []
-                prompt = len(renderer.encode([renderer.prompt_text(conversation.question())])[0])
+            if conversation.text is None and not conversation.question():
+                return []
+            prompt = len(prompt_ids(renderer, conversation, longest))
             answer = min(recipe.regenerate.max_tokens, longest - prompt)
-            return [(prompt + answer, answer)] if answer >= recipe.data.min_answer_tokens else []
+            return [(prompt + answer, answer)] if answer >= least else []
         if conversation.text is not None:
             sequences: Sequence[Rendered] = renderer.plain_texts([conversation.text])
         else:
@@ -187,7 +176,7 @@ def _sizes(recipe: Recipe, renderer: Renderer, conversation: Conversation) -> li
     except TemplateRefusedError:
         return []
     cut = [sequence.cut(longest) for sequence in sequences]
-    return [(len(c.tokens), sum(c.answer)) for c in cut if sum(c.answer) >= recipe.data.min_answer_tokens]
+    return [(len(c.tokens), sum(c.answer)) for c in cut if sum(c.answer) >= least]
 
 
 def draft_vocab_size(recipe: Recipe, states: Mapping[str, StageState], full: int) -> int | None:
@@ -205,7 +194,8 @@ def row_count(recipe: Recipe, data: DataSize) -> int:
     return max(1, round(rows * data.examples / max(1, len(lengths))))
 
 
-def _fit(recipe: Recipe, shape: FitShape, probe: Probe, rows: int, steps: int, device: torch.device) -> dict[str, Any]:
+def _fit(recipe: Recipe, shape: FitShape, probe: SpeedProbe, rows: int, device: torch.device) -> dict[str, Any]:
+    steps = recipe.fit.total_steps(rows)
     slots = steps * recipe.fit.rows * recipe.fit.length
     flops = {part: slots * each for part, each in shape.flops_per_slot().items()}
     memory = shape.memory()
@@ -223,16 +213,16 @@ def _fit(recipe: Recipe, shape: FitShape, probe: Probe, rows: int, steps: int, d
     }
 
 
-def _capture(recipe: Recipe, shape: FitShape, data: DataSize, probe: Probe) -> dict[str, Any]:
-    place = next(path for path in (Path(recipe.output), *Path(recipe.output).parents) if path.exists())
-    offline = recipe.capture.mode == "offline"
+def _capture(recipe: Recipe, shape: FitShape, data: DataSize, probe: SpeedProbe) -> dict[str, Any]:
+    disk = next(path for path in (Path(recipe.output), *Path(recipe.output).parents) if path.exists())
+    tokens = data.tokens if recipe.capture.mode == "offline" else 0
     flops = target_flops_per_token(shape.target, shape.target_parameters, data.mean_length / 2, head=False)
     return {
         "mode": recipe.capture.mode,
         "bytes_per_token": shape.state_bytes_per_token,
-        "bytes": data.tokens * shape.state_bytes_per_token if offline else 0,
-        "disk_free": shutil.disk_usage(place).free,
-        "seconds": data.tokens * flops / (FORWARD_SHARE * probe.flops_per_second) if offline else 0.0,
+        "bytes": tokens * shape.state_bytes_per_token,
+        "disk_free": shutil.disk_usage(disk).free,
+        "seconds": tokens * flops / (FORWARD_SHARE * probe.flops_per_second),
     }
 
 
@@ -274,44 +264,31 @@ def _warnings(
     return warnings
 
 
-_REMEDIES = {
-    "target": "use capture.mode=offline, or target.dtype=bfloat16",
-    "weights": "use fit.parallel=fsdp2 with more GPUs, or a smaller drafter",
-    "gradients": "use fit.parallel=fsdp2 with more GPUs, or a smaller drafter",
-    "optimizer": "use fit.parallel=fsdp2 with more GPUs, or a smaller drafter",
-    "states": "lower fit.micro_rows",
-    "activations": "set fit.activation_checkpointing, or lower fit.micro_rows",
-    "logits": "lower fit.micro_rows or vocab.size, or set fit.activation_checkpointing",
-}
-
-
-def _state(state: StageState) -> str:
+def _progress_of(state: StageState) -> str:
     if state.manifest is not None:
         return "up to date"
-    return "interrupted" if state.interrupted else "to run"
+    return "interrupted" if state.directory.is_dir() else "to run"
 
 
-def measure_speed(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> Probe:
+def measure_speed(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> SpeedProbe:
     """Multiply matrices for about a second."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
 
-    def finish() -> None:
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            a @ b
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    for _ in range(3):
-        a @ b
-    finish()
+    multiply(3)
     products, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < seconds:
-        for _ in range(10):
-            a @ b
-        finish()
+        multiply(10)
         products += 10
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     rate = 2 * size**3 * products / elapsed
-    return Probe(device=name, dtype=str(dtype).removeprefix("torch."), flops_per_second=rate)
+    return SpeedProbe(device=name, dtype=str(dtype).removeprefix("torch."), flops_per_second=rate)
 
 
 def free_memory(device: torch.device) -> int:

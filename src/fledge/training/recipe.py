@@ -16,8 +16,6 @@ import yaml
 from fledge.errors import ConfigError
 from fledge.records import decode, encode
 
-VARIANTS = ("eagle1", "eagle3", "eagle3.1")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSection:
@@ -134,6 +132,10 @@ class FitSection:
     tensorboard: bool = False
     wandb_project: str | None = None
     seed: int = 0
+
+    def total_steps(self, rows: int) -> int:
+        """Optimizer steps of a run over `rows` packed rows."""
+        return self.max_steps or max(1, round(self.epochs * rows / self.rows))
 
 
 @dataclass(frozen=True, kw_only=True)

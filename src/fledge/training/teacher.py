@@ -1,14 +1,13 @@
 """What the target would say after every token of a batch: the distributions a drafter is taught."""
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.training.attention import compiled
 
 CHUNK_ROWS = 2048
 
@@ -46,7 +45,8 @@ class Teacher:
     def __call__(self, final: Tensor) -> TeacherLogits:
         """Final states [rows, length, hidden], after the target's last norm."""
         states = final.detach().flatten(0, -2)
-        summary = _compiled_summary() if states.is_cuda else _summary
+        # Compiled, it makes no float32 copy of the logits.
+        summary = compiled(_summary, dynamic=True) if states.is_cuda else _summary
         draft_size = len(self._weight) if self._ids is None else len(self._ids)
         draft_logits = torch.empty(len(states), draft_size, dtype=self._weight.dtype, device=states.device)
         totals, choices = [], []
@@ -73,9 +73,3 @@ class Teacher:
 def _summary(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, vocab] -> logsumexp [rows] float32 and best token [rows]."""
     return logits.float().logsumexp(-1), logits.argmax(-1)
-
-
-@functools.cache
-def _compiled_summary() -> Any:
-    """Without a float32 copy of the logits."""
-    return torch.compile(_summary, dynamic=True)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,89 +20,40 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from fledge.checkpoints.drafter import save_drafter
+from fledge.devices import DTYPES
 from fledge.errors import FledgeError
+from fledge.files import remove_temporaries
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetStates
 from fledge.progress import Progress
-from fledge.training import parallel
-from fledge.training.batch import PackedBatch
-from fledge.training.capture import DTYPES, CaptureModel
-from fledge.training.feed import Place, StepData, StepFeed
-from fledge.training.logs import TrainingLog
-from fledge.training.metrics import TttMetrics
+from fledge.training.capture import CaptureModel
+from fledge.training.data.loader import RowPosition, StepData, StepLoader
+from fledge.training.data.packing import PackedBatch, map_tensors
+from fledge.training.metrics import LogSums, TrainingLog, TttMetrics
 from fledge.training.optimizer import Optimisation
-from fledge.training.parallel import Workers
+from fledge.training.parallel import Workers, gather_state, load_state
 from fledge.training.recipe import FitSection
-from fledge.training.state import ResumeState, random_states, restore_random_states
-from fledge.training.teacher import Teacher, TeacherLogits
-from fledge.training.ttt import TttSettings, unroll
+from fledge.training.resume import ResumeState, random_states, restore_random_states
+from fledge.training.teacher import Teacher
+from fledge.training.ttt import TttModel, TttOutputs
 
 
 class TrainingInterrupted(KeyboardInterrupt):
     """Training was asked to stop, and did after a whole step; the message says how to go on."""
 
 
-class TttModel(nn.Module):
-    """The drafter as one training pass calls it: what DDP and FSDP2 wrap."""
-
-    def __init__(self, drafter: Drafter, fit: FitSection, *, compiled: bool) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self._settings = TttSettings.from_section(fit)
-        self._checkpointing, self._compiled = fit.activation_checkpointing, compiled
-
-    def forward(
-        self, batch: PackedBatch, states: TargetStates, teacher: TeacherLogits, denominators: Tensor, record: bool
-    ) -> tuple[Tensor, TttMetrics]:
-        result = unroll(
-            self.drafter,
-            batch,
-            states,
-            teacher,
-            self._settings,
-            denominators=denominators,
-            record=record,
-            checkpointing=self._checkpointing,
-            compiled=self._compiled,
-        )
-        return result.loss, result.metrics  # a tuple: FSDP2 looks for tensors in it
-
-
-class _ForwardAndBackward(nn.Module):
+class _ForwardBackward(nn.Module):
     """Both passes in one call, so that both see the same weights: checkpointing computes again in the second."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, scale: int, *inputs: Any) -> tuple[Tensor, TttMetrics]:
+    def forward(self, scale: int, *inputs: Any) -> TttOutputs:
         loss, metrics = self.model(*inputs)
         (loss * scale).backward()
-        return loss.detach(), metrics
-
-
-@dataclass(kw_only=True)
-class Pooled:
-    """Sums since the last line of the log, on the device."""
-
-    metrics: TttMetrics
-    loss: Tensor  # float64, as the next two
-    norm: Tensor
-    steps: Tensor  # those that counted
-
-    @classmethod
-    def zeros(cls, depth: int, device: torch.device) -> "Pooled":
-        scalars = {f.name: torch.zeros((), dtype=torch.float64, device=device) for f in fields(cls)[1:]}
-        return cls(metrics=TttMetrics.zeros(depth, device), **scalars)
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.metrics.tensors(), self.loss, self.norm, self.steps]
-
-    def add(self, metrics: TttMetrics, loss: Tensor, norm: Tensor, good: Tensor) -> None:
-        """Add a step; one that was left out adds nothing, or its numbers would spoil the sums."""
-        for total, part in zip(self.tensors(), [*metrics.tensors(), loss, norm, good], strict=True):
-            total.add_(torch.where(good, part, torch.zeros_like(part)))
+        return TttOutputs(loss.detach(), metrics)
 
 
 class Trainer:
@@ -113,10 +63,10 @@ class Trainer:
         self,
         drafter: Drafter,
         fit: FitSection,
-        feed: StepFeed,
+        loader: StepLoader,
         teacher: Teacher,
         *,
-        capture: CaptureModel | None,  # None: the feed brings the states
+        capture: CaptureModel | None,  # None: the loader brings the states
         compute: torch.dtype,
         workers: Workers,
         directory: Path,
@@ -125,16 +75,15 @@ class Trainer:
         run_name: str = "drafter",
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        self.drafter, self.fit, self.feed, self.teacher, self.capture = drafter, fit, feed, teacher, capture
+        self.drafter, self.fit, self.loader, self.teacher, self.capture = drafter, fit, loader, teacher, capture
         self.compute, self.workers, self.directory, self.key = compute, workers, directory, key
         self.progress, self.run_name, self.provenance = progress, run_name, dict(provenance or {})
-        self.total_steps = feed.total_steps
-        compiled = fit.compile == "on" or (fit.compile == "auto" and workers.device.type == "cuda")
-        self.model = workers.wrap(TttModel(drafter, fit, compiled=compiled), fit.parallel, compute)
-        self._passes = _ForwardAndBackward(self.model)
+        self.total_steps = loader.total_steps
+        self.model = workers.wrap(TttModel(drafter, fit), fit.parallel, compute)
+        self._passes = _ForwardBackward(self.model)
         self.optimisation = Optimisation(self.model.parameters(), fit, self.total_steps)
-        self.pooled = Pooled.zeros(fit.depth, workers.device)
-        self.done, self.tokens, self.place = 0, 0, Place()
+        self.sums = LogSums.zeros(fit.depth, workers.device)
+        self.done, self.tokens, self.position = 0, 0, RowPosition()
         self._log: TrainingLog | None = None
 
     def run(self, after_step: Callable[[int], None] = lambda _step: None) -> int:
@@ -156,12 +105,11 @@ class Trainer:
     def _loop(self, asked: Callable[[], bool], advance: Callable[..., None], after_step: Callable[[int], None]) -> None:
         fit, note = self.fit, ""
         clock, tokens_before = time.monotonic(), self.tokens
-        for data in self.feed.steps(self.place, self.total_steps - self.done):
+        for data in self.loader.steps(self.position, self.total_steps - self.done):
             self._step(data)
             last = self.done == self.total_steps
             if self.done % fit.log_every == 0 or last:
-                now = time.monotonic()
-                speed = (self.tokens - tokens_before) / max(now - clock, 1e-9)
+                speed = (self.tokens - tokens_before) / max(time.monotonic() - clock, 1e-9)
                 note = self._write_log(data.epoch, speed)
                 clock, tokens_before = time.monotonic(), self.tokens
             if self.done % fit.log_every == 0 or self.done % fit.max_bad_steps == 0 or last:
@@ -182,44 +130,50 @@ class Trainer:
         record = (self.done + 1) % self.fit.drift_every == 0 or self.done + 1 == self.total_steps
         denominators = data.taught.to(device, non_blocking=True)
         workers.sum(denominators)
+        weights = self._rounded_weights()
         metrics = TttMetrics.zeros(self.fit.depth, device)
         loss = torch.zeros((), device=device)
         for i, (host_batch, host_states) in enumerate(zip(data.batches, data.states, strict=True)):
             batch = host_batch.to(device)
-            if host_states is not None:
-                states = _to(host_states, device)
-            else:
-                assert self.capture is not None
-                states = self.capture.states(batch, self.drafter.aux_layer_ids)
+            states = self._states(batch, host_states)
             teacher = self.teacher(states.final)
             with workers.shares_gradients(self.model, i == len(data.batches) - 1):
-                part, part_metrics = self._pass(workers.scale, batch, states, teacher, denominators, record)
-            loss, metrics = loss + part, metrics + part_metrics
+                part = self._pass(weights, workers.scale, batch, states, teacher, denominators, record)
+            loss, metrics = loss + part.loss, metrics + part.metrics
+        del weights  # not needed while the optimizer works
         workers.sum(loss)
         norm, good = self.optimisation.step(self.done, loss)
-        self.pooled.add(metrics, loss, norm, good)
-        self.done, self.tokens, self.place = self.done + 1, self.tokens + data.tokens, data.following
+        self.sums.add(metrics, loss, norm, good)
+        self.done, self.tokens, self.position = self.done + 1, self.tokens + data.tokens, data.following
 
-    def _pass(self, *inputs: Any) -> tuple[Tensor, TttMetrics]:
-        """Forward and backward, in the dtype of the run: gradients arrive at the float32 weights.
+    def _states(self, batch: PackedBatch, kept: TargetStates | None) -> TargetStates:
+        if kept is not None:
+            return map_tensors(kept, lambda x: x.to(self.workers.device, non_blocking=True))
+        assert self.capture is not None
+        return self.capture.states(batch, self.drafter.aux_layer_ids)
+
+    def _rounded_weights(self) -> dict[str, Tensor] | None:
+        """Return the weights in the dtype of the run; None where the model needs no other than its own.
 
         The layers run on rounded copies of all weights, norms too, so they compute just what serving computes in this
-        dtype. FSDP2 makes such copies by itself.
+        dtype. All micro-batches of a step share them; every backward pass leaves gradients at the float32 weights.
+        FSDP2 makes such copies by itself.
         """
-        result: tuple[Tensor, TttMetrics]
         if self.compute == torch.float32 or isinstance(self.model, FSDPModule):
-            result = self._passes(*inputs)
-        else:
-            rounded = {name: weight.to(self.compute) for name, weight in self._passes.named_parameters()}
-            result = functional_call(self._passes, rounded, inputs)
-        return result
+            return None
+        return {name: weight.to(self.compute) for name, weight in self._passes.named_parameters()}
+
+    def _pass(self, weights: dict[str, Tensor] | None, *inputs: Any) -> TttOutputs:
+        """Forward and backward over one micro-batch."""
+        outputs: TttOutputs = (
+            self._passes(*inputs) if weights is None else functional_call(self._passes, weights, inputs)
+        )
+        return outputs
 
     def _write_log(self, epoch: int, tokens_per_second: float) -> str:
         """Write what happened since the last line, and begin anew. Returns a note for people."""
-        self.workers.sum(*self.pooled.metrics.tensors())
-        steps = float(self.pooled.steps)
-        report = self.pooled.metrics.report()
-        loss = float(self.pooled.loss) / steps if steps else None
+        self.workers.sum(*self.sums.metrics.tensors())
+        report = self.sums.report()
         if self._log is not None:
             self._log.write(
                 {
@@ -228,14 +182,12 @@ class Trainer:
                     "lr": self.optimisation.rate(self.done - 1),
                     "tokens": self.tokens,
                     "tokens_per_second": round(tokens_per_second, 1),
-                    "loss": loss,
-                    "grad_norm": float(self.pooled.norm) / steps if steps else None,
                     "skipped": int(self.optimisation.skipped),
                     **report,
                 }
             )
-        self.pooled = Pooled.zeros(self.fit.depth, self.workers.device)
-        length = report["simulated_acceptance_length"]
+        self.sums = LogSums.zeros(self.fit.depth, self.workers.device)
+        loss, length = report["loss"], report["simulated_acceptance_length"]
         parts = [
             f"loss {loss:.3f}" if loss is not None else "no finite step",
             f"acceptance length {length:.2f}" if length is not None else "",
@@ -245,30 +197,28 @@ class Trainer:
 
     def _save(self) -> None:
         """Write the candidate of this step, if it is one, then the state to resume from."""
-        model = parallel.whole_model_state(self.model)
+        model, optimizer = gather_state(self.model, self.optimisation.optimizer)
         if not all(bool(weight.isfinite().all()) for weight in model.values()):
             raise FledgeError(
                 f"fit: after step {self.done} the weights are not finite: training diverged; lower fit.lr (it is "
                 f"{self.fit.lr:g})"
             )
-        optimizer = parallel.whole_optimizer_state(self.model, self.optimisation.optimizer)
         counters = self.optimisation.counters()
-        pooled = [tensor.clone() for tensor in self.pooled.metrics.tensors()]
-        self.workers.sum(*pooled)
-        pooled += [self.pooled.loss, self.pooled.norm, self.pooled.steps]
+        sums = [tensor.clone() for tensor in self.sums.metrics.tensors()]
+        self.workers.sum(*sums)
         if self._log is not None:  # the first process
             if self.done in candidate_steps(self.fit, self.total_steps):
                 self._write_candidate(model)
             ResumeState(
                 key=self.key,
                 step=self.done,
-                epoch=self.place.epoch,
-                row=self.place.row,
+                epoch=self.position.epoch,
+                row=self.position.row,
                 tokens=self.tokens,
                 model=model,
                 optimizer=optimizer,
                 counters=counters,
-                pooled=[tensor.cpu() for tensor in pooled],
+                sums=[tensor.cpu() for tensor in (*sums, self.sums.scalars)],
                 log_bytes=self._log.position,
                 random=random_states(),
             ).save(self.directory)
@@ -277,22 +227,22 @@ class Trainer:
     def _resume(self) -> int:
         """Take up the saved state, if there is one. Returns how much of the log belongs to it."""
         if self.workers.is_first:  # what a kill left behind
+            remove_temporaries(self.directory)
             for left in (self.directory / "candidates").glob(".*"):
                 shutil.rmtree(left, ignore_errors=True)
         state = ResumeState.load(self.directory, self.key)
         if state is None:
             return 0
-        parallel.load_model_state(self.model, state.model)
-        parallel.load_optimizer_state(self.model, self.optimisation.optimizer, state.optimizer)
+        load_state(self.model, self.optimisation.optimizer, state.model, state.optimizer)
         self.optimisation.set_counters(state.counters)
-        scalars = len(fields(Pooled)) - 1
-        for i, (tensor, saved) in enumerate(zip(self.pooled.tensors(), state.pooled, strict=True)):
-            # The sums of all processes go on in the first; the last few were the same in all of them.
-            if self.workers.is_first or i >= len(state.pooled) - scalars:
+        *sums, scalars = state.sums
+        self.sums.scalars.copy_(scalars)  # was the same in all processes
+        if self.workers.is_first:  # the sums of all processes go on in the first
+            for tensor, saved in zip(self.sums.metrics.tensors(), sums, strict=True):
                 tensor.copy_(saved)
         restore_random_states(state.random)
         self.done, self.tokens = state.step, state.tokens
-        self.place = Place(epoch=state.epoch, row=state.row)
+        self.position = RowPosition(epoch=state.epoch, row=state.row)
         self.progress.say(f"fit: goes on from step {self.done} of {self.total_steps}")
         return state.log_bytes
 
@@ -310,11 +260,6 @@ def candidate_steps(fit: FitSection, total_steps: int) -> tuple[int, ...]:
     """The last save points, whose checkpoints are kept for `eval` to choose from."""
     points = sorted({*range(fit.save_every, total_steps + 1, fit.save_every), total_steps})
     return tuple(points[-fit.candidates :])
-
-
-def _to(states: TargetStates, device: torch.device) -> TargetStates:
-    aux = None if states.aux is None else states.aux.to(device, non_blocking=True)
-    return TargetStates(final=states.final.to(device, non_blocking=True), aux=aux)
 
 
 @contextmanager

@@ -14,22 +14,52 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
-from fledge.errors import FledgeError
-from fledge.files import read_json, write_json
+from fledge.errors import ConfigError, FledgeError
+from fledge.files import atomic_directory, digest, read_json, remove_temporaries, write_json
+from fledge.progress import Progress
+from fledge.records import Record
+from fledge.training.recipe import Recipe
 
 MANIFEST, STARTED, LOCK = "manifest.json", "started.json", "lock"
 DRAFTER = "drafter"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class StageContext:
+    """What a stage gets. It may be started again after being killed at any moment, with its directory as it left it."""
+
+    recipe: Recipe
+    directory: Path  # its own; exists; holds whatever an interrupted earlier start wrote
+    inputs: Mapping[str, Path] = field(default_factory=dict)  # directories of the stages it depends on, by name
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of the pipeline: a function that fills a directory, and a key that says when that can be used again."""
+
+    name: str
+    version: int  # raise it when the output for the same settings changes
+    depends_on: tuple[str, ...]
+    settings: Callable[[Recipe], dict[str, Any]]  # JSON values: all that the output depends on besides earlier stages
+    run: Callable[[StageContext], dict[str, Any]]  # returns a summary for people, as JSON values
+    collective: bool = False  # runs in every process of a torchrun; others run in the first one only
+
+    def key(self, recipe: Recipe, input_keys: Mapping[str, str]) -> str:
+        """Changes with anything that the output depends on."""
+        parts = [self.name, self.version, self.settings(recipe), {name: input_keys[name] for name in self.depends_on}]
+        return digest(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Record):
     """What is written when a stage is complete."""
 
     stage: str
@@ -48,12 +78,13 @@ class Manifest:
     def read(cls, directory: Path) -> "Manifest | None":
         """Return the manifest of a stage's directory; None where the stage is not complete."""
         values = read_json(directory / MANIFEST)
-        if values is None or not {f.name for f in fields(cls)} <= set(values):
+        try:
+            return None if values is None else cls.from_dict(values)
+        except ConfigError:
             return None
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
 
     def write(self, directory: Path) -> None:
-        write_json(directory / MANIFEST, asdict(self))
+        write_json(directory / MANIFEST, self.to_dict())
 
 
 class Workspace:
@@ -99,6 +130,7 @@ class Workspace:
             directory.mkdir(parents=True)
             write_json(directory / STARTED, {"inputs": dict(inputs)})
         (directory / MANIFEST).unlink(missing_ok=True)
+        remove_temporaries(directory)
         return resumed
 
     def clear(self, directory: Path) -> None:
@@ -108,29 +140,19 @@ class Workspace:
             (directory / STARTED).unlink(missing_ok=True)
             shutil.rmtree(directory)
 
-    @property
-    def drafter(self) -> Path:
-        return self.output / DRAFTER
-
     def publish(self, source: Path, identity: str) -> Path:
-        """Copy a finished drafter to `output/drafter`, unless `identity` is there already.
-
-        The copy is made beside it and renamed: a reader finds the old one, the new one, or for an instant neither.
-        """
-        place, beside, old = self.drafter, self.output / f".{DRAFTER}.new", self.output / f".{DRAFTER}.old"
-        marker = f".{DRAFTER}.json"
-        if place.exists():
-            if not (place / PROVENANCE_FILE).is_file():
-                raise FledgeError(f"{place}: was not written by Fledge; move it away, the trained drafter goes there")
-            if read_json(self.output / marker) == {"published": identity}:
-                return place
-        for leftover in (beside, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        shutil.copytree(source, beside)
-        (self.output / marker).unlink(missing_ok=True)
-        if place.exists():
-            os.rename(place, old)
-        os.rename(beside, place)
-        write_json(self.output / marker, {"published": identity})
-        shutil.rmtree(old, ignore_errors=True)
-        return place
+        """Copy a finished drafter to `output/drafter`, unless `identity` is there already."""
+        published, marker = self.output / DRAFTER, self.output / f".{DRAFTER}.json"
+        if published.exists():
+            if not (published / PROVENANCE_FILE).is_file():
+                raise FledgeError(
+                    f"{published}: was not written by Fledge; move it away, the trained drafter goes there"
+                )
+            if read_json(marker) == {"published": identity}:
+                return published
+        remove_temporaries(self.output)
+        with atomic_directory(published, replace=True) as copy:
+            shutil.copytree(source, copy, dirs_exist_ok=True)
+            marker.unlink(missing_ok=True)
+        write_json(marker, {"published": identity})
+        return published

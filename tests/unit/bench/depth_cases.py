@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
 from tests.bench_results import PLAIN, PROVENANCE
 
 # Times the speed of no speculation, by drafter, depth and concurrency. The fastest: EAGLE-3 K=3 at 1 and K=2 at 16,

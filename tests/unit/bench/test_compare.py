@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.bench.compare import METRICS, Change, Comparison, compare, describe
-from fledge.bench.results import Cell, Results
+from fledge.bench.compare import METRICS, Change, ResultsDiff, compare, describe
+from fledge.evaluation.results import Cell, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, PROVENANCE, make_eval_results, make_results
 
 SMALL = {"workloads": ("chat",), "concurrencies": (1, 16), "noise": 0.02}
@@ -34,7 +34,7 @@ def slower(results: Results, contender: str, times: float) -> Results:
     return replace(results, cells=tuple(map(slow, results.cells)))
 
 
-def verdicts(found: Comparison) -> dict[tuple[str, str, str], str]:
+def verdicts(found: ResultsDiff) -> dict[tuple[str, str, str], str]:
     return {(one.contender, str(one.load), one.metric): one.verdict for one in found.changes}
 
 
@@ -176,5 +176,5 @@ def test_figures_before_and_after_are_those_of_the_metric():
     assert one.ratio.value == pytest.approx(1.0)
     assert one.before is not None
     assert 1.5 < one.before < 2.5
-    restored = Comparison.from_dict(found.to_dict())
+    restored = ResultsDiff.from_dict(found.to_dict())
     assert restored == found

@@ -6,16 +6,30 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fledge.bench.figures import agreements, cells_by_key, figures_of, ratios, summarise
-from fledge.bench.resampling import Panel, interval, mean_ratio, pooled, quantiles, together
-from fledge.bench.results import Cell, Load, RequestRecord, turn_name
-from fledge.bench.tables import number, print_results, times, warnings, with_interval
+from fledge.bench.figures import decoding, figures_of, latencies
+from fledge.bench.summary import Agreement, FiguresRow, RatioRow, Summary
+from fledge.bench.tables import print_results, warnings
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
-from fledge.report.intervals import Interval
+from fledge.evaluation.results import Cell, Load, RequestRecord, Results, turn_name
+from fledge.report.intervals import Bootstrap, Interval, Panel, mean_ratio, pooled
+from fledge.report.prose import number, times, with_interval
 from tests.bench_results import ACCEPTED, EAGLE_3, EAGLE_3_1, PLAIN, make_results
 
 ONE = Load(concurrency=1)
+interval, quantiles = Bootstrap().interval, Bootstrap().quantiles
+
+
+def ratios(results: Results, baseline: str) -> list[RatioRow]:
+    return Summary(results, baseline).ratios
+
+
+def summarise(results: Results) -> list[FiguresRow]:
+    return Summary(results, results.baseline).rows
+
+
+def agreements(results: Results, baseline: str) -> list[Agreement]:
+    return Summary(results, baseline).agreements
 
 
 def request(prompt: str, sent: float, first: float, done: float, tokens: int, **more) -> RequestRecord:
@@ -169,8 +183,8 @@ def test_the_turns_of_a_conversation_are_drawn_together():
     """Four turns that are all fast or all slow tell no more than one: the interval must not become narrower."""
 
     def measured(turns: int, name) -> Interval:
-        rows = [(0, name(p, turn), (1.0, 1.0 + p % 5)) for p in range(12) for turn in range(turns)]
-        found = interval([Panel.collect(rows, columns=2)], pooled())
+        several = [request(name(p, turn), 0, 0, 1.0 + p % 5, 2) for p in range(12) for turn in range(turns)]
+        found = interval([decoding([cell(*several)])], pooled())
         assert found is not None
         assert found.low is not None
         return found
@@ -180,17 +194,15 @@ def test_the_turns_of_a_conversation_are_drawn_together():
     apart = measured(4, lambda p, turn: f"p{p}/{turn}")
     assert (together.low, together.high) == pytest.approx((single.low, single.high))
     assert apart.high - apart.low < 0.7 * (single.high - single.low), "nothing was tested"
-    values = {(0, turn_name("only", turn)): [float(turn)] for turn in range(4)}
-    assert quantiles(values, [0.5])[0].low is None, "one conversation says nothing about another"
-    assert (
-        interval([Panel.collect([(0, turn_name("a", t), (1.0, 1.0 + t)) for t in range(4)], 2)], pooled()).low is None
-    )
+    only = cell(*(request(turn_name("only", turn), 0, 1.0 + turn, 2.0 + 2 * turn, 5) for turn in range(4)))
+    assert quantiles(latencies([only], "ttft"), [0.5])[0].low is None, "one conversation says nothing about another"
+    assert interval([decoding([only])], pooled()).low is None
 
 
 def test_panels_side_by_side_keep_what_both_have():
     one = Panel.collect([(0, "a", (1, 1)), (0, "b", (2, 1)), (1, "a", (3, 1)), (1, "b", (4, 1))], columns=2)
     other = Panel.collect([(1, "b", (5, 1)), (1, "c", (6, 1)), (2, "b", (7, 1))], columns=2)
-    both = together(one, other)
+    both = one.beside(other)
     assert (both.repeats, both.prompts) == ((1,), ("b",))
     assert both.values.tolist() == [[[4, 1, 5, 1]]]
 
@@ -212,7 +224,7 @@ def test_quantiles_match_numpy_and_their_intervals_hold_them():
 def test_acceptance_is_that_of_the_one_definition():
     results = make_results(workloads=("chat",), concurrencies=(1,))
     for row in summarise(results):
-        cells = cells_by_key(results)[row.key]
+        cells = Summary(results, PLAIN).cells[row.key]
         whole = AcceptanceStatistics.merge(one.acceptance_statistics for one in cells)
         if row.contender not in ACCEPTED:
             assert row.figures.acceptance_length is None
@@ -271,9 +283,9 @@ def test_figures_are_written_with_their_intervals():
 def test_rows_with_fewer_repeats_than_asked_for_are_named():
     results = make_results(workloads=("chat",), concurrencies=(1,), repeats=3)
     results = replace(results, settings={**results.settings, "repeats": 3})
-    assert warnings(results, summarise(results), []) == []
+    assert warnings(Summary(results, None)) == []
     results = replace(results, cells=results.cells[:-1])
-    (line,) = warnings(results, summarise(results), [])
+    (line,) = warnings(Summary(results, None))
     assert line == f"Fewer than the 3 repeats that were asked for: {EAGLE_3_1}, chat, C=1."
 
 
@@ -282,7 +294,7 @@ def test_the_printed_table_labels_what_is_not_whole(capsys):
     cells = [replace(c, status="failed", note="it died") if c.contender == EAGLE_3 else c for c in results.cells]
     contenders = tuple(replace(one, inflated="8b") for one in results.contenders)
     results = replace(results, cells=tuple(cells), contenders=contenders, status="partial", notes=("A note.",))
-    print_results(results, Console(width=160))
+    print_results(Summary(results, PLAIN), Console(width=160))
     text = capsys.readouterr().out
     for wanted in ("This run is partial", "it died; it has no ratio", "shape 8b", "A note.", "no speculation", "p99"):
         assert wanted in text

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge.bench.inflate import LayerMap, inflate_target, shape_named
-from fledge.bench.inflate_drafter import inflate_modules
+from fledge.bench.inflate import LayerMap, inflate_drafter, inflate_target
 from fledge.bench.inflate_files import Inflation, write_inflated
-from fledge.bench.shapes import SHAPES
+from fledge.bench.shapes import SHAPES, shape_named
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.target import load_target
 from fledge.decoding.drafting import SettledRows, TreeShape, draft_chain, draft_tree
@@ -112,7 +111,8 @@ def drafts_of(target: TargetModel, drafter: Drafter, prompt: list[int], tree: Tr
 def test_the_same_drafts_and_tokens_in_the_same_rounds(name: str, tree: TreeShape | None) -> None:
     small = make_target()
     drafter = make_drafter(drafter_configs()[name], small)
-    large, large_drafter = inflate_modules(small, drafter, shape(), torch.float32, CPU)
+    large = inflate_target(small, shape(), torch.float32, CPU)
+    large_drafter = inflate_drafter(drafter, small, large, shape=shape())
     params = SamplingParams(temperature=0.0, max_tokens=20)
     for seed in range(2):
         prompt = torch.randint(40, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -168,8 +168,9 @@ def test_what_cannot_be_enlarged_is_refused_in_one_line(
 
 def test_eagle_1_and_unknown_shapes_are_refused() -> None:
     small = make_target()
+    large = inflate_target(small, shape(), torch.float32, CPU)
     with pytest.raises(ConfigError, match="EAGLE-1"):
-        inflate_modules(small, make_drafter(drafter_configs()["eagle1"], small), shape(), torch.float32, CPU)
+        inflate_drafter(make_drafter(drafter_configs()["eagle1"], small), small, large, shape=shape())
     with pytest.raises(ConfigError, match="unknown shape '8B'"):
         shape_named("8B")
     assert shape_named("8b") is SHAPES["8b"]

@@ -9,16 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from fledge.bench.explain import disappointments
-from fledge.bench.families import group_by_drafter
-from fledge.bench.markdown import markdown
-from fledge.bench.part import Part, Reference, make_parts
-from fledge.bench.plot_parts import coloured, style
-from fledge.bench.plots import charts
-from fledge.bench.report import Report, colour, write_report
-from fledge.bench.results import Contender, Load, Results
-from fledge.bench.tables import print_results
-from fledge.bench.verdict import leaders, overall, verdicts
+from fledge.bench.charts import charts, coloured, style
+from fledge.bench.report import BenchReport
+from fledge.bench.summary import Summary, Sweep, summaries
+from fledge.bench.tables import markdown, print_results, warnings
+from fledge.bench.verdict import Reference, colour, disappointments, leaders, overall, verdicts
+from fledge.evaluation.results import Contender, Load, Results
 from fledge.report.charts import INK, PAPER
 from tests.bench_results import PLAIN, make_eval_results, make_results
 from tests.unit.bench.depth_cases import SPEEDS, make_contender, many_depths
@@ -27,12 +23,12 @@ SHALLOW = {name: {k: speeds for k, speeds in depths.items() if k != 5} for name,
 PAPERS = (Reference.parse("Paper:1=2.03,16=1.66"),)
 
 
-def part_of(results: Results) -> Part:
-    (part,) = make_parts([results])
+def part_of(results: Results) -> Summary:
+    (part,) = summaries([results])
     return part
 
 
-def picture(part: Part, name: str) -> Figure:
+def picture(part: Summary, name: str) -> Figure:
     return next(chart.figure for chart in charts(part, PAPERS) if chart.name == name)
 
 
@@ -64,25 +60,29 @@ def test_a_legend_never_eats_the_plot():
         assert height > 0.85 * alone[name], name
 
 
-def test_chains_of_one_drafter_are_a_family_and_trees_are_not():
+def sweeps(contenders: Sequence[Contender]) -> list[Sweep]:
+    return Summary(many_depths(contenders=tuple(contenders), cells=(), baseline=None), None).sweeps
+
+
+def test_chains_of_one_drafter_are_a_sweep_and_trees_are_not():
     chains = [make_contender("EAGLE-3", depth) for depth in (5, 2, 3)]
     tree = make_contender("EAGLE-3", 4, name="tree", speculation={"num_speculative_tokens": 4, "tree_width": 2})
     twin = make_contender("EAGLE-3", 5, name="twin")
     other = make_contender("EAGLE-3", 4, name="hotter", temperature=1.0)
     server = Contender(name="server", kind="server", target="target")
-    found = group_by_drafter([*chains, tree, twin, other, server])
-    assert [family.title for family in found] == ["EAGLE-3", "tree", "twin", "hotter", "server"]
+    found = sweeps([*chains, tree, twin, other, server])
+    assert [sweep.title for sweep in found] == ["EAGLE-3", "tree", "twin", "hotter", "server"]
     assert found[0].chains == ((2, "EAGLE-3 K=2"), (3, "EAGLE-3 K=3"), (5, "EAGLE-3 K=5"))
     renamed = [replace(one, name=f"server {number}") for number, one in enumerate(chains)]
-    assert [family.title for family in group_by_drafter(renamed)] == ["eagle-3 (fledge)"]
+    assert [sweep.title for sweep in sweeps(renamed)] == ["eagle-3 (fledge)"]
 
 
 def test_speed_is_one_line_for_each_drafter_with_its_fastest_depth_at_the_points():
     figure = picture(part_of(many_depths()), "speed-concurrency-1-1")
     assert sorted(legend_of(figure)) == ["EAGLE-3, fastest depth", "EAGLE-3.1, fastest depth", "Paper (reported)"]
-    assert written_at_points(figure.axes[0]) == ["K=5", "K=3", "K=3", "K=2"]  # at each load the faster drafter first
-    above, below = (text.get_position()[1] for text in figure.axes[0].texts[:2])
-    assert above > 0 > below
+    assert written_at_points(figure.axes[0]) == ["K=3", "K=2", "K=5", "K=3"]  # of EAGLE-3 at both loads, then 3.1
+    places = [text.get_position()[1] for text in figure.axes[0].texts]
+    assert max(places[:2]) < 0 < min(places[2:]), "those of two drafters are on two sides"
 
 
 @pytest.mark.parametrize("name", ["capacity-concurrency-1-1", "tpot-1-1-1", "acceptance-1-1"])
@@ -118,15 +118,16 @@ def test_a_depth_that_is_not_whole_is_never_the_fastest(baseline: str | None):
         for cell in results.cells
     ]
     part = part_of(replace(results, cells=tuple(lost)))
-    family = part.deep_families[0]
-    assert part.best_depths[family, "chat", Load(concurrency=1)].depth == 5
+    sweep = part.deep_sweeps[0]
+    assert part.best_depths[sweep, "chat", Load(concurrency=1)].contender == "EAGLE-3 K=5"
     assert legend_of(picture(part, "tpot-1-1-1"))[1] == "EAGLE-3 K=5"
 
 
 def test_without_a_baseline_speeds_decide():
     part = part_of(many_depths(baseline=None))
-    found = [part.best_depths[family, "chat", Load(concurrency=1)] for family in part.deep_families]
-    assert [(one.depth, one.over_baseline) for one in found] == [(3, None), (5, None)]
+    found = [part.best_depths[sweep, "chat", Load(concurrency=1)] for sweep in part.deep_sweeps]
+    assert [one.contender for one in found] == ["EAGLE-3 K=3", "EAGLE-3.1 K=5"]
+    assert [one.over_baseline for one in found] == [None, None]
 
 
 def test_with_two_depths_every_contender_has_its_line():
@@ -156,10 +157,11 @@ def test_a_drafter_has_one_colour_and_two_are_told_apart_in_grey(speeds: dict[st
 @pytest.mark.parametrize("baseline", ["EAGLE-3 K=3", "EAGLE-3.1 K=3"])
 def test_a_baseline_that_drafts_is_drawn_in_ink(tmp_path: Path, baseline: str):
     for results in (many_depths(), make_results(concurrencies=(1,), repeats=2, prompts=4)):
-        (part,) = make_parts([results], baseline)
-        assert baseline not in [name for family in part.families for name in family.names]
+        (part,) = summaries([results], baseline)
+        assert baseline not in [name for sweep in part.sweeps for name in sweep.names]
         assert style(part, baseline)["color"] == coloured(part, baseline, 0)["color"] == INK
-        write_report(Report(parts=(part,), title="x"), tmp_path / "page.html")
+        BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")
+        assert baseline in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_temperatures_of_one_drafter_share_its_colour():
@@ -170,35 +172,37 @@ def test_temperatures_of_one_drafter_share_its_colour():
 def test_different_answers_are_told_once(capsys: pytest.CaptureFixture[str]):
     every = {f"{name} K={depth}": 1 for name, depths in SPEEDS.items() for depth in depths}
     results = many_depths(different={**every, "EAGLE-3 K=2": 3})
-    (line,) = part_of(results).warnings
+    (line,) = warnings(part_of(results))
     # Of each cell's four answers one differs, in two repeats under two loads; of one contender three do.
     expected = (
-        f"32 of 96 answers differ from those of {PLAIN} at temperature 0 (4 to 12 of 16 for each of 6 contenders)."
+        f"32 of 96 answers differ from those of {PLAIN} at temperature 0 (EAGLE-3 K=2: 12 of 16; EAGLE-3 K=3: 4 of 16"
     )
-    assert line.startswith(f"{expected} In 16 bits")
-    print_results(results, Console(width=300))
+    assert line.startswith(f"{expected}; EAGLE-3 K=5: 4 of 16; 3 more contenders). In 16 bits")
+    print_results(part_of(results), Console(width=300))
     assert capsys.readouterr().out.count("answers differ") == 1
 
 
 def test_a_single_contender_that_differs_is_named():
-    (line,) = part_of(many_depths(different={"EAGLE-3 K=2": 1})).warnings
-    assert line.startswith(f"EAGLE-3 K=2: 4 of 16 answers differ from those of {PLAIN} at temperature 0. In 16 bits")
+    (line,) = warnings(part_of(many_depths(different={"EAGLE-3 K=2": 1})))
+    expected = f"4 of 96 answers differ from those of {PLAIN} at temperature 0 (EAGLE-3 K=2: 4 of 16)."
+    assert line.startswith(f"{expected} The others gave the same answers. In 16 bits")
 
 
 def test_those_who_gave_the_same_answers_are_not_blamed():
     settings = {"temperature": 0.0, "dtype": "float32"}
     results = many_depths(different={"EAGLE-3 K=2": 1, "EAGLE-3.1 K=2": 1}, settings=settings)
-    (line,) = part_of(results).warnings
-    assert line.endswith("temperature 0 (4 of 16 for 2 of 6 contenders; the others gave the same answers).")
+    (line,) = warnings(part_of(results))
+    named = "(EAGLE-3 K=2: 4 of 16; EAGLE-3.1 K=2: 4 of 16)"
+    assert line.endswith(f"temperature 0 {named}. The others gave the same answers.")
     assert line.startswith("8 of 96")
 
 
 def test_the_section_on_answers_has_the_count_of_each_contender(tmp_path: Path):
-    report = Report(parts=(part_of(many_depths(different={"EAGLE-3 K=2": 3, "EAGLE-3 K=5": 1})),), title="x")
-    write_report(report, tmp_path / "page.html")
+    part = part_of(many_depths(different={"EAGLE-3 K=2": 3, "EAGLE-3 K=5": 1}))
+    BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")
     section = (tmp_path / "page.html").read_text(encoding="utf-8").split("Same answers</h2>")[1].split("<details>")[0]
     assert section.count("<tr>") == 1 + 6
-    assert '<td class="number">16</td><td class="number loss">12</td>' in section
+    assert '<td class="number">16</td><td class="number bad">12</td>' in section
 
 
 def inflated(results: Results, names: Sequence[str]) -> Results:
@@ -210,8 +214,8 @@ def test_all_contenders_are_called_that_once():
     results = many_depths()
     everyone = [one.name for one in results.contenders]
     part = part_of(inflated(results, everyone))
-    assert part.warnings[0].startswith("Inflated to the shape 8b: all contenders. They cost")
-    text = markdown(Report(parts=(part,), title="x"))
+    assert warnings(part)[0].startswith("Inflated to the shape 8b: all contenders. They cost")
+    text = markdown([part])
     assert "| chat, per user (inflated: 8b) | C=1 | C=16 |" in text
     assert "| acceptance length (inflated: 8b) | chat |" in text
     assert "| EAGLE-3 K=2 | " in text
@@ -220,8 +224,8 @@ def test_all_contenders_are_called_that_once():
 
 def test_some_inflated_contenders_are_named():
     part = part_of(inflated(many_depths(), ["EAGLE-3 K=2", "EAGLE-3 K=3"]))
-    assert part.warnings[0].startswith("Inflated to the shape 8b: EAGLE-3 K=2, EAGLE-3 K=3. They cost")
-    text = markdown(Report(parts=(part,), title="x"))
+    assert warnings(part)[0].startswith("Inflated to the shape 8b: EAGLE-3 K=2, EAGLE-3 K=3. They cost")
+    text = markdown([part])
     assert "| chat, per user | C=1 | C=16 |" in text
     assert "| EAGLE-3 K=2 (inflated: 8b) | " in text
     assert "| EAGLE-3 K=5 | " in text
@@ -230,10 +234,10 @@ def test_some_inflated_contenders_are_named():
 def test_the_best_depth_of_each_drafter_has_a_card_and_the_others_are_folded(tmp_path: Path):
     part = part_of(many_depths())
     assert leaders(part) == ["EAGLE-3.1 K=3", "EAGLE-3 K=2"]  # over all loads
-    order = [one.contender for one in verdicts(part)]
+    order = [one.name for one in verdicts(part)]
     assert order[:2] == leaders(part)
     assert sorted(order) == sorted(part.challengers)
-    write_report(Report(parts=(part,), title="x"), tmp_path / "page.html")
+    BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")
     shown, _, folded = (tmp_path / "page.html").read_text(encoding="utf-8").partition("<summary>4 more contenders")
     assert shown.count("<article") == 2
     assert folded.count("<article") == 4
@@ -241,7 +245,7 @@ def test_the_best_depth_of_each_drafter_has_a_card_and_the_others_are_folded(tmp
 
 def test_with_few_depths_the_four_fastest_have_cards(tmp_path: Path):
     part = part_of(many_depths(SHALLOW))
-    write_report(Report(parts=(part,), title="x"), tmp_path / "page.html")
+    BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert text.count("<article") == 4
     assert "more contender" not in text

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 
 from fledge.bench import offline
-from fledge.bench.best import best_lines, best_modes
-from fledge.bench.closed_loop import ClosedLoop, Question, asked, token_digest
-from fledge.bench.offline import OfflineRun, OfflineSettings, run_offline
-from fledge.bench.offline_engines import Mode, graph_sizes, parse_schedule, parse_trees
-from fledge.bench.results import Cell, Contender, Load, RequestRecord, Results, read_results
+from fledge.bench.closed_loop import ClosedLoop, TokenPrompt, cycled, token_digest
+from fledge.bench.engines import draft_modes, graph_sizes, parse_schedule, parse_trees
+from fledge.bench.offline import OfflineRun, OfflineSettings
 from fledge.bench.shapes import SHAPES
-from fledge.decoding.drafting import TreeShape
+from fledge.bench.summary import Best, Summary
 from fledge.decoding.params import SamplingParams
 from fledge.engine.engine import Engine
 from fledge.engine.recovery import DeadEngineError
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results
 from fledge.evaluation.workloads import load_workload
 from tests.tiny_models import make_target
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
@@ -39,7 +38,7 @@ def settings(pair: Pair, **changes: Any) -> OfflineSettings:
     values: dict[str, Any] = {
         "target": pair.target,
         "drafters": pair.drafters,
-        "modes": (Mode(depth=2),),
+        "modes": tuple(draft_modes([2], "", [])),
         "workloads": (load_workload(pair.workload),),
         "concurrencies": (1, 3),
         "requests": 4,
@@ -50,11 +49,19 @@ def settings(pair: Pair, **changes: Any) -> OfflineSettings:
     return OfflineSettings(**{**values, **changes})
 
 
+def run_offline(settings: OfflineSettings, out: Path | None = None) -> Results:
+    return OfflineRun(settings=settings, out=out).run()
+
+
+def best_modes(results: Results) -> list[Best]:
+    return Summary(results, results.baseline).best_modes
+
+
 def test_a_run_records_every_request_of_every_cell(pair: Pair, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "results.json"
-    modes = (Mode(depth=2), Mode(depth=2, tree=TreeShape(width=2, budget=4)), Mode(depth=3, schedule=((1, 1, 3),)))
+    modes = tuple(draft_modes([2], "2x4", ["1-1:3"]))
     results = run_offline(settings(pair, modes=modes), out=out)
-    assert read_results(out).to_json() == results.to_json()
+    assert read_results(out).to_dict() == results.to_dict()
     assert results.status == "complete"
     assert results.kind == "offline"
     assert [c.name for c in results.contenders] == [
@@ -74,7 +81,7 @@ def test_a_run_records_every_request_of_every_cell(pair: Pair, tmp_path: Path) -
             assert bool(cell.acceptance_statistics.rounds) == (cell.contender != "no speculation")
     # Greedy: every contender, at every concurrency, in every repeat, says the same.
     assert len({tuple(r.digest for r in cell.requests) for cell in results.cells}) == 1
-    assert best_modes(results)
+    assert {best.drafter for best in best_modes(results)} == set(pair.drafters)
 
 
 def test_contenders_take_turns_in_another_order_each_time(pair: Pair) -> None:
@@ -109,13 +116,13 @@ def test_a_loop_keeps_so_many_in_flight() -> None:
         return step()
 
     engine.step = watched  # type: ignore[method-assign]
-    questions = [Question(id=str(i), tokens=tuple(range(2, 5 + i % 3))) for i in range(9)]
+    prompts = [TokenPrompt(id=str(i), tokens=tuple(range(2, 5 + i % 3))) for i in range(9)]
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    loop = ClosedLoop(engine=engine, questions=questions, concurrency=3, params=params, eos_ids=())
+    loop = ClosedLoop(engine=engine, prompts=prompts, concurrency=3, params=params, eos_ids=())
     loop.run()
     assert max(in_flight) == 3
     assert in_flight.count(3) > len(in_flight) * 0.6
-    assert [r.prompt for r in loop.records] == [q.id for q in questions]
+    assert [r.prompt for r in loop.records] == [q.id for q in prompts]
     assert {r.output_tokens for r in loop.records} == {5}
     engine.check_integrity()
 
@@ -151,15 +158,15 @@ def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch:
     assert results.cells[-1].note == "interrupted"
     assert results.status == "partial"
     assert any(note.startswith("interrupted: 9 cells were not measured") for note in results.notes)
-    assert read_results(tmp_path / "results.json").to_json() == results.to_json()
+    assert read_results(tmp_path / "results.json").to_dict() == results.to_dict()
 
 
 def test_an_engine_that_dies_takes_only_its_own_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     made = offline.make_engine
 
-    def mortal(models: Any, entrant: Any, *rest: Any) -> Engine:
-        engine = made(models, entrant, *rest)
-        if entrant.drafter == pair.drafters[0]:
+    def mortal(models: Any, contender: Any, *rest: Any) -> Engine:
+        engine = made(models, contender, *rest)
+        if contender.drafter == pair.drafters[0]:
             steps, step = itertools.count(), engine.step
 
             def dies() -> list[Any]:
@@ -187,8 +194,8 @@ def test_a_cell_that_a_bug_ends_does_not_look_whole(
 ) -> None:
     made = offline.make_engine
 
-    def buggy(models: Any, entrant: Any, *rest: Any) -> Engine:
-        engine = made(models, entrant, *rest)
+    def buggy(models: Any, contender: Any, *rest: Any) -> Engine:
+        engine = made(models, contender, *rest)
         calls, add = itertools.count(), engine.add_request
 
         def add_some(*args: Any, **named: Any) -> Any:
@@ -216,13 +223,13 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(pair: Pair) -> None:
 
 def test_names_sizes_and_spellings(pair: Pair) -> None:
     assert graph_sizes([1, 4, 20]) == [1, 2, 4, 8, 16, 20]
-    assert parse_trees("4x16,8") == [TreeShape(width=4, budget=16), TreeShape(width=8, budget=60)]
-    assert parse_schedule("1-4:5,5:3") == ((1, 4, 5), (5, 5, 3))
+    assert parse_trees("4x16,8") == [{"tree_width": 4, "tree_budget": 16}, {"tree_width": 8, "tree_budget": 60}]
+    assert parse_schedule("1-4:5,5:3") == [[1, 4, 5], [5, 5, 3]]
     for parse, text in ((parse_trees, "4by16"), (parse_schedule, "1-4"), (parse_schedule, "4-1:3")):
         with pytest.raises(ConfigError, match="expected"):
             parse(text)
-    assert [q.id for q in asked([Question(id=str(i), tokens=()) for i in range(6)], 3)] == ["0", "2", "4"]
-    assert [q.id for q in asked([Question(id=str(i), tokens=()) for i in range(2)], 3)] == ["0", "1", "0"]
+    assert [q.id for q in cycled([TokenPrompt(id=str(i), tokens=()) for i in range(6)], 3)] == ["0", "2", "4"]
+    assert [q.id for q in cycled([TokenPrompt(id=str(i), tokens=()) for i in range(2)], 3)] == ["0", "1", "0"]
     assert token_digest([1, 23]) != token_digest([12, 3])
     assert settings(pair, requests=None).requests_at(16) == 32
     assert settings(pair, requests=2).requests_at(16) == 16
@@ -259,7 +266,7 @@ def test_the_best_depth_is_named_with_those_it_cannot_be_told_from() -> None:
     assert best.alike == ("K=4",)
     assert best.over_baseline is not None
     assert best.over_baseline.value == pytest.approx(2.0)
-    (line,) = best_lines([best])
+    line = str(best)
     assert "K=5 is the fastest per user, 2.00x" in line
     assert line.endswith("not told apart from it: K=4")
 

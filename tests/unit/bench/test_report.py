@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fledge.bench.explain import disappointments, round_cost
-from fledge.bench.markdown import markdown
-from fledge.bench.part import Part, Reference, make_parts, workload_facts
-from fledge.bench.report import Report, write_report
-from fledge.bench.results import Load, Results
-from fledge.bench.verdict import overall, verdicts
+from fledge.bench.report import BenchReport
+from fledge.bench.summary import Summary, summaries
+from fledge.bench.tables import markdown, warnings
+from fledge.bench.verdict import Reference, disappointments, overall, round_cost, verdicts
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Load, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, make_eval_results, make_results
 from tests.html_page import Page
 
@@ -42,15 +41,15 @@ def troubled() -> Results:
 
 
 @pytest.fixture(name="written", scope="module")
-def _written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report, str, Page]:
+def _written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BenchReport, str, Page]:
     directory = tmp_path_factory.mktemp("report")
-    report = Report(
-        parts=tuple(make_parts([FINE, troubled(), make_eval_results(prompts=6, workloads=("coding", "chat"))])),
+    report = BenchReport(
+        summaries=tuple(summaries([FINE, troubled(), make_eval_results(prompts=6, workloads=("coding", "chat"))])),
         title=f"All of it {NASTY}",
         references=(Reference.parse(f"Paper {NASTY}:1=9.03,4=1.71"),),
         notes=(f"By hand: {NASTY}",),
     )
-    write_report(report, directory / "new" / "page.html")
+    report.write(directory / "new" / "page.html")
     text = (directory / "new" / "page.html").read_text(encoding="utf-8")
     return directory, report, text, Page(text)
 
@@ -62,12 +61,12 @@ def test_everything_is_on_the_page(written):
     for section in ("speed", "capacity", "latency", "acceptance", "why", "answers", "setup"):
         assert f"{section}-1" in ids
     assert "speed-3" not in ids  # an eval measures no speed
-    for part in report.parts[:2]:
+    for part in report.summaries[:2]:
         sentences = [one for verdict in verdicts(part) for one in verdict.sentences]
         for sentence in [*sentences, *overall(part), *disappointments(part, report.references)]:
             assert sentence.text.replace("\u202e", "�") in page.text
             assert sentence.section in ids
-        for line in part.warnings:
+        for line in warnings(part):
             assert line in page.text
     assert "By hand" in page.text
     assert "docs/bench.md" in page.text
@@ -79,7 +78,7 @@ def test_trouble_is_labelled(written):
         "This run is partial",
         "1 of 2 repeats incomplete: <b>6 lost</b>; it has no ratio",
         "Inflated to the shape 8b",
-        "2 of 72 answers differ",
+        "(EAGLE-3.1 K=3: 2 of 72)",
         "tokens are pieces of text counted",
         "there is no ratio at concurrency 16",
     ):
@@ -102,8 +101,9 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_runs(written):
 
 
 def test_pictures_are_files_too(tmp_path: Path):
-    parts = make_parts([make_results(workloads=("chat",), concurrencies=(1,), repeats=2), make_eval_results(prompts=4)])
-    write_report(Report(parts=tuple(parts), title="x"), tmp_path / "page.html", pictures=tmp_path / "pictures")
+    several = [make_results(workloads=("chat",), concurrencies=(1,), repeats=2), make_eval_results(prompts=4)]
+    report = BenchReport(summaries=tuple(summaries(several)), title="x")
+    report.write(tmp_path / "page.html", pictures=tmp_path / "pictures")
     names = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert {"speed-concurrency-1-1.png", "capacity-concurrency-1-1.png", "ttft-1-1-1.png", "tpot-1-1-1.png"} <= names
     assert {"acceptance-1-1.png", "depths-2.png", "acceptance-2-0.png", "lengths-2-0.png", "lengths-2-1.png"} <= names
@@ -111,17 +111,18 @@ def test_pictures_are_files_too(tmp_path: Path):
 
 
 def test_the_verdict_says_where_a_gain_ends_and_what_it_would_take():
-    (part,) = make_parts([make_results(noise=0.01)])
-    slow = next(one for one in verdicts(part) if one.contender == EAGLE_3)
+    (part,) = summaries([make_results(noise=0.01)])
+    slow = next(one for one in verdicts(part) if one.name == EAGLE_3)
     assert (slow.headline, slow.tone) == ("Faster up to concurrency 16", "good")
     ratio = part.ratio(EAGLE_3, "coding", Load(concurrency=1))
     assert ratio is not None
     assert ratio.per_user is not None
     first = slow.sentences[0].text
     assert f"{ratio.per_user.value:.2f} times [{ratio.per_user.low:.2f}, {ratio.per_user.high:.2f}]" in first
-    assert "stops paying above concurrency 16: at concurrency 64 it is slower" in first
+    assert "it stops paying above concurrency 16 and is slower at concurrency 64" in first
+    assert all(f"at concurrency {load}" in first for load in (1, 4, 16, 64))
     fast, *_ = verdicts(part)
-    assert (fast.contender, fast.headline) == (EAGLE_3_1, "Faster under every load")
+    assert (fast.name, fast.headline) == (EAGLE_3_1, "Faster under every load")
     losses = [one.text for one in disappointments(part) if one.tone == "bad"]
     assert len(losses) == 2
     assert all("64 x 4 = 256 tokens" in text for text in losses)
@@ -133,22 +134,22 @@ def test_the_verdict_says_where_a_gain_ends_and_what_it_would_take():
 
 def test_nothing_is_called_faster_that_noise_may_have_made():
     results = make_results(contenders=(PLAIN, "twin"), workloads=("chat",), concurrencies=(1, 4), noise=0.1)
-    (part,) = make_parts([results])
+    (part,) = summaries([results])
     (verdict,) = verdicts(part)
     assert (verdict.headline, verdict.tone) == ("No difference that is more than noise", "neutral")
-    assert "which is no difference beyond noise" in verdict.sentences[0].text
+    assert "no difference beyond noise" in verdict.sentences[0].text
     assert "not to be told from" in overall(part)[0].text
 
 
 def test_a_gap_is_not_taken_for_the_end_of_a_gain():
-    (part,) = make_parts([troubled()])
-    verdict = next(one for one in verdicts(part) if one.contender == EAGLE_3)
+    (part,) = summaries([troubled()])
+    verdict = next(one for one in verdicts(part) if one.name == EAGLE_3)
     assert verdict.headline == "Faster under some loads"
     assert "stops paying" not in verdict.sentences[0].text
 
 
 def test_a_shortfall_against_what_others_report_is_told():
-    (part,) = make_parts([make_results(workloads=("chat",), concurrencies=(1, 4))])
+    (part,) = summaries([make_results(workloads=("chat",), concurrencies=(1, 4))])
     texts = [one.text for one in disappointments(part, [Reference.parse("Paper: part 2:1=9,4=1.1,128=3")])]
     below = [text for text in texts if "reported for Paper: part 2" in text]
     assert len(below) == 2
@@ -166,9 +167,9 @@ def test_references_that_cannot_be_read_are_refused(text: str):
 
 def test_markdown_is_tables_and_what_must_be_known(written):
     _, report, *_ = written
-    text = markdown(report)
+    text = markdown(report.summaries, report.notes)
     assert "| coding, per user | C=1 | C=4 |\n|---|---|---|\n" in text
-    ratio = report.parts[0].ratio(EAGLE_3_1, "coding", Load(concurrency=1))
+    ratio = report.summaries[0].ratio(EAGLE_3_1, "coding", Load(concurrency=1))
     assert ratio is not None
     assert ratio.per_user is not None
     assert f"{ratio.per_user.value:.2f}x [{ratio.per_user.low:.2f}, {ratio.per_user.high:.2f}]" in text
@@ -184,24 +185,25 @@ def test_markdown_is_tables_and_what_must_be_known(written):
 
 def test_another_baseline_can_be_chosen_and_must_be_there():
     results = make_results(workloads=("chat",), concurrencies=(1,))
-    (part,) = make_parts([results], EAGLE_3)
+    (part,) = summaries([results], EAGLE_3)
     assert {row.contender for row in part.ratios} == {PLAIN, EAGLE_3_1}
     with pytest.raises(ConfigError, match="Did you mean 'EAGLE-3 K=3'"):
-        make_parts([results], "EAGLE-3 K=2")
+        summaries([results], "EAGLE-3 K=2")
 
 
 def test_a_page_that_cannot_be_written_is_one_clear_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    report = Report(parts=(Part(make_results(workloads=("chat",), concurrencies=(1,), repeats=1), PLAIN),), title="x")
+    part = Summary(make_results(workloads=("chat",), concurrencies=(1,), repeats=1), PLAIN)
+    report = BenchReport(summaries=(part,), title="x")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_report(report, tmp_path / "file" / "page.html")
+        report.write(tmp_path / "file" / "page.html")
 
 
 def test_rates_of_requests_have_words_and_axes_of_their_own(tmp_path: Path):
     results = make_results(workloads=("chat",), concurrencies=(1, 4), repeats=2)
     cells = tuple(replace(cell, load=Load(rate=0.5 * (cell.load.concurrency or 0))) for cell in results.cells)
-    report = Report(parts=tuple(make_parts([replace(results, cells=cells)])), title="rates")
-    write_report(report, tmp_path / "page.html")
+    report = BenchReport(summaries=tuple(summaries([replace(results, cells=cells)])), title="rates")
+    report.write(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "at 0.5 requests per second" in text
     assert ">requests per second</text>" in text
@@ -209,7 +211,7 @@ def test_rates_of_requests_have_words_and_axes_of_their_own(tmp_path: Path):
 
 def test_both_spellings_of_workload_facts_are_read():
     serve, evaluated = make_results(workloads=("chat",)), make_eval_results(workloads=("chat",))
-    assert workload_facts(serve)["chat"]["digest"] == workload_facts(evaluated)["chat"]["digest"] == "digest of chat"
+    assert serve.workload_facts["chat"]["digest"] == evaluated.workload_facts["chat"]["digest"] == "digest of chat"
 
 
 @pytest.mark.parametrize(
@@ -230,10 +232,10 @@ def test_results_with_next_to_nothing_in_them_still_make_a_page(tmp_path: Path, 
         results = replace(evaluated, cells=cells, status="partial")
     elif what == "eval without cells":
         results = replace(evaluated, cells=(), contenders=(), status="partial")
-    report = Report(parts=tuple(make_parts([results])), title=what)
-    write_report(report, tmp_path / "page.html", pictures=tmp_path)
+    report = BenchReport(summaries=tuple(summaries([results])), title=what)
+    report.write(tmp_path / "page.html", pictures=tmp_path)
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert ("This run is" in page.text) == (results.status != "complete")
     if what == "one request":
         assert "measured once: no interval" in page.text
-    assert markdown(report)
+    assert "95 % intervals" in markdown(report.summaries)

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fledge.checkpoints import formats
 from fledge.checkpoints.drafter import convert_drafter, load_drafter, save_drafter
-from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.target import load_target, read_target_config, save_target
-from fledge.checkpoints.tensors import TensorFiles, write_tensors
-from fledge.checkpoints.weights import DENSE, load_weights, stored_shapes, stored_tensors
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.layers.dense_cache import DenseCache
-from fledge.layers.linear import Linear
 from fledge.models.target.decoder import TargetModel
 from tests.broken_checkpoints import EAGLE31
 from tests.checkpoint_fixtures import LAYER, TARGET, draft_logits, edit_config, edit_tensors, make_drafter, without
@@ -55,33 +51,6 @@ def test_joined_linears_are_read_like_those_apart(config: Any, tmp_path: Path) -
 
     edit_tensors(tmp_path / "target", join)
     assert torch.equal(logits_of(load_target(tmp_path / "target")), logits_of(model))
-
-
-class Experts(nn.Module):
-    """As a mixture of experts holds them: a matrix of each, stacked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 6))
-        self.down_proj = nn.Parameter(torch.randn(3, 6, 4))
-
-
-@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
-def test_experts_are_stored_one_by_one(joined: bool, tmp_path: Path) -> None:
-    model = nn.ModuleDict({"experts": Experts(), "gate": Linear(6, 3, bias=False)})
-    tensors = model.state_dict() if joined else stored_tensors(model)
-    if not joined:
-        assert torch.equal(tensors["experts.2.up_proj.weight"], model["experts"].gate_up_proj[2, 4:])
-        assert len(tensors) == 10
-    write_tensors(tmp_path, tensors)
-    files = TensorFiles(tmp_path)
-    assert stored_shapes(model, DENSE, stored=files.infos) == {n: info.shape for n, info in files.infos.items()}
-    with torch.device("meta"):
-        loaded = nn.ModuleDict({"experts": Experts(), "gate": Linear(6, 3, bias=False)})
-    names = {name: name for name in files.infos}
-    load_weights(loaded, files, names, DENSE, Placement(device="cpu", dtype=torch.float32))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor)
 
 
 def test_loaded_weights_do_not_change_with_the_file(target: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fledge.drift.result import Attention, Calibration, DepthMetrics, DriftResult, FusionShare, PromptRow
-from fledge.drift.segments import LABELS, Conversation
-from fledge.drift.templates import chat_template
+from fledge.drift.changes import chat_template
+from fledge.drift.result import AttentionMeans, Calibration, DepthMetrics, DriftResult, FusionShare, PromptRow
+from fledge.drift.segments import LABELS, ProbePrompt
 
 BOS, START, END = "<|begin|>", "<|im_start|>", "<|im_end|>"
 
@@ -25,12 +25,12 @@ def byte_tokenizer(*, family: str | None = "chatml", bos: bool = True) -> Any:
     return fast
 
 
-def conversation(*turns: str, id: str = "one", system: str | None = None) -> Conversation:
+def conversation(*turns: str, id: str = "one", system: str | None = None) -> ProbePrompt:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return Conversation(id=id, category="test", messages=tuple(messages))
+    return ProbePrompt(id=id, category="test", messages=tuple(messages))
 
 
 def drift_result(
@@ -102,7 +102,7 @@ def _depth(number: int, own: float, user: float, calibration: Calibration) -> De
     return DepthMetrics(
         depth=number,
         rounds=10,
-        attention=Attention(mass=mass, entropy=1.0, normalised_entropy=0.5, distance=3.0),
+        attention=AttentionMeans(mass=mass, entropy=1.0, normalised_entropy=0.5, distance=3.0),
         heads=(),
         uniform_mass=mass,
         hidden_rms=float(number),

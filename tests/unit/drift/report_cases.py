@@ -1,35 +1,28 @@
 """Suites made up for tests of verdicts, pictures and reports."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fledge.drift.perturb import UNPERTURBED, parse_perturbation
 from fledge.drift.result import (
-    Attention,
+    AnswerExample,
+    AttentionMeans,
     Calibration,
     CalibrationBin,
     DriftResult,
-    Example,
     ExampleToken,
     HeadAttention,
+    Results,
+    SuiteCell,
 )
 from fledge.drift.summary import SuiteResult, summarise
-from fledge.drift.verdict import Results
 from fledge.report.intervals import Bootstrap
 from tests.unit.drift.drift_cases import drift_result
 
 
-@dataclass(frozen=True, kw_only=True)
-class MadeUpCell:
-    drafter: str
-    perturbation: str
-    result: DriftResult | None
-    skip: str | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return parse_perturbation(self.perturbation).kinds
+def cell(drafter: str, perturbation: str, result: DriftResult | None, skip: str | None = None) -> SuiteCell:
+    kinds = parse_perturbation(perturbation).kinds
+    return SuiteCell(drafter=drafter, perturbation=perturbation, kinds=kinds, left_out={}, skip=skip, result=result)
 
 
 def counts(accepted: int, prompts: int = 20, rounds: int = 20) -> dict[str, tuple[int, int]]:
@@ -49,7 +42,7 @@ def made_up(
     for drafter, runs in accepted.items():
         for perturbation, found in {UNPERTURBED: 16, **runs}.items():
             if isinstance(found, str):
-                cells.append(MadeUpCell(drafter=drafter, perturbation=perturbation, result=None, skip=found))
+                cells.append(cell(drafter, perturbation, None, skip=found))
                 continue
             result = drift_result(
                 counts(found, prompts),
@@ -58,11 +51,9 @@ def made_up(
                 drafter=drafter,
             )
             variant = "EAGLE-3.1" if drafter.endswith("3.1") else "EAGLE-3"
-            cells.append(
-                MadeUpCell(drafter=drafter, perturbation=perturbation, result=replace(result, variant=variant))
-            )
+            cells.append(cell(drafter, perturbation, replace(result, variant=variant)))
     suite = summarise(cells, workload="made up", bootstrap=Bootstrap(resamples=200))
-    return suite, {(cell.drafter, cell.perturbation): cell.result for cell in cells if cell.result is not None}
+    return suite, {(one.drafter, one.perturbation): one.result for one in cells if one.result is not None}
 
 
 def with_detail(result: DriftResult, *, heads: int = 4) -> DriftResult:
@@ -92,7 +83,7 @@ def with_detail(result: DriftResult, *, heads: int = 4) -> DriftResult:
         ExampleToken(text="rare\n", status="outside", draft="often\n"),
         ExampleToken(text="own\x00\u202e", status="own"),
     )
-    example = Example(
+    example = AnswerExample(
         id="<img src=x>", category="a & b", acceptance_length=1.2, prompt="<i>" + "long " * 1000, tokens=tokens
     )
     return replace(
@@ -100,5 +91,5 @@ def with_detail(result: DriftResult, *, heads: int = 4) -> DriftResult:
     )
 
 
-def _like(attention: Attention) -> Attention:
+def _like(attention: AttentionMeans) -> AttentionMeans:
     return replace(attention, mass=dict(attention.mass))

@@ -2,14 +2,20 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
+from fledge.drift.changes import (
+    NotApplicableError,
+    PerturbationContext,
+    chat_template,
+    distracting_paragraphs,
+    texts,
+)
 from fledge.drift.perturb import KINDS, UNPERTURBED, default_suite, parse_perturbation, perturb
-from fledge.drift.perturb_messages import NotApplicableError, PerturbationContext
-from fledge.drift.segments import Conversation, Segment, segmented
-from fledge.drift.templates import chat_template
-from fledge.drift.texts import builtin_prompts, distracting_paragraphs, insertions
+from fledge.drift.segments import ProbePrompt, Segment, segmented
+from fledge.drift.workloads import load_probe_workload
 from fledge.errors import ConfigError
 from tests.unit.drift.drift_cases import BOS, byte_tokenizer, conversation
 
@@ -18,15 +24,15 @@ CONTEXT = PerturbationContext(tokenizer=TOKENIZER, max_model_len=20_000, answer_
 QUESTION = conversation("What is a heron?", system="You know birds.")
 
 
-def applied(name: str, one: Conversation = QUESTION, context: PerturbationContext = CONTEXT) -> Conversation:
+def applied(name: str, one: ProbePrompt = QUESTION, context: PerturbationContext = CONTEXT) -> ProbePrompt:
     return parse_perturbation(name).apply(one, context)
 
 
-def length(one: Conversation) -> int:
+def length(one: ProbePrompt) -> int:
     return len(segmented(one, TOKENIZER).token_ids)
 
 
-def contents(one: Conversation) -> list[str]:
+def contents(one: ProbePrompt) -> list[str]:
     return [message["content"] for message in one.messages]
 
 
@@ -91,7 +97,7 @@ def test_system_prompts():
         assert rest == question
     assert length(applied("system:long")) > 10 * length(applied("system:short"))
     chosen = {contents(applied("system:other-language", conversation("Hm?", id=str(i))))[0] for i in range(40)}
-    assert chosen == set(insertions()["system"]["other-language"])
+    assert chosen == set(texts("insertions")["system"]["other-language"])
 
 
 def test_history_comes_after_the_system_prompt_and_before_the_question():
@@ -106,7 +112,7 @@ def test_tools_json_and_switch_are_asked_for_in_the_right_turn():
     system, question = contents(applied("tools"))
     assert system.startswith("You know birds.\n\n")
     schemas = [json.loads(line) for line in system.splitlines() if line.startswith('{"name": "')]
-    assert [schema["name"] for schema in schemas] == [tool["name"] for tool in insertions()["tools"]]
+    assert [schema["name"] for schema in schemas] == [tool["name"] for tool in texts("insertions")["tools"]]
     assert question == "What is a heron?"
     assert applied("tools", conversation("Hello")).messages[0]["role"] == "system"
     longer = conversation("First {one}", "Yes.", "And {text}?")
@@ -169,11 +175,8 @@ def test_noise_has_the_rate_it_says():
 
 
 def test_noise_leaves_the_begin_token_alone():
-    one = Conversation(id="x", messages=QUESTION.messages, chat_template=chat_template("alpaca"))
     for i in range(20):
-        after = applied(
-            "template-noise:1.0", Conversation(id=str(i), messages=one.messages, chat_template=one.chat_template)
-        )
+        after = applied("template-noise:1.0", replace(QUESTION, id=str(i), chat_template=chat_template("alpaca")))
         assert after.token_ids[0] == TOKENIZER.convert_tokens_to_ids(BOS)
 
 
@@ -183,7 +186,7 @@ def test_composition_pads_and_noises_last_whatever_the_order():
     after = applied(name, context=tight)
     assert parse_perturbation(name).kinds == ("template-noise", "pad", "template", "system")
     text = TOKENIZER.decode(after.token_ids)
-    assert insertions()["system"]["long_paragraphs"][0] in text
+    assert texts("insertions")["system"]["long_paragraphs"][0] in text
     assert after.segments.count(Segment.USER) > 2000
     assert "<|im_start|>" not in text
 
@@ -196,8 +199,8 @@ def test_only_the_seed_the_name_and_the_id_decide():
     other = PerturbationContext(tokenizer=TOKENIZER, max_model_len=20_000, answer_tokens=50, seed=1)
     assert applied(name, context=other) != applied(name)
     several = [conversation("Hm?", id=str(i)) for i in range(4)]
-    forward = perturb(parse_perturbation("history:2"), several, CONTEXT).conversations
-    backward = perturb(parse_perturbation("history:2"), several[::-1], CONTEXT).conversations
+    forward = perturb(parse_perturbation("history:2"), several, CONTEXT).prompts
+    backward = perturb(parse_perturbation("history:2"), several[::-1], CONTEXT).prompts
     assert forward == backward[::-1]
     assert forward[0].messages != forward[1].messages
 
@@ -206,11 +209,11 @@ def test_prompts_that_do_not_fit_are_left_out_with_a_reason():
     context = PerturbationContext(tokenizer=TOKENIZER, max_model_len=300, answer_tokens=50)
     several = [conversation("Short?", id="short"), conversation("Long? " * 100, id="long")]
     found = perturb(parse_perturbation(UNPERTURBED), several, context)
-    assert [one.id for one in found.conversations] == ["short"]
+    assert [one.id for one in found.prompts] == ["short"]
     assert found.left_out == {"long": "the prompt and an answer of 50 tokens do not fit into 300 tokens"}
     assert found.skip is None
     nothing = perturb(parse_perturbation("pad:1k"), several, context)
-    assert nothing.conversations == ()
+    assert nothing.prompts == ()
     assert nothing.skip == "1024 tokens of padding do not fit into 300 tokens"
 
 
@@ -220,12 +223,13 @@ def test_what_changes_nothing_is_skipped():
         assert perturb(parse_perturbation(name), several, CONTEXT).skip == "changes no prompt of this workload"
     assert perturb(parse_perturbation("system:none"), [QUESTION], CONTEXT).skip is None
     warm = perturb(parse_perturbation("temperature:0.7"), several, CONTEXT)
-    assert (warm.skip, warm.temperature, warm.conversations) == (None, 0.7, tuple(several))
+    assert (warm.skip, warm.prompts) == (None, tuple(several))
+    assert parse_perturbation("temperature:0.7").temperature == 0.7
 
 
 def test_plain_text_and_ids_have_no_messages_to_change():
-    text = Conversation(id="t", text="Once upon a time")
-    ids = Conversation(id="i", token_ids=(1, 2, 3))
+    text = ProbePrompt(id="t", category="", text="Once upon a time")
+    ids = ProbePrompt(id="i", category="", token_ids=(1, 2, 3))
     for name in ("json", "template:gemma", "pad:1k", "system:short", "template-noise:0.5"):
         found = perturb(parse_perturbation(name), [text, ids], CONTEXT)
         assert found.skip
@@ -235,12 +239,12 @@ def test_plain_text_and_ids_have_no_messages_to_change():
 
 @pytest.mark.parametrize("name", default_suite("full"))
 def test_every_perturbation_of_the_suite_works_on_built_in_prompts(name):
-    one = conversation(*builtin_prompts()["dialogue"][0])
+    one = conversation(*(message["content"] for message in load_probe_workload("dialogue").prompts[0].messages))
     context = PerturbationContext(tokenizer=TOKENIZER, max_model_len=140_000, answer_tokens=64)
     if "pad:" in name and any(size in name for size in ("32k", "64k", "128k")):
         context = PerturbationContext(tokenizer=TOKENIZER, max_model_len=9000, answer_tokens=64)
     found = perturb(parse_perturbation(name), [one], context)
     if found.skip is None:
-        assert length(found.conversations[0]) + 64 <= context.max_model_len
+        assert length(found.prompts[0]) + 64 <= context.max_model_len
     else:
         assert found.skip.endswith("do not fit into 9000 tokens") or name in ("template:chatml", "system:none")

@@ -11,8 +11,8 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.drift.probe import ProbeNames, ProbeSettings, open_llm, probe, trained_depth
-from fledge.drift.segments import Conversation
+from fledge.drift.probe import ProbeSettings, open_llm, probe, trained_depth
+from fledge.drift.segments import ProbePrompt
 from fledge.errors import ConfigError, PromptError
 from fledge.models.config import DrafterConfig
 from tests import engine_cases
@@ -20,7 +20,7 @@ from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_t
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 PROMPTS = [(3, 4, 5, 2), (5, 5, 0, 3, 2, 4, 4), (2,)]
-IDS = [Conversation(id=f"p{i}", category="ids", token_ids=ids) for i, ids in enumerate(PROMPTS)]
+IDS = [ProbePrompt(id=f"p{i}", category="ids", token_ids=ids) for i, ids in enumerate(PROMPTS)]
 SETTINGS = ProbeSettings(depth=4, max_tokens=30)
 
 
@@ -102,7 +102,7 @@ def test_the_probe_drafts_deeper_than_the_engine(ids_pair: Path) -> None:
 def test_pieces_do_not_change_the_result(ids_pair: Path) -> None:
     llm = steady(cpu(ids_pair, "eagle3"))
     whole = probe(llm, IDS, SETTINGS)
-    pieces = probe(llm, IDS, replace(SETTINGS, chunk_rounds=2, max_scores=40))
+    pieces = probe(llm, IDS, replace(SETTINGS, max_scores=40))
     assert pieces.tally == whole.tally
     for one, other in zip(whole.by_depth, pieces.by_depth, strict=True):
         assert one.attention.mass == pytest.approx(other.attention.mass, abs=1e-6)
@@ -135,19 +135,26 @@ def test_an_answer_without_rounds_counts_as_a_prompt_only(ids_pair: Path) -> Non
 
 
 def test_a_conversation_by_its_segments(text_pair: Path) -> None:
-    chat = [
+    chat = (
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "What is a sink?"},
-    ]
+    )
     seen: list[tuple[str, int, int]] = []
-    conversations = [Conversation(id="chat", messages=chat), Conversation(id="text", text="Once upon")]
+    conversations = [
+        ProbePrompt(id="chat", category="", messages=chat),
+        ProbePrompt(id="text", category="", text="Once upon"),
+    ]
     result = probe(
         cpu(text_pair, "eagle3.1"),
         conversations,
         ProbeSettings(depth=3, max_tokens=20, sink_tokens=2, keep_examples=1),
-        names=ProbeNames(drafter="d", target="t", workload="w", perturbation="p", trained_depth=7),
+        drafter="d",
+        target="t",
+        workload="w",
+        perturbation="p",
+        trained_depth=7,
         progress=lambda *what: seen.append(what),
     )
     names = (result.drafter, result.target, result.workload, result.perturbation, result.trained_depth, result.variant)
@@ -223,7 +230,7 @@ def test_bad_settings_and_prompts(ids_pair: Path) -> None:
     with pytest.raises(ConfigError, match="depth: found 0, allowed is an integer of at least 1"):
         ProbeSettings(depth=0)
     with pytest.raises(PromptError, match="conversation 'long' has 64 tokens, allowed are 1 to 63"):
-        probe(cpu(ids_pair, "eagle3"), [Conversation(id="long", token_ids=[2] * 64)], SETTINGS)
+        probe(cpu(ids_pair, "eagle3"), [ProbePrompt(id="long", category="", token_ids=(2,) * 64)], SETTINGS)
 
 
 def test_the_trained_depth_is_known_from_the_recipe(ids_pair: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fledge.drift import recording
 from fledge.drift.recording import causal_attention
-from fledge.drift.replay import Replayed, ReplaySettings, fusion_parts, replay
+from fledge.drift.replay import Replayed, fusion_parts, replay
 from fledge.drift.segments import Segment
 from fledge.engine.request import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
@@ -47,7 +47,7 @@ def served(name: str, depth: int) -> tuple[list[int], list[RoundRecord], dict[in
 
 
 def replayed(model: Drafter, tokens: Sequence[int], starts: Sequence[int], depth: int, **settings: int) -> Replayed:
-    return replay(target(), model, tokens, SEGMENTS[: len(tokens)], starts, ReplaySettings(depth=depth, **settings))
+    return replay(target(), model, tokens, SEGMENTS[: len(tokens)], starts, depth=depth, **settings)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -175,7 +175,7 @@ def test_without_queries_attention_is_even(name: str) -> None:
         [*PROMPT, *[2] * 10],
         SEGMENTS[:16],
         [7, 12],
-        ReplaySettings(depth=5),
+        depth=5,
     )
     for r, start in enumerate([7, 12]):
         for d in range(5):
@@ -195,13 +195,8 @@ def test_work_in_pieces_changes_nothing() -> None:
     tokens = [*PROMPT, *torch.randint(0, 6, (20,), generator=torch.Generator().manual_seed(5)).tolist()]
     starts = [7, 8, 10, 13, 17, 26]
     whole = replayed(drafter("two-layers"), tokens, starts, depth=4)
-    for settings in (
-        {"chunk_rounds": 1},
-        {"chunk_rounds": 4},
-        {"max_scores": 1},
-        {"max_scores": 90, "chunk_rounds": 5},
-    ):
-        pieces = replayed(drafter("two-layers"), tokens, starts, depth=4, **settings)
+    for max_scores in (1, 90, 150, 250):  # one round at a time, and up to four
+        pieces = replayed(drafter("two-layers"), tokens, starts, depth=4, max_scores=max_scores)
         for field in fields(Replayed):
             one, other = getattr(whole, field.name), getattr(pieces, field.name)
             torch.testing.assert_close(one, other, equal_nan=True)
@@ -232,7 +227,7 @@ def test_contributions_by_hand(fc_norm: bool, norm_before_fc: bool) -> None:
             norm.weight.fill_(1.0)
     tokens = list(range(2, 12))
     segments = [Segment.PROMPT] * len(tokens)
-    found = replay(made, model, tokens, segments, [5, 8], ReplaySettings(depth=1))
+    found = replay(made, model, tokens, segments, [5, 8], depth=1)
     assert fusion_parts(model) == ("layer 2", "layer 4", "layer 5")
     positions = torch.arange(len(tokens))
     states = made(torch.tensor(tokens), positions, DenseCache(8).extend(positions), model.aux_layer_ids)
@@ -274,6 +269,6 @@ def test_bfloat16_pairs_are_recorded_in_float32() -> None:
     made = make_target(engine_cases.TARGET).bfloat16()
     model = make_drafter(DRAFTERS["eagle3.1"], make_target(engine_cases.TARGET), seed=2).bfloat16()
     model.share_with(made)
-    found = replay(made, model, [*PROMPT, 2, 3], SEGMENTS[:8], [7, 8], ReplaySettings(depth=3))
+    found = replay(made, model, [*PROMPT, 2, 3], SEGMENTS[:8], [7, 8], depth=3)
     assert found.mass.dtype == torch.float32
     torch.testing.assert_close(found.mass.sum(-1), torch.ones_like(found.entropy))

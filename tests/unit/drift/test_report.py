@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fledge.drift.changes import FAMILIES
 from fledge.drift.figures import FIGURES
 from fledge.drift.perturb import KINDS, UNPERTURBED
-from fledge.drift.report import Report, make_report, render, write_report
-from fledge.drift.templates import FAMILIES
+from fledge.drift.report import DriftReport, make_report, render, write_report
 from fledge.report.intervals import Interval
 from fledge.report.page import ratio_bar
 from tests.html_page import Page
@@ -115,7 +115,7 @@ def test_the_table_has_losses_skips_and_the_warning_about_tasks(written):
 def test_json_says_the_same(written):
     directory, report, _, _ = written
     values = json.loads((directory / "results.json").read_text())
-    assert Report.from_dict(values) == report
+    assert DriftReport.from_dict(values) == report
     assert set(values["unperturbed"]) == {"a3", "<b>3.1"}
     assert values["verdicts"][0]["sentences"][0]["section"] == "attention"
 
@@ -134,6 +134,7 @@ def test_pictures_of_an_earlier_run_do_not_stay(tmp_path):
     suite, results = made_up()
     write_report(tmp_path, make_report(suite, results, {}), results)
     assert not (tmp_path / "figures" / "attention-9.png").exists()
+    assert (tmp_path / "figures" / "attention-1.png").is_file()
 
 
 def test_a_run_without_perturbations_or_examples():
@@ -157,8 +158,12 @@ def test_broken_text_does_not_break_the_file(tmp_path):
     result = with_detail(results[key])
     example = replace(result.examples[0], prompt="half a \ud83d character", category="\ud800")
     results = {key: replace(result, examples=(example,))}
-    write_report(tmp_path, make_report(suite, results, {"Command": "\udcff"}), results)
-    Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    write_report(tmp_path, make_report(suite, results, {"Command": "\udcff --json"}), results)
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "half a \ufffd character" in page.text
+    assert "(\ufffd)" in page.text  # the category
+    assert "\ufffd --json" in page.text
+    assert json.loads((tmp_path / "results.json").read_text())["setup"]["Command"] == "\udcff --json"
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from fledge.drift.result import (
-    Attention,
+    AnswerExample,
+    AttentionMeans,
     Calibration,
     CalibrationBin,
     DepthMetrics,
     DriftResult,
-    Example,
     ExampleToken,
     FusionShare,
     HeadAttention,
@@ -19,7 +19,7 @@ from fledge.drift.result import (
 )
 from fledge.errors import ConfigError
 
-ATTENTION = Attention(mass={"sink": 0.25, "drafted": 0.75}, entropy=1.5, normalised_entropy=0.5, distance=3.25)
+ATTENTION = AttentionMeans(mass={"sink": 0.25, "drafted": 0.75}, entropy=1.5, normalised_entropy=0.5, distance=3.25)
 CALIBRATION = Calibration(
     bins=(
         CalibrationBin(low=0.0, high=0.5, count=0, confidence=None, right=None),
@@ -83,7 +83,7 @@ RESULT = DriftResult(
         ),
     ),
     examples=(
-        Example(
+        AnswerExample(
             id="a",
             category="c",
             acceptance_length=2.2,

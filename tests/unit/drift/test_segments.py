@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fledge.drift.segments import Conversation, Segment, segmented
+from fledge.drift.segments import ProbePrompt, Segment, segmented
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import ConfigError, PromptError
+from fledge.errors import PromptError
 from tests.tiny_tokenizer import save_tokenizer
 
 TRIMMING = (
@@ -43,7 +43,7 @@ def _tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def parts(tokenizer: Any, messages: list[dict[str, Any]], template: str | None = None) -> list[tuple[str, str]]:
     """Runs of tokens of the same segment, as (segment, text)."""
-    prompt = segmented(Conversation(id="x", messages=messages, chat_template=template), tokenizer)
+    prompt = segmented(ProbePrompt(id="x", category="", messages=messages, chat_template=template), tokenizer)
     runs: list[tuple[Segment, list[int]]] = []
     for token, segment in zip(prompt.token_ids, prompt.segments, strict=True):
         if not runs or runs[-1][0] is not segment:
@@ -74,7 +74,7 @@ def test_each_message_is_found_even_if_it_looks_like_the_template(tokenizer: Any
         ("user", "what? grüß 🙂"),
         ("template", "\n<assistant>"),
     ]
-    prompt = segmented(Conversation(id="x", messages=messages), tokenizer)
+    prompt = segmented(ProbePrompt(id="x", category="", messages=messages), tokenizer)
     assert list(prompt.token_ids) == encode_chat(tokenizer, messages)
 
 
@@ -153,27 +153,21 @@ def test_a_token_across_a_boundary_is_the_messages() -> None:
 
 
 def test_other_prompts(tokenizer: Any) -> None:
-    text = segmented(Conversation(id="x", text="héy"), tokenizer)
+    text = segmented(ProbePrompt(id="x", category="", text="héy"), tokenizer)
     assert set(text.segments) == {Segment.PROMPT}
     assert tokenizer.decode(list(text.token_ids)) == "héy"
-    ids = segmented(Conversation(id="x", token_ids=[4, 5]), None)
+    ids = segmented(ProbePrompt(id="x", category="", token_ids=(4, 5)), None)
     assert ids.token_ids == (4, 5)
     assert ids.segments == (Segment.PROMPT, Segment.PROMPT)
-    noisy = Conversation(id="x", token_ids=[4, 5], segments=[Segment.TEMPLATE, Segment.USER])
+    noisy = ProbePrompt(id="x", category="", token_ids=(4, 5), segments=(Segment.TEMPLATE, Segment.USER))
     assert segmented(noisy, None).segments == (Segment.TEMPLATE, Segment.USER)
 
 
 def test_refusals(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="conversation 'x': has no prompt"):
-        Conversation(id="x")
-    with pytest.raises(ConfigError, match="has messages and text"):
-        Conversation(id="x", messages=[], text="")
-    with pytest.raises(ConfigError, match="the segment of each of its token_ids"):
-        Conversation(id="x", token_ids=[1, 2], segments=[Segment.USER])
     with pytest.raises(PromptError, match="has no tokenizer"):
-        segmented(Conversation(id="x", text="hi"), None)
-    with pytest.raises(PromptError, match="non-empty list of messages"):
-        segmented(Conversation(id="x", messages=[]), tokenizer)
+        segmented(ProbePrompt(id="x", category="", text="hi"), None)
+    with pytest.raises(PromptError, match="conversation 'x': expected messages, text or token ids"):
+        segmented(ProbePrompt(id="x", category=""), tokenizer)
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(PromptError, match="refuses them: roles must alternate"):
-        segmented(Conversation(id="x", messages=[message("user", "a")], chat_template=refusing), tokenizer)
+        segmented(ProbePrompt(id="x", category="", messages=[message("user", "a")], chat_template=refusing), tokenizer)

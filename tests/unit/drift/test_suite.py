@@ -2,23 +2,32 @@
 
 import json
 import math
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from fledge.drift.figures import FIGURES, all_figures, check, figures, parse_conditions, worst_cell
+from fledge.drift.changes import NotApplicableError, PerturbationContext
+from fledge.drift.figures import FIGURES, check, figures, parse_conditions, worst_cell
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.perturb_messages import NotApplicableError, PerturbationContext
 from fledge.drift.suite import read_cell, read_suite, run_suite
-from fledge.drift.summary import SuiteResult
-from fledge.drift.workloads import Workload
+from fledge.drift.summary import SuiteResult, drift_summary
 from fledge.errors import ConfigError
+from fledge.evaluation.workloads import Prompt, Workload
 from fledge.report.intervals import Bootstrap
-from tests.unit.drift.drift_cases import byte_tokenizer, conversation, drift_result
+from tests.unit.drift.drift_cases import byte_tokenizer, drift_result
 
-WORKLOAD = Workload(name="made up", conversations=tuple(conversation(f"Question {i}?", id=str(i)) for i in range(12)))
+
+def workload(*prompts: Prompt, name: str = "made up") -> Workload:
+    return Workload(name=name, prompts=prompts, source="here", licence="none")
+
+
+def asked(*turns: str, id: str = "x") -> Prompt:
+    messages = tuple({"role": "user", "content": turn} for turn in turns)
+    return Prompt(id=id, category="test", messages=messages)
+
+
+WORKLOAD = workload(*(asked(f"Question {i}?", id=str(i)) for i in range(12)))
 TOKENIZER = byte_tokenizer()
 NAMES = ("template:llama3", "template:plain", "system:long", "pad:1k", "pad:64k", "history:2", "temperature:0.7")
 # Accepted of 20 rounds: the unperturbed acceptance length is 1.8.
@@ -27,61 +36,50 @@ QUICK = Bootstrap(resamples=100)
 
 
 @dataclass
-class FakeLaboratory:
+class FakeProber:
     """Probes without models: acceptance follows the perturbation, with a little of the prompt's own."""
 
     weights: dict[str, int] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
     temperatures: dict[str, float | None] = field(default_factory=dict)
-    opened: int = 0
+    loaded: list[str] = field(default_factory=list)
     die_at: str | None = None
     out_of_memory: str | None = None
     own: tuple[float, ...] = (0.1, 0.3, 0.6)
     accepted: int | None = None
+    context = PerturbationContext(tokenizer=TOKENIZER, max_model_len=8000, answer_tokens=50)
 
     def identity(self, drafter: str) -> Any:
         return {"weights": self.weights.get(drafter, 0)}
 
-    @contextmanager
-    def open(self, drafter: str):
-        self.opened += 1
-        yield FakeProbe(self, drafter)
+    def load(self, drafter: str) -> None:
+        self.loaded.append(drafter)
 
-
-@dataclass
-class FakeProbe:
-    laboratory: FakeLaboratory
-    drafter: str
-
-    @property
-    def context(self) -> PerturbationContext:
-        return PerturbationContext(tokenizer=TOKENIZER, max_model_len=8000, answer_tokens=50)
-
-    def probe(self, conversations, *, perturbation, temperature, progress):
-        laboratory = self.laboratory
-        if perturbation == laboratory.die_at:
+    def probe(self, prompts, *, perturbation, temperature, progress):
+        if perturbation == self.die_at:
             raise KeyboardInterrupt
-        if perturbation == laboratory.out_of_memory:
+        if perturbation == self.out_of_memory:
             raise NotApplicableError("memory does not suffice")
         progress("decode", 1, 2)
-        laboratory.calls.append((self.drafter, perturbation))
-        laboratory.temperatures[perturbation] = temperature
-        accepted = ACCEPTED.get(perturbation, 15) if laboratory.accepted is None else laboratory.accepted
-        prompts = {one.id: (accepted + (i % 3) - 1, 20) for i, one in enumerate(conversations)}
-        own = laboratory.own if perturbation != "pad:1k:before" else (0.1, 0.3, 0.7)
-        return drift_result(prompts, own=own, perturbation=perturbation, drafter=self.drafter)
+        self.calls.append((self.loaded[-1], perturbation))
+        self.temperatures[perturbation] = temperature
+        accepted = ACCEPTED.get(perturbation, 15) if self.accepted is None else self.accepted
+        counts = {one.id: (accepted + (i % 3) - 1, 20) for i, one in enumerate(prompts)}
+        own = self.own if perturbation != "pad:1k:before" else (0.1, 0.3, 0.7)
+        return drift_result(counts, own=own, perturbation=perturbation, drafter=self.loaded[-1])
 
-    def answer(self, conversations):
-        self.laboratory.calls.append((self.drafter, "answer"))
-        return ["An answer."] * len(conversations)
+    def answer_earlier_turns(self, prompts):
+        self.calls.append((self.loaded[-1], "answer"))
+        reply = {"role": "assistant", "content": "An answer."}
+        return [replace(one, messages=(one.messages[0], reply, *one.messages[1:])) for one in prompts]
 
 
-def run(tmp_path, laboratory, *, drafters=("one",), names=NAMES, workload=WORKLOAD) -> SuiteResult:
-    return run_suite(drafters, workload, names, laboratory, tmp_path, bootstrap=QUICK)
+def run(tmp_path, prober, *, drafters=("one",), names=NAMES, workload=WORKLOAD) -> SuiteResult:
+    return run_suite(drafters, workload, names, prober, tmp_path, bootstrap=QUICK)[0]
 
 
 def test_cells_are_compared_with_the_unperturbed_run(tmp_path):
-    suite = run(tmp_path, FakeLaboratory(), drafters=("one", "two"))
+    suite = run(tmp_path, FakeProber(), drafters=("one", "two"))
     assert suite.perturbations[0] == UNPERTURBED
     assert len(suite.cells) == 2 * 8
     base, plain = suite.cell("one"), suite.cell("one", "template:plain")
@@ -101,77 +99,76 @@ def test_cells_are_compared_with_the_unperturbed_run(tmp_path):
 
 
 def test_the_temperature_is_the_perturbations_or_the_runs_own(tmp_path):
-    laboratory = FakeLaboratory()
-    run(tmp_path, laboratory)
-    assert laboratory.temperatures["temperature:0.7"] == 0.7
-    assert laboratory.temperatures[UNPERTURBED] is None
+    prober = FakeProber()
+    run(tmp_path, prober)
+    assert prober.temperatures["temperature:0.7"] == 0.7
+    assert prober.temperatures[UNPERTURBED] is None
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
-    first = FakeLaboratory(die_at="system:long")
+    first = FakeProber(die_at="system:long")
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, first)
     with pytest.raises(ConfigError, match="no finished suite"):
         read_suite(tmp_path)
-    second = FakeLaboratory()
+    second = FakeProber()
     suite = run(tmp_path, second)
     done = {name for _, name in first.calls}
     assert done == {UNPERTURBED, "template:llama3", "template:plain"}
     assert not done & {name for _, name in second.calls}
-    assert suite == run(tmp_path / "fresh", FakeLaboratory())
-    third = FakeLaboratory()
+    assert suite == run(tmp_path / "fresh", FakeProber())
+    third = FakeProber()
     assert run(tmp_path, third) == suite
-    assert third.opened == 0
+    assert third.loaded == []
 
 
 def test_damaged_and_outdated_cells_are_probed_anew(tmp_path):
-    run(tmp_path, FakeLaboratory())
+    run(tmp_path, FakeProber())
     (cell,) = tmp_path.glob("cells/*/template-plain.json")
     cell.write_text(cell.read_text()[:100])
-    again = FakeLaboratory()
+    again = FakeProber()
     run(tmp_path, again)
     assert again.calls == [("one", "template:plain")]
-    retrained = FakeLaboratory(weights={"one": 1})
+    retrained = FakeProber(weights={"one": 1})
     run(tmp_path, retrained)
     assert len(retrained.calls) == 7
-    other = FakeLaboratory(weights={"one": 1})
-    run(tmp_path, other, workload=Workload(name="made up", conversations=WORKLOAD.conversations[:11]))
+    other = FakeProber(weights={"one": 1})
+    run(tmp_path, other, workload=workload(*WORKLOAD.prompts[:11]))
     assert len(other.calls) == 7
 
 
 def test_memory_that_did_not_suffice_is_tried_again(tmp_path):
-    suite = run(tmp_path, FakeLaboratory(out_of_memory="system:long"))
+    suite = run(tmp_path, FakeProber(out_of_memory="system:long"))
     assert suite.cell("one", "system:long").skip == "memory does not suffice"
-    again = FakeLaboratory()
+    again = FakeProber()
     assert run(tmp_path, again).cell("one", "system:long").skip is None
     assert again.calls == [("one", "system:long")]
 
 
 def test_drafters_of_the_same_directory_name_do_not_share_cells(tmp_path):
-    laboratory = FakeLaboratory()
-    run(tmp_path, laboratory, drafters=("a/drafter", "b/drafter"), names=())
-    assert laboratory.calls == [("a/drafter", UNPERTURBED), ("b/drafter", UNPERTURBED)]
+    prober = FakeProber()
+    run(tmp_path, prober, drafters=("a/drafter", "b/drafter"), names=())
+    assert prober.calls == [("a/drafter", UNPERTURBED), ("b/drafter", UNPERTURBED)]
     with pytest.raises(ConfigError, match="each once"):
-        run(tmp_path, laboratory, drafters=("a", "a"))
+        run(tmp_path, prober, drafters=("a", "a"))
 
 
 def test_earlier_turns_are_answered_once(tmp_path):
-    turns = tuple({"role": "user", "content": text} for text in ("One?", "Two?"))
-    workload = Workload(name="open", conversations=(type(WORKLOAD.conversations[0])(id="x", messages=turns),))
-    laboratory = FakeLaboratory()
-    run(tmp_path, laboratory, workload=workload, names=(), drafters=("one", "two"))
-    run(tmp_path, laboratory, workload=workload, names=(), drafters=("one", "two"))
-    assert laboratory.calls == [("one", "answer"), ("one", UNPERTURBED), ("two", UNPERTURBED)]
+    turns = workload(asked("One?", "Two?"), name="open")
+    prober = FakeProber()
+    run(tmp_path, prober, workload=turns, names=(), drafters=("one", "two"))
+    run(tmp_path, prober, workload=turns, names=(), drafters=("one", "two"))
+    assert prober.calls == [("one", "answer"), ("one", UNPERTURBED), ("two", UNPERTURBED)]
 
 
 def test_a_workload_that_cannot_be_run_is_refused(tmp_path):
-    too_long = Workload(name="long", conversations=(conversation("Long? " * 2000),))
+    too_long = workload(asked("Long? " * 2000))
     with pytest.raises(ConfigError, match="unperturbed workload cannot be run: the prompt and an answer of 50 tokens"):
-        run(tmp_path, FakeLaboratory(), workload=too_long)
+        run(tmp_path, FakeProber(), workload=too_long)
 
 
 def test_saved_and_read_back(tmp_path):
-    suite = run(tmp_path, FakeLaboratory())
+    suite = run(tmp_path, FakeProber())
     assert read_suite(tmp_path) == suite
     assert SuiteResult.from_dict(json.loads(json.dumps(suite.to_dict()))) == suite
     cell = read_cell(tmp_path, "one", "pad:1k")
@@ -183,7 +180,7 @@ def test_saved_and_read_back(tmp_path):
 
 
 def test_figures(tmp_path):
-    found = figures(run(tmp_path, FakeLaboratory()))
+    found = figures(run(tmp_path, FakeProber()), "one")
     expected = {
         "al": 1.8,
         "al_drop": 1 - 1.4 / 1.8,
@@ -212,7 +209,7 @@ def test_figures(tmp_path):
 
 
 def test_composed_perturbations_count_in_no_single_group(tmp_path):
-    suite = run(tmp_path, FakeLaboratory(), names=("template:llama3", "template:gemma+history:2", "json+tools"))
+    suite = run(tmp_path, FakeProber(), names=("template:llama3", "template:gemma+history:2", "json+tools"))
     assert worst_cell(suite, "one").perturbation == "template:llama3"
     assert worst_cell(suite, "one", "history") is None
     assert worst_cell(suite, "one", "format").perturbation == "json+tools"
@@ -227,30 +224,19 @@ def test_composed_perturbations_count_in_no_single_group(tmp_path):
     ],
 )
 def test_drift_depth(tmp_path, own, depth):
-    assert figures(run(tmp_path, FakeLaboratory(own=own), names=()))["drift_depth"] == depth
+    assert figures(run(tmp_path, FakeProber(own=own), names=()), "one")["drift_depth"] == depth
 
 
 def test_own_attention_below_the_floor_is_no_drift():
-    from fledge.drift.summary import drift_summary
-
     elsewhere = drift_result({"a": (1, 2)}, own=(0.1, 0.19, 0.21), user=0.05)
     assert drift_summary(elsewhere).drift_depth == 3
 
 
 def test_eagle_1_has_no_layers_to_share():
-    from fledge.drift.summary import drift_summary
-
     assert (
         drift_summary(drift_result({"a": (1, 2)}, shares={"embedding": 0.4, "final state": 0.6})).top_layer_share
         is None
     )
-
-
-def test_figures_of_several_drafters_are_asked_for_by_name(tmp_path):
-    suite = run(tmp_path, FakeLaboratory(), drafters=("one", "two"), names=("json",))
-    assert set(all_figures(suite)) == {"one", "two"}
-    with pytest.raises(ConfigError, match="choose one of one, two"):
-        figures(suite)
 
 
 def test_check_names_what_is_violated():

@@ -4,20 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.drift.comparison import comparison
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.report import make_report
-from fledge.drift.verdict import Verdict, verdicts
+from fledge.drift.verdict import DrafterVerdict
 from fledge.report.prose import percent
 from tests.unit.drift.report_cases import made_up
 
 
-def verdict(accepted=None, **options) -> Verdict:
-    (one,) = verdicts(*made_up({"drafter": accepted or {}}, **options))
-    return one
+def verdict(accepted=None, **options) -> DrafterVerdict:
+    return verdicts(*made_up({"drafter": accepted or {}}, **options))[0]
 
 
-def sentence(verdict: Verdict, start: str):
+def verdicts(suite, results) -> tuple[DrafterVerdict, ...]:
+    return make_report(suite, results, {}).verdicts
+
+
+def comparison(suite, results):
+    return make_report(suite, results, {}).comparison
+
+
+def sentence(verdict: DrafterVerdict, start: str):
     (found,) = [one for one in verdict.sentences if one.text.startswith(start)]
     return found
 

@@ -2,12 +2,23 @@
 
 import json
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fledge.drift.workloads import BUILT_IN, DEFAULT, has_open_turns, load_workload, with_answers
-from fledge.errors import ConfigError, FledgeError
+from fledge.drift.segments import ProbePrompt
+from fledge.drift.workloads import (
+    BUILT_IN,
+    DEFAULT,
+    has_open_turns,
+    load_probe_workload,
+    probe_prompts,
+    with_earlier_answers,
+)
+from fledge.errors import ConfigError, FledgeError, PromptError
 from tests.unit.drift.drift_cases import conversation
 
 
@@ -17,16 +28,17 @@ def write(path: Path, *records: object) -> Path:
 
 
 def test_built_in_prompts_are_complete_and_distinct():
-    mixed = load_workload(DEFAULT)
-    assert len(mixed.conversations) == 24
-    assert len({one.id for one in mixed.conversations}) == 24
-    assert set(Counter(one.category for one in mixed.conversations)) == set(BUILT_IN) - {DEFAULT}
-    for one in mixed.conversations:
+    mixed = load_probe_workload(DEFAULT)
+    assert mixed.name == DEFAULT
+    assert len(mixed.prompts) == 24
+    assert len({one.id for one in mixed.prompts}) == 24
+    assert set(Counter(one.category for one in mixed.prompts)) == set(BUILT_IN) - {DEFAULT}
+    for one in probe_prompts(mixed):
         assert one.messages[-1]["role"] == "user"
         assert not has_open_turns(one)
-    assert load_workload("multi-turn").conversations == tuple(
-        one for one in mixed.conversations if one.category == "multi-turn"
-    )
+    several = load_probe_workload("multi-turn")
+    assert several.name == "multi-turn"
+    assert several.prompts == tuple(one for one in mixed.prompts if one.category == "multi-turn")
 
 
 def test_files_in_every_shape(tmp_path):
@@ -40,98 +52,113 @@ def test_files_in_every_shape(tmp_path):
         {"prompt": "Hello"},
         {"text": "Once upon"},
     )
-    found = load_workload(path)
+    found = load_probe_workload(path)
+    prompts = probe_prompts(found)
     assert found.name == "mine"
-    assert [one.id for one in found.conversations] == ["a", "7", "mine-3", "mine-4", "mine-5"]
-    assert [one.category for one in found.conversations] == ["x", "mine", "mine", "mine", "mine"]
-    assert found.conversations[0].messages == tuple(turns)
-    assert found.conversations[1].messages == found.conversations[2].messages == tuple(answered)
-    assert found.conversations[3].messages == ({"role": "user", "content": "Hello"},)
-    assert found.conversations[4].text == "Once upon"
-    assert found.conversations[4].messages is None
+    assert [one.id for one in prompts] == ["a", "7", "mine-3", "mine-4", "mine-5"]
+    assert [one.category for one in prompts] == ["x", "mine", "mine", "mine", "mine"]
+    assert prompts[0].messages == tuple(turns)
+    assert prompts[1].messages == prompts[2].messages == tuple(answered)
+    assert prompts[3].messages == ({"role": "user", "content": "Hello"},)
+    assert (prompts[4].text, prompts[4].messages) == ("Once upon", ())
 
 
 def test_a_sample_follows_the_seed_and_keeps_the_order(tmp_path):
     path = write(tmp_path / "many.jsonl", *({"id": str(i), "prompt": "Hm?"} for i in range(50)))
-    chosen = [int(one.id) for one in load_workload(path, sample=10, seed=1).conversations]
+    chosen = [int(one.id) for one in load_probe_workload(path, sample=10, seed=1).prompts]
     assert chosen == sorted(chosen)
     assert len(set(chosen)) == 10
-    assert chosen == [int(one.id) for one in load_workload(path, sample=10, seed=1).conversations]
-    assert chosen != [int(one.id) for one in load_workload(path, sample=10, seed=2).conversations]
-    assert len(load_workload(path, sample=99).conversations) == 50
+    assert chosen == [int(one.id) for one in load_probe_workload(path, sample=10, seed=1).prompts]
+    assert chosen != [int(one.id) for one in load_probe_workload(path, sample=10, seed=2).prompts]
+    assert len(load_probe_workload(path, sample=99).prompts) == 50
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ("{broken", "bad.jsonl, line 2: not a JSON value"),
-        ('["list"]', "bad.jsonl, line 2: found list, expected an object"),
-        ('{"messages": []}', "bad.jsonl, line 2: messages: expected a list that is not empty"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "bad.jsonl, line 2: no user turn to answer"),
-        ('{"id": "a", "prompt": "again"}', "bad.jsonl, line 2: id 'a' is also that of line 1"),
-        ('{"id": [1], "prompt": "x"}', "bad.jsonl, line 2: 'id' is list"),
+        ('["list"]', "bad.jsonl, record 2: found list, expected an object"),
+        ('{"messages": []}', "bad.jsonl, record 2: messages: expected a list that is not empty"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "bad.jsonl, record 2: no user turn to answer"),
+        ('{"id": "a", "prompt": "again"}', "bad.jsonl, record 2: id 'a' is also that of record 1"),
+        ('{"id": [1], "prompt": "x"}', "bad.jsonl, record 2: 'id' is list"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, complaint):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"id": "a", "prompt": "Hello"}\n' + line + "\n")
     with pytest.raises(FledgeError) as error:
-        load_workload(path)
+        load_probe_workload(path)
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_unknown_names_and_files(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown workload 'mths'.*Did you mean 'maths'"):
-        load_workload("mths")
+        load_probe_workload("mths")
     with pytest.raises(ConfigError, match="no such file"):
-        load_workload(tmp_path / "none.jsonl")
+        load_probe_workload(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="sample: found 0"):
-        load_workload(DEFAULT, sample=0)
+        load_probe_workload(DEFAULT, sample=0)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(FledgeError, match="no conversations"):
-        load_workload(tmp_path / "empty.jsonl")
+    with pytest.raises(FledgeError, match="no prompts in it"):
+        load_probe_workload(tmp_path / "empty.jsonl")
 
 
 def test_packaged_workloads_by_name():
-    found = load_workload("mt-bench", sample=5)
+    found = load_probe_workload("mt-bench", sample=5)
     assert found.name == "mt_bench"
-    assert len(found.conversations) == 5
-    assert all(has_open_turns(one) for one in found.conversations)
-    assert len(load_workload("long_context/2k").conversations) == 15
-    assert {one.category for one in load_workload("instructions").conversations} == {"instructions"}
-    assert len(load_workload("instructions").conversations) < 10  # its own; the packaged one is natural_instructions
-    assert len(load_workload("natural_instructions").conversations) > 100
+    assert len(found.prompts) == 5
+    assert all(has_open_turns(one) for one in probe_prompts(found))
+    assert len(load_probe_workload("long_context/2k").prompts) == 15
+    assert {one.category for one in load_probe_workload("instructions").prompts} == {"instructions"}
+    assert len(load_probe_workload("instructions").prompts) < 10  # our own; the public set is natural_instructions
+    assert len(load_probe_workload("natural_instructions").prompts) > 100
     with pytest.raises(ConfigError, match="Did you mean 'gsm8k'"):
-        load_workload("gsm8kk")
+        load_probe_workload("gsm8kk")
+
+
+@dataclass
+class Answerer:
+    """Stands for an engine: a message is a token, and answers say how many there were. Refuses what says 'Bad'."""
+
+    max_model_len: int = 10
+    asked: list[list[int]] = field(default_factory=list)
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        if any(message["content"] == "Bad?" for message in messages):
+            raise PromptError("refused")
+        return list(range(len(messages)))
+
+    def generate(self, prompts: Any, params: Any, *, progress: Any = None) -> list[Any]:
+        assert {one.temperature for one in params} == {0.0}
+        self.asked.append([len(ids) for ids in prompts])
+        answers = [SimpleNamespace(text=f"answer {len(ids)}", token_ids=(1,), finish_reason="stop") for ids in prompts]
+        return [SimpleNamespace(outputs=[answer]) for answer in answers]
+
+
+def open_prompt(*turns: str) -> ProbePrompt:
+    messages = tuple({"role": "user", "content": text} for text in turns)
+    return ProbePrompt(id="open", category="", messages=messages)
 
 
 def test_open_turns_are_answered_one_after_another():
-    turns = [{"role": "user", "content": text} for text in ("One?", "Two?", "Three?")]
     several = [
         conversation("Done?", id="done"),
         conversation("a", "b", "c", id="answered"),
-        type(conversation("x"))(id="open", messages=tuple(turns)),
+        open_prompt("One?", "Two?", "Three?"),
+        ProbePrompt(id="text", category="", text="Once upon"),
     ]
-    asked = []
-
-    def answer(conversations):
-        asked.append(conversations)
-        return [f"answer {len(messages)}" for messages in conversations]
-
-    found = with_answers(several, answer)
-    assert found[:2] == several[:2]
+    llm = Answerer()
+    found = with_earlier_answers(several, llm, max_tokens=2)
+    assert [found[i] for i in (0, 1, 3)] == [several[i] for i in (0, 1, 3)]
     assert [message["content"] for message in found[2].messages] == ["One?", "answer 1", "Two?", "answer 3", "Three?"]
-    assert [[len(messages) for messages in call] for call in asked] == [[1], [3]]
-    assert [has_open_turns(one) for one in several] == [False, False, True]
+    assert llm.asked == [[1], [3]]
+    assert [has_open_turns(one) for one in several] == [False, False, True, False]
 
 
-SHARED = Path(__file__).parents[4] / "shared" / "data" / "eval"
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the evaluation files are not here")
-def test_the_evaluation_files_load():
-    sizes = {path.stem: load_workload(path) for path in sorted(SHARED.glob("*.jsonl"))}
-    assert {name: len(found.conversations) for name, found in sizes.items()}["mt_bench"] == 80
-    assert all(has_open_turns(one) for one in sizes["mt_bench"].conversations)
-    assert not any(has_open_turns(one) for one in sizes["chat_dialogue"].conversations)  # it brings its answers
+def test_what_cannot_be_answered_stays_as_it_is():
+    crowded = with_earlier_answers([open_prompt("One?", "Two?", "Three?")], Answerer(max_model_len=4), max_tokens=2)
+    assert [message["content"] for message in crowded[0].messages] == ["One?", "answer 1", "Two?", "Three?"]
+    refused = open_prompt("Bad?", "Two?")
+    assert with_earlier_answers([refused], Answerer(), max_tokens=2) == [refused]

@@ -17,6 +17,7 @@ from fledge.engine.request import Phase, TokenLogprobs
 from fledge.engine.sizing import EngineConfig
 from fledge.errors import ConfigError, PromptError
 from fledge.layers.dense_cache import DenseCache
+from fledge.layers.norm import RMSNorm
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.engine_cases import (
     MAX_LENGTH,
@@ -49,13 +50,13 @@ class _CountingTarget(ToyTarget):
 
     def __init__(self) -> None:
         super().__init__(COUNTING)
-        self.layers.append(torch.nn.Linear(1, 1))
+        self.layers.append(RMSNorm(1, 1e-6))
 
 
 class _CountingDrafter(ToyDrafter):
     def __init__(self) -> None:
         super().__init__(COUNTING)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+        self.layers = torch.nn.ModuleList([RMSNorm(1, 1e-6)])
 
 
 def counting_engine(depth: int = 5, **settings: object) -> Engine:

@@ -50,6 +50,24 @@ def test_generate_gives_vllms_shape_and_the_same_tokens_with_and_without_drafter
         assert outputs[0].metrics.acceptance.rounds > 0
 
 
+def test_drafters_are_exchanged_on_a_loaded_target(pair: Path, plain: LLM) -> None:
+    expected = plain.generate(["Hello", "more"], GREEDY)
+    llm = LLM(pair / "target")
+    target = llm.target
+    for name, depth in (("eagle3.1", 4), ("eagle3.1", 1), ("eagle1", 3), (None, 0)):
+        llm.set_speculation(None if name is None else {"model": str(pair / name), "num_speculative_tokens": depth})
+        outputs = llm.generate(["Hello", "more"], GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+        assert max(o.metrics.acceptance.depth for o in outputs) == depth
+        assert llm.target is target
+    llm.set_speculation({"model": str(pair / "eagle3.1"), "num_speculative_tokens": 2})
+    with pytest.raises(CheckpointError):
+        llm.set_speculation({"model": str(pair / "target")})
+    (alone,) = llm.generate("Hello", GREEDY)
+    assert alone.metrics.acceptance.rounds == 0
+    assert alone.outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
 def test_one_prompt_need_not_be_in_a_list(plain: LLM) -> None:
     assert len(plain.generate("Hello", GREEDY)) == 1
     assert len(plain.generate([5, 6, 7], GREEDY)) == 1

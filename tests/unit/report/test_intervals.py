@@ -89,8 +89,9 @@ def test_the_seed_decides_and_the_level_widens():
 def test_many_prompts_are_resampled_in_parts(monkeypatch):
     counts = simulated(np.random.default_rng(3))[1]
     whole = QUICK.acceptance_length(counts)
-    monkeypatch.setattr("fledge.report.intervals._HELD", 50 * 7)
+    monkeypatch.setattr("fledge.report.intervals._BLOCK", 50 * 7)
     assert QUICK.acceptance_length(counts) == whole
+    assert QUICK.quantiles({(0, name): [total] for name, (total, _) in counts.items()}, (0.5,)) is not None
 
 
 def test_too_little_to_say():

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Co
 from fledge.checkpoints.target import save_target
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.target.decoder import TargetStates
-from fledge.training.batch import PackedBatch
 from fledge.training.capture import FledgeCapture, open_target, target_config
 from fledge.training.capture_transformers import TransformersCapture
+from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import TargetSection
 from tests.fit_cases import TARGET, packed
 from tests.tiny_models import TARGET_CONFIGS, make_target
@@ -43,8 +43,8 @@ def test_both_backends_give_the_same_states(name: str, tmp_path: Path) -> None:
     assert ours.config == theirs.config
     batch, ids = packed([[9, 1, 7], [17], [3, 3, 3, 2]], 20), (0, 2, 5, 8)
     assert_same(theirs.states(batch, ids), ours.states(batch, ids), batch)
-    torch.testing.assert_close(theirs.head_weight, ours.head_weight)
-    torch.testing.assert_close(theirs.embedding_weight, ours.embedding_weight)
+    torch.testing.assert_close(theirs.ends.head_weight, ours.ends.head_weight)
+    torch.testing.assert_close(theirs.ends.embedding_weight, ours.ends.embedding_weight)
     assert ours.states(batch, ()).aux is None
     assert theirs.states(batch, ()).aux is None
 
@@ -71,7 +71,7 @@ def test_aux_ids_are_inputs_and_the_final_state_is_normed(tmp_path: Path) -> Non
         states = capture.states(batch, (2, 5))
         expected = torch.cat([reference.hidden_states[2], reference.hidden_states[5]], dim=-1)
         torch.testing.assert_close(states.aux, expected, atol=TOLERANCE, rtol=TOLERANCE)
-        logits = states.final @ capture.head_weight.T
+        logits = states.final @ capture.ends.head_weight.T
         torch.testing.assert_close(logits, reference.logits, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -106,7 +106,7 @@ def test_any_family_can_be_captured(name: str, tmp_path: Path) -> None:
     aux = states.aux[0, 5:13].unflatten(-1, (3, -1))
     torch.testing.assert_close(aux[:, 0], reference.hidden_states[1][0], atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(aux[:, 1], reference.hidden_states[3][0], atol=TOLERANCE, rtol=TOLERANCE)
-    logits = states.final[0, 5:13] @ capture.head_weight.T
+    logits = states.final[0, 5:13] @ capture.ends.head_weight.T
     torch.testing.assert_close(logits, reference.logits[0], atol=2e-4, rtol=1e-3)
 
 
@@ -161,7 +161,7 @@ def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:
 def test_scaled_logits_are_part_of_the_head(tmp_path: Path) -> None:
     capture = open_target(save_foreign(FOREIGN["granite"], tmp_path), "cpu")
     assert isinstance(capture, TransformersCapture)
-    torch.testing.assert_close(capture.head_weight, capture.model.lm_head.weight / 4.0, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(capture.ends.head_weight, capture.model.lm_head.weight / 4.0, atol=1e-5, rtol=1e-4)
 
 
 def test_a_foreign_family_is_not_ours(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import name_of
 from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.training.attention import DocumentLayout, TttStorage
 from fledge.training.capture import FledgeCapture
 from fledge.training.drafter_setup import drafter_config, make_drafter
 from fledge.training.recipe import DrafterSection
-from fledge.training.ttt_attention import TttStorage
 from tests.fit_cases import packed
 from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, make_target
 
@@ -32,7 +32,7 @@ def setup(
     section: DrafterSection, capture: FledgeCapture, draft: DraftVocabulary | None = None, seed: int = 0
 ) -> Drafter:
     config = drafter_config(section, capture.config, None if draft is None else len(draft.d2t))
-    return make_drafter(section, config, capture.config, capture, draft, device="cpu", seed=seed)
+    return make_drafter(section, config, capture.config, capture.ends, draft, device="cpu", seed=seed)
 
 
 @pytest.fixture(name="capture", scope="module")
@@ -119,7 +119,7 @@ def test_weights_start_from_the_target_and_a_seed(capture: FledgeCapture) -> Non
     draft = vocabulary()
     drafter = setup(DrafterSection(), capture, draft)
     assert drafter.lm_head is not None
-    torch.testing.assert_close(drafter.lm_head.weight.detach(), capture.head_weight[IDS], atol=0, rtol=0)
+    torch.testing.assert_close(drafter.lm_head.weight.detach(), capture.ends.head_weight[IDS], atol=0, rtol=0)
     assert drafter.vocabulary is not None
     assert torch.equal(drafter.vocabulary.target_ids, IDS)
     again, other = setup(DrafterSection(), capture, draft), setup(DrafterSection(), capture, draft, seed=1)
@@ -138,7 +138,7 @@ def test_states_keep_their_size_at_the_start(capture: FledgeCapture) -> None:
     drafter, batch = setup(DrafterSection(), capture), packed([[30]], 30)
     feature = drafter.fuse(capture.states(batch, drafter.aux_layer_ids))
     assert 0.7 < feature.square().mean().sqrt() < 1.4
-    out = drafter(batch.tokens, feature, batch.positions, TttStorage(batch))
+    out = drafter(batch.tokens, feature, batch.positions, TttStorage(DocumentLayout(batch)))
     assert 0.7 < out.head.square().mean().sqrt() < 1.4
 
 
@@ -146,7 +146,7 @@ def test_states_keep_their_size_at_the_start(capture: FledgeCapture) -> None:
 def test_what_is_borrowed_is_neither_trained_nor_saved(capture: FledgeCapture, variant: str, tmp_path: Path) -> None:
     drafter = setup(DrafterSection(variant=variant), capture)
     assert drafter.embed_tokens is not None
-    assert drafter.embed_tokens.weight.data_ptr() == capture.embedding_weight.data_ptr()
+    assert drafter.embed_tokens.weight.data_ptr() == capture.ends.embedding_weight.data_ptr()
     names = {name for name, _ in drafter.named_parameters()} | set(drafter.state_dict())
     assert not any(name.startswith("embed_tokens") for name in names)
     assert any(name.startswith("lm_head") for name in names) == (variant != "eagle1")
@@ -163,8 +163,8 @@ def test_what_is_borrowed_is_neither_trained_nor_saved(capture: FledgeCapture, v
 def test_an_embedding_of_its_own_is_a_trained_copy(capture: FledgeCapture) -> None:
     drafter = setup(DrafterSection(train_embedding=True), capture)
     weight = dict(drafter.named_parameters())["embed_tokens.weight"]
-    assert torch.equal(weight, capture.embedding_weight)
-    assert weight.data_ptr() != capture.embedding_weight.data_ptr()
+    assert torch.equal(weight, capture.ends.embedding_weight)
+    assert weight.data_ptr() != capture.ends.embedding_weight.data_ptr()
 
 
 def test_going_on_from_a_checkpoint_with_another_vocabulary(capture: FledgeCapture, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_going_on_from_a_checkpoint_with_another_vocabulary(capture: FledgeCaptu
     assert drafter.lm_head is not None
     assert earlier.lm_head is not None
     assert torch.equal(drafter.lm_head.weight[:17], earlier.lm_head.weight[7:24])  # tokens 10 to 26, in both
-    assert torch.equal(drafter.lm_head.weight[17:].detach(), capture.head_weight[27:35])
+    assert torch.equal(drafter.lm_head.weight[17:].detach(), capture.ends.head_weight[27:35])
 
 
 def test_a_checkpoint_of_another_shape_is_refused(capture: FledgeCapture, tmp_path: Path) -> None:
@@ -194,4 +194,4 @@ def test_targets_of_families_that_we_do_not_serve(capture: FledgeCapture, tmp_pa
     section = DrafterSection(init_from=str(tmp_path / "earlier"))
     foreign = replace(capture.config, family="gemma")
     config: DrafterConfig = drafter_config(section, foreign)
-    make_drafter(section, config, foreign, capture, None, device="cpu", seed=0)
+    make_drafter(section, config, foreign, capture.ends, None, device="cpu", seed=0)

@@ -91,9 +91,10 @@ def test_two_processes_train_like_one(recipe: Recipe, kind: str, micro_rows: int
     assert files[0].read_text() == files[1].read_text()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_bfloat16_in_two_processes(recipe: Recipe, kind: str) -> None:
-    recipe = replace(recipe, fit=replace(recipe.fit, compute_dtype="bfloat16", parallel=kind))
+@pytest.mark.parametrize(("kind", "micro_rows"), [("ddp", 1), ("fsdp2", None)])
+def test_bfloat16_in_two_processes(recipe: Recipe, kind: str, micro_rows: int | None) -> None:
+    """With `micro_rows` both passes of a process go through the same rounded weights."""
+    recipe = replace(recipe, fit=replace(recipe.fit, compute_dtype="bfloat16", parallel=kind, micro_rows=micro_rows))
     run_fit(recipe, "one")
     assert run_together(recipe, "two") == [0, 0]
     logs = [log_without_times(Path(recipe.output) / name) for name in ("one", "two")]

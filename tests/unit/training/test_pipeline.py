@@ -17,8 +17,7 @@ from fledge.errors import ConfigError, FledgeError
 from fledge.progress import Progress
 from fledge.training.pipeline import Selection, duration, run_pipeline, stage_states
 from fledge.training.recipe import DataSection, Recipe, TargetSection
-from fledge.training.stages.base import Stage, StageContext
-from fledge.training.workspace import MANIFEST, Manifest, Workspace
+from fledge.training.workspace import MANIFEST, Manifest, Stage, StageContext, Workspace
 
 QUIET = Progress(quiet=True)
 
@@ -230,8 +229,8 @@ def test_a_foreign_directory_is_not_overwritten(workshop: Workshop) -> None:
 def test_publishing_survives_a_kill_between_its_renames(workshop: Workshop) -> None:
     workshop.run()
     output = Path(workshop.recipe.output)
-    os.rename(output / "drafter", output / ".drafter.old")  # as if killed just here
-    (output / ".drafter.new").mkdir()
+    (output / ".drafter.killed.tmp" / "new").mkdir(parents=True)
+    os.rename(output / "drafter", output / ".drafter.killed.tmp" / "old")  # as if killed just here
     workshop.run()
     assert (output / "drafter" / "weights").is_file()
     assert sorted(path.name for path in output.iterdir() if "drafter." in path.name) == [".drafter.json"]

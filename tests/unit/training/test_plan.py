@@ -14,12 +14,12 @@ from fledge.progress import Progress
 from fledge.training.costs import FitShape, parameter_count, target_parameter_count
 from fledge.training.data.store import TokenStore
 from fledge.training.pipeline import run_pipeline
-from fledge.training.plan import Probe, gigabytes, make_plan, measure_speed
+from fledge.training.plan import SpeedProbe, gigabytes, make_plan, measure_speed
 from fledge.training.recipe import FitSection, Recipe, TargetSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run
 
-PROBE = Probe(device="test", dtype="float32", flops_per_second=1e9)
+PROBE = SpeedProbe(device="test", dtype="float32", flops_per_second=1e9)
 
 
 def shape(drafter: DrafterConfig | None = None, processes: int = 1, online: bool = True, **fit: Any) -> FitShape:
@@ -95,27 +95,27 @@ def _recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 def test_an_estimate_is_close_and_says_that_it_is_one_and_what_is_there_is_exact(recipe: Recipe) -> None:
     estimated = make_plan(recipe, probe=PROBE)
-    assert not estimated.data["exact"]
-    assert "sample of 24 of 24" in estimated.data["how"]
+    assert not estimated["data"]["exact"]
+    assert "sample of 24 of 24" in estimated["data"]["how"]
     assert not Path(recipe.output).exists()  # a plan writes nothing
-    assert {stage["state"] for stage in estimated.stages} == {"to run"}
+    assert {stage["state"] for stage in estimated["stages"]} == {"to run"}
 
     from fledge.training.pipeline import Selection
 
     report = run_pipeline(recipe, selection=Selection(until="capture"), progress=Progress(quiet=True))
     store = TokenStore.open(report.directories["prepare"] / "examples")
-    assert estimated.data["examples"] == len(store)
-    assert estimated.data["tokens"] == pytest.approx(store.total_tokens, rel=0.1)
-    assert estimated.fit["rows"] == pytest.approx(make_plan(recipe, probe=PROBE).fit["rows"], abs=2)
+    assert estimated["data"]["examples"] == len(store)
+    assert estimated["data"]["tokens"] == pytest.approx(store.total_tokens, rel=0.1)
+    assert estimated["fit"]["rows"] == pytest.approx(make_plan(recipe, probe=PROBE)["fit"]["rows"], abs=2)
 
     exact = make_plan(recipe, probe=PROBE)
-    assert exact.data["exact"]
-    assert exact.data["tokens"] == store.total_tokens
-    assert exact.data["answer_tokens"] == store.answer_tokens
-    assert exact.capture["bytes"] == store.total_tokens * 4 * 32 * 4
+    assert exact["data"]["exact"]
+    assert exact["data"]["tokens"] == store.total_tokens
+    assert exact["data"]["answer_tokens"] == store.answer_tokens
+    assert exact["capture"]["bytes"] == store.total_tokens * 4 * 32 * 4
     shards = report.directories["capture"].glob("shard-*.bin")
-    assert sum(path.stat().st_size for path in shards) == exact.capture["bytes"]
-    assert [stage["state"] for stage in exact.stages] == ["up to date"] * 4 + ["to run"] * 2
+    assert sum(path.stat().st_size for path in shards) == exact["capture"]["bytes"]
+    assert [stage["state"] for stage in exact["stages"]] == ["up to date"] * 4 + ["to run"] * 2
 
 
 def test_target_parameters_are_those_of_its_weights(recipe: Recipe) -> None:
@@ -131,15 +131,15 @@ def test_what_does_not_fit_is_warned_of(recipe: Recipe, monkeypatch: pytest.Monk
     from fledge.training import plan
 
     monkeypatch.setattr(plan, "free_memory", lambda _device: 1_000_000)
-    warnings = make_plan(recipe, probe=PROBE).warnings
+    warnings = make_plan(recipe, probe=PROBE)["warnings"]
     assert len(warnings) == 1
     assert "most of it is activations: set fit.activation_checkpointing" in warnings[0]
 
 
 def test_a_draft_vocabulary_larger_than_the_target_s_is_all_of_it(recipe: Recipe) -> None:
     plan = make_plan(replace(recipe, vocab=VocabSection(size=1 << 20)), probe=PROBE)
-    assert plan.vocab["size"] is None
-    assert any("vocab.size is 1,048,576, but the target has" in warning for warning in plan.warnings)
+    assert plan["vocab"]["size"] is None
+    assert any("vocab.size is 1,048,576, but the target has" in warning for warning in plan["warnings"])
 
 
 def test_the_probe_measures() -> None:

@@ -1,7 +1,7 @@
 """Stage `eval`: prompts and turns, choosing between checkpoints, the losslessness check, what is published."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ import torch
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import load_target
-from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import FledgeError
+from fledge.evaluation import acceptance
+from fledge.evaluation.acceptance import AcceptanceMeter, Measurement, TargetTurn
 from fledge.evaluation.conversations import Skipped
+from fledge.evaluation.results import RequestRecord
 from fledge.models.drafter.variants import EAGLE_3_1
 from fledge.progress import Progress
-from fledge.training import evaluation
-from fledge.training.evaluation import Measurement, Question, Turn
 from fledge.training.recipe import Recipe
 from fledge.training.stages import evaluate
-from fledge.training.stages.base import StageContext
+from fledge.training.workspace import StageContext
 from tests.tiny_models import make_drafter
 from tests.tiny_training import write_run
 
@@ -54,21 +54,31 @@ def with_eval(context: StageContext, **values: Any) -> StageContext:
     return replace(context, recipe=replace(context.recipe, eval=replace(context.recipe.eval, **values)))
 
 
+def measurement(turns: Sequence[TargetTurn], depth: int, accepted: int, *different: tuple[int, int]) -> Measurement:
+    """As if every turn had five rounds of `depth` drafts, of which `accepted` stood."""
+    requests = [
+        RequestRecord(prompt=turn.prompt, sent=0.0, output_tokens=1, acceptance=((depth, accepted, 5),))
+        for turn in turns
+    ]
+    return Measurement(requests=tuple(requests), different=different, seconds=0.0)
+
+
 def test_it_publishes_the_best_candidate_unchanged(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = {"step-000004": 2, "step-000008": 1}
+    used: dict[str, Any] = {}
 
-    def fake(llm: Path, turns: list[Turn], _recipe: Recipe, depth: int, _advance: Any) -> Measurement:
-        statistics = AcceptanceStatistics()
-        statistics.add(drafted=depth, accepted=lengths[llm.name], rounds=5)
-        return Measurement(depth=depth, groups={("held-out", "a"): statistics}, tokens=len(turns), different={})
+    def exchange(_meter: AcceptanceMeter, drafter: Path | None, depth: int = 0) -> None:
+        used.update(drafter=drafter, depth=depth)
 
-    real = evaluation.open_llm
-    monkeypatch.setattr(evaluation, "measure", fake)
-    monkeypatch.setattr(evaluation, "open_llm", lambda recipe, drafter=None, _depth=0: drafter or real(recipe))
+    def measure(_meter: AcceptanceMeter, turns: list[TargetTurn], *_: object) -> Measurement:
+        return measurement(turns, used["depth"], lengths[used["drafter"].name])
+
+    monkeypatch.setattr(AcceptanceMeter, "exchange", exchange)
+    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
     summary = evaluate.run(context)
     assert summary["best"] == "step-000004"
     assert summary["acceptance_length"] == 3.0
-    assert summary["by_category"] == {"a": {"2": 3.0, "4": 3.0}}
+    assert summary["by_category"] == {name: {"2": 3.0, "4": 3.0} for name in "ab"}
     chosen, published = context.inputs["fit"] / "candidates" / "step-000004", context.directory / "drafter"
     for name in ("model.safetensors", "config.json"):
         assert (published / name).read_bytes() == (chosen / name).read_bytes()
@@ -86,27 +96,10 @@ def test_among_equals_the_last_one(context: StageContext) -> None:
     assert summary["different_answers"] == 0
 
 
-def test_every_turn_is_answered_with_the_target_s_own_history(context: StageContext) -> None:
-    llm = evaluation.open_llm(context.recipe)
-    questions = evaluation.read_held_out(context.inputs["prepare"] / "held_out.jsonl", "held-out")
-    turns, too_long = evaluation.answer_questions(llm, questions, context.recipe)
-    assert too_long == 0
-    assert [turn.question for turn in turns] == [0, 1, 1, 2]
-    assert [question.turns for question in questions] == [1, 2, 1]
-    answer = llm.tokenizer.decode(turns[1].answer, skip_special_tokens=True)
-    history = [USER, {"role": "assistant", "content": answer}, {"role": "user", "content": "and"}]
-    assert list(turns[2].prompt) == llm.encode_chat(history)
-    assert turns[3].prompt == (10, 11, 12)
-
-
-def test_prompts_that_do_not_fit_are_left_out_and_counted(context: StageContext) -> None:
-    long = {"role": "user", "content": "x" * 300}
-    questions = [
-        Question(source="s", category="c", messages=(USER, long)),
-        Question(source="s", category="c", messages=(long,)),
-    ]
-    turns, too_long = evaluation.answer_questions(evaluation.open_llm(context.recipe), questions, context.recipe)
-    assert (len(turns), too_long) == (1, 2)
+def test_held_out_prompts_are_conversations_or_ids(context: StageContext) -> None:
+    prompts = evaluate.read_held_out(context.inputs["prepare"] / "held_out.jsonl")
+    assert [prompt.num_turns for prompt in prompts] == [1, 2, 1]
+    assert [prompt.token_ids for prompt in prompts] == [(), (), (10, 11, 12)]
 
 
 def test_sources_are_read_as_data_is(context: StageContext, tmp_path: Path) -> None:
@@ -119,8 +112,8 @@ def test_sources_are_read_as_data_is(context: StageContext, tmp_path: Path) -> N
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     skipped = Skipped()
-    questions = evaluation.read_questions(path, "mine", skipped)
-    assert [(question.category, question.turns) for question in questions] == [("math", 2), ("mine", 1), ("mine", 1)]
+    prompts = evaluate.read_source(path, skipped)
+    assert [(prompt.category, prompt.num_turns) for prompt in prompts] == [("math", 2), ("mine", 1), ("mine", 1)]
     assert skipped.total == 1
     summary = evaluate.run(with_eval(context, sources=(str(path),)))
     assert set(summary["by_source"]) == {"mine"}
@@ -142,39 +135,49 @@ def test_a_part_measured_before_a_kill_is_not_measured_again(
     first = evaluate.run(context)
     whole = (context.directory / "evaluation.json").read_bytes()
     (context.directory / "parts" / "depth-4-of-step-000008.json").unlink()
-    opened: list[object] = []
-    real: Callable[..., Any] = evaluation.open_llm
-    monkeypatch.setattr(evaluation, "open_llm", lambda *a, **k: opened.append(a) or real(*a, **k))
+    loaded: list[object] = []
+    measured: list[object] = []
+    load, measure = acceptance.LLM, AcceptanceMeter.measure
+    monkeypatch.setattr(acceptance, "LLM", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    monkeypatch.setattr(AcceptanceMeter, "measure", lambda *a: measured.append(a) or measure(*a))
     assert evaluate.run(context) == first
-    assert len(opened) == 1
+    assert (len(loaded), len(measured)) == (1, 1)
     assert (context.directory / "evaluation.json").read_bytes() == whole
+    assert evaluate.run(context) == first
+    assert (len(loaded), len(measured)) == (1, 1)  # all is known: not even the target is loaded
 
 
-def broken_measure(turn_number: int, place: int) -> Callable[..., Measurement]:
-    def measure(_llm: Any, turns: list[Turn], _recipe: Recipe, depth: int, _advance: Any) -> Measurement:
-        statistics = AcceptanceStatistics()
-        statistics.add(drafted=depth, accepted=0)
-        different = {turn_number: place} if len(turns) > turn_number else {}
-        return Measurement(depth=depth, groups={("held-out", "a"): statistics}, tokens=1, different=different)
+def test_the_target_is_loaded_once(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    load = acceptance.LLM
+    monkeypatch.setattr(acceptance, "LLM", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    evaluate.run(context)
+    assert len(loaded) == 1
 
-    return measure
+
+def break_measure(monkeypatch: pytest.MonkeyPatch, turn_number: int, place: int) -> None:
+    def measure(_meter: AcceptanceMeter, turns: list[TargetTurn], *_: object) -> Measurement:
+        different = [(turn_number, place)] if len(turns) > turn_number else []
+        return measurement(turns, 2, 0, *different)
+
+    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
 
 
 def test_changed_text_is_an_error_in_float32(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "measure", broken_measure(0, 2))
+    break_measure(monkeypatch, 0, 2)
     with pytest.raises(FledgeError, match="1 of 4 answers are not the target's own"):
         evaluate.run(context)
     assert not (context.directory / "drafter").exists()
 
 
 def test_a_tie_may_fall_either_way(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "measure", broken_measure(0, 2))
-    monkeypatch.setattr(evaluation, "TIE", 1e9)
+    break_measure(monkeypatch, 0, 2)
+    monkeypatch.setattr(acceptance, "TIE", 1e9)
     assert evaluate.run(context)["different_answers"] == 2
 
 
 def test_bfloat16_counts_and_goes_on(context: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "measure", broken_measure(1, 0))
+    break_measure(monkeypatch, 1, 0)
     context = replace(context, recipe=replace(context.recipe, target=replace(context.recipe.target, dtype="bfloat16")))
     assert evaluate.run(context)["different_answers"] == 2
     assert "2 of 8 answers differ" in (context.directory / "drafter" / "README.md").read_text()
@@ -216,27 +219,6 @@ def test_the_key_follows_the_content_of_sources(context: StageContext, tmp_path:
 def test_sampled_answers_are_the_same_with_and_without_a_drafter(context: StageContext) -> None:
     summary = evaluate.run(with_eval(context, temperature=0.8))
     assert summary["different_answers"] == 0
-
-
-def test_prompts_are_taken_evenly() -> None:
-    assert evaluation.spread(list(range(10)), 4) == [0, 2, 5, 7]
-    assert evaluation.spread([1, 2], 4) == [1, 2]
-
-
-def test_measurements_survive_json() -> None:
-    statistics = AcceptanceStatistics()
-    statistics.add(drafted=3, accepted=2, rounds=4)
-    measured = Measurement(depth=3, groups={("s", "c"): statistics}, tokens=7, different={2: 5})
-    assert Measurement.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
-    assert set(measured.by_category()) == {"c"}
-    two = replace(measured, groups={("s", "c"): statistics, ("t", "c"): statistics})
-    assert set(two.by_category()) == {"s/c", "t/c"}
-    assert two.total.rounds == 8
-
-
-def test_first_difference() -> None:
-    assert evaluation.first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert evaluation.first_difference([1, 2], [1, 2, 3]) == 2
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import CheckpointError, DataError, FledgeError
-from fledge.training import answering
-from fledge.training.answering import answer_seed, user_turns
+from fledge.evaluation.dialogue import answer_seed
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
 from fledge.training.stages import prepare, regenerate
@@ -91,7 +90,7 @@ def with_section(recipe: Recipe, **changes: Any) -> Recipe:
 def answered(recipe: Recipe, root: Path, fake: FakeLLM | None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run prepare and regenerate below `root`."""
     if fake is not None:
-        monkeypatch.setattr(answering, "open_llm", lambda _recipe: fake)
+        monkeypatch.setattr(regenerate, "open_llm", lambda _recipe: fake)
     run_stage(prepare.STAGE, recipe, root / "prepare")
     return run_stage(STAGE, recipe, root / "regenerate", prepare=root / "prepare")
 
@@ -134,7 +133,7 @@ def test_killed_in_the_middle_and_started_again_it_gives_the_same(
     assert len(list(parts.iterdir())) == 2
     (parts / ".answers-000000008-000000010.jsonl.tmp").write_text('{"prompt": 8')  # killed while writing
     again = FakeLLM()
-    monkeypatch.setattr(answering, "open_llm", lambda _recipe: again)
+    monkeypatch.setattr(regenerate, "open_llm", lambda _recipe: again)
     run_stage(STAGE, recipe, tmp_path / "cut" / "regenerate", prepare=tmp_path / "cut" / "prepare")
     assert again.calls == 1  # only the chunk that was missing
     assert opened(tmp_path / "cut").digest == opened(tmp_path / "whole").digest
@@ -217,13 +216,6 @@ def test_where_history_is_rewritten_each_turn_is_an_example_of_its_own(
     assert "so" not in tokenizer.decode(runs(store, 1)[0])
 
 
-def test_user_turns() -> None:
-    tool = {"role": "tool", "content": "42"}
-    messages = [*chat("q", "call", system="s"), tool, *chat("r")]
-    assert [[m["content"] for m in turn] for turn in user_turns(messages)] == [["s", "q"], ["r"]]
-    assert len(user_turns([*chat("a"), *chat("b")])) == 2
-
-
 def test_disabled_it_passes_through(target: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "data.jsonl", [{"messages": chat("q", "a")}])
     recipe = make_recipe(target, source)
@@ -238,7 +230,7 @@ def test_a_target_that_the_engine_cannot_run_is_refused_with_the_way_out(tmp_pat
     config = (target / "config.json").read_text().replace('"llama"', '"phi"')
     (target / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"phi.*regenerate\.enabled=false"):
-        answering.open_llm(make_recipe(target, questions(tmp_path), regenerate=True))
+        regenerate.open_llm(make_recipe(target, questions(tmp_path), regenerate=True))
 
 
 def test_the_key_follows_the_weights(tmp_path: Path) -> None:
@@ -306,12 +298,12 @@ def test_processes_on_one_gpu_get_a_share_of_its_memory(
 ) -> None:
     recipe = make_recipe(target, questions(tmp_path, 1), regenerate=True)
     opened: list[dict[str, Any]] = []
-    monkeypatch.setattr(answering, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(regenerate, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 100 << 30))  # the others have taken the rest
-    monkeypatch.setattr(answering, "LLM", lambda *_, **options: opened.append(options))
+    monkeypatch.setattr(regenerate, "LLM", lambda *_, **options: opened.append(options))
     for processes in (1, 8):
-        answering.open_llm(with_section(recipe, processes=processes))
+        regenerate.open_llm(with_section(recipe, processes=processes))
     assert opened[0]["kv_cache_bytes"] is None
     assert opened[1]["kv_cache_bytes"] == (88 << 30) // 8 - (3 << 30)
     with pytest.raises(FledgeError, match="too many for the GPU's memory"):
-        answering.open_llm(with_section(recipe, processes=40))
+        regenerate.open_llm(with_section(recipe, processes=40))

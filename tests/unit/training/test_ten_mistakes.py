@@ -17,8 +17,8 @@ from fledge.checkpoints.target import load_target, save_target
 from fledge.errors import CheckpointWarning
 from fledge.layers.config import RopeConfig
 from fledge.models.drafter.variants import build
-from fledge.training.batch import PackedBatch
 from fledge.training.capture import open_target, target_config
+from fledge.training.data.packing import PackedBatch
 from fledge.training.drafter_setup import drafter_config
 from fledge.training.recipe import DrafterSection, TargetSection
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
@@ -34,8 +34,8 @@ CAUGHT_BY = {
         "data/test_store_and_packing.py::test_the_first_drafted_position_after_the_prompt_is_taught",
     ),
     "3 draft keys of other slots stay visible": (
-        "test_ttt_attention.py::test_draft_keys_of_other_slots_have_no_influence",
-        "test_ttt_attention.py::test_outputs_and_gradients_are_those_of_the_written_out_mask",
+        "test_attention.py::test_draft_keys_of_other_slots_have_no_influence",
+        "test_attention.py::test_outputs_and_gradients_are_those_of_the_written_out_mask",
     ),
     "4 aux ids count outputs here and inputs there": (
         "test_ten_mistakes.py::test_aux_id_k_is_the_input_of_block_k_whichever_library_runs_the_target",
@@ -129,9 +129,9 @@ def test_the_final_state_is_what_the_head_reads(target: Path, backend: str) -> N
     _, logits = transformers_states(target, tokens)
     capture = open_target(TargetSection(path=str(target), backend=backend), "cpu")  # type: ignore[arg-type]
     states = capture.states(packed(tokens), (8,))
-    torch.testing.assert_close(states.final @ capture.head_weight.T, logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states.final @ capture.ends.head_weight.T, logits, atol=1e-4, rtol=1e-4)
     assert states.aux is not None
-    assert not torch.allclose(states.aux @ capture.head_weight.T, logits, atol=1e-1)  # the stream before the norm
+    assert not torch.allclose(states.aux @ capture.ends.head_weight.T, logits, atol=1e-1)  # the stream before the norm
 
 
 def test_aux_ids_reach_the_checkpoint_in_both_conventions(target: Path, tmp_path: Path) -> None:

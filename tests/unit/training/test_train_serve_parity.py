@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.drafting import SettledRows, draft_chain
-from fledge.engine.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.layers.dense_cache import DenseCache
+from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.attention import DocumentLayout, TttStorage
+from fledge.training.data.packing import PackedBatch
 from fledge.training.ttt import StepInputs
-from fledge.training.ttt_attention import TttStorage
 from tests.tiny_models import make_drafter, make_target
 from tests.unit.training.ttt_cases import VARIANTS, documents, states_of, usual_batch
 
@@ -33,8 +33,8 @@ def target() -> TargetModel:
 
 
 def training_logits(drafter: Drafter, batch: PackedBatch, states: TargetStates) -> Tensor:
-    """[depth, rows, length, draft_vocab]: as `unroll` feeds the drafter."""
-    storage, feature, logits = TttStorage(batch), drafter.fuse(states), []
+    """[depth, rows, length, draft_vocab]: as `TttModel` feeds the drafter."""
+    storage, feature, logits = TttStorage(DocumentLayout(batch)), drafter.fuse(states), []
     for step in range(DEPTH):
         inputs = StepInputs.of(batch, step)
         out = drafter(inputs.tokens, feature, inputs.positions, storage)
@@ -61,7 +61,7 @@ def engine_serving(drafter: Drafter, settled: SettledRows, forced: Tensor) -> Te
     block_size, n = 4, len(settled.tokens)
     blocks = -(-(n + DEPTH) // block_size)
     cache = PagedCache(
-        drafter.config.layer,
+        drafter.config.layer.kv_cache,
         num_layers=drafter.config.num_layers,
         num_blocks=2 * blocks,
         block_size=block_size,
@@ -80,6 +80,7 @@ def engine_serving(drafter: Drafter, settled: SettledRows, forced: Tensor) -> Te
         query_starts=torch.tensor([0, n], dtype=torch.int32),
         slots=slots(settled.positions),
         max_chunk=n,
+        max_context=64,
     )
     states: DraftStates = drafter(settled.tokens, settled.features, settled.positions, prompt)
     logits, feature = [drafter.logits(states.head[-1])], states.feature[-1:]

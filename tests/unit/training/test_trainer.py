@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, GemmaConfig
 from fledge.checkpoints.drafter import load_drafter, read_drafter
 from fledge.checkpoints.target import load_target
 from fledge.errors import ConfigError, FledgeError
+from fledge.training.metrics import LogSums
 from fledge.training.recipe import DrafterSection, FitSection, Recipe, TargetSection, VocabSection
 from fledge.training.stages import fit as fit_stage
-from fledge.training.trainer import Pooled, Trainer, TrainingInterrupted, candidate_steps
+from fledge.training.trainer import Trainer, TrainingInterrupted, candidate_steps
+from fledge.training.ttt import TttOutputs
 from tests.fit_cases import (
     FIT,
     TARGET,
@@ -135,6 +137,20 @@ def test_bfloat16_compute_keeps_float32_weights(recipe: Recipe) -> None:
     assert logs[0] != logs[1]
 
 
+def test_weights_are_rounded_once_for_all_micro_batches(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_pass, seen = Trainer._pass, []
+
+    def noted(self: Trainer, weights: dict[str, torch.Tensor], *inputs: object) -> TttOutputs:
+        seen.append(weights)
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+        return whole_pass(self, weights, *inputs)
+
+    monkeypatch.setattr(Trainer, "_pass", noted)
+    run_fit(with_fit(recipe, compute_dtype="bfloat16", micro_rows=1, max_steps=2))
+    assert len(seen) == 2 * recipe.fit.rows
+    assert len({id(weights) for weights in seen}) == 2
+
+
 def train_in_another_process(recipe: Recipe, hook: Callable[[int], None]) -> int:
     """Train in a forked process, `hook` after each step. Returns its exit status, as subprocess gives it."""
 
@@ -225,10 +241,10 @@ def test_non_finite_steps_are_left_out_and_counted(recipe: Recipe, monkeypatch: 
     def broken(self: Trainer, *inputs: object) -> object:
         nonlocal calls
         calls += 1
-        loss, metrics = whole_pass(self, *inputs)
+        outputs = whole_pass(self, *inputs)
         if calls == 5:
             self.drafter.layers[0].mlp.down_proj.weight.grad.fill_(float("nan"))
-        return loss, metrics
+        return outputs
 
     monkeypatch.setattr(Trainer, "_pass", broken)
     summary = run_fit(recipe)
@@ -244,7 +260,7 @@ def test_it_gives_up_when_numbers_stay_broken(recipe: Recipe, monkeypatch: pytes
 
     def broken(self: Trainer, *inputs: object) -> object:
         loss, metrics = whole_pass(self, *inputs)
-        return loss * float("nan"), metrics
+        return TttOutputs(loss * float("nan"), metrics)
 
     monkeypatch.setattr(Trainer, "_pass", broken)
     with pytest.raises(FledgeError, match=r"4 steps in a row up to step 4 .* lower fit\.lr"):
@@ -274,12 +290,12 @@ def test_what_cannot_be_trained_is_refused_before_any_stage_runs(
 
 
 def test_bad_steps_add_nothing_to_the_sums() -> None:
-    pooled = Pooled.zeros(2, torch.device("cpu"))
-    other = Pooled.zeros(2, torch.device("cpu"))
+    sums = LogSums.zeros(2, torch.device("cpu"))
+    other = LogSums.zeros(2, torch.device("cpu"))
     other.metrics.loss.fill_(float("nan"))
     nan = torch.tensor(float("nan"))
-    pooled.add(other.metrics, nan, nan, torch.tensor(False))
-    assert all(not tensor.any() for tensor in pooled.tensors())
+    sums.add(other.metrics, nan, nan, torch.tensor(False))
+    assert all(not tensor.any() for tensor in sums.tensors())
 
 
 def test_candidates_are_the_last_save_points() -> None:

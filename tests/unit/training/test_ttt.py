@@ -10,9 +10,9 @@ from torch import Tensor
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import FitSection
-from fledge.training.ttt import StepInputs, TttResult, TttSettings, unroll
+from fledge.training.ttt import StepInputs, TttModel, TttOutputs
 from tests.tiny_models import make_drafter, make_target
 from tests.unit.training.ttt_cases import (
     VARIANTS,
@@ -27,7 +27,7 @@ from tests.unit.training.ttt_cases import (
     written_out_steps,
 )
 
-SETTINGS = TttSettings(depth=4, depth_decay=0.7, feature_weight=0.3)
+SETTINGS = FitSection(depth=4, depth_decay=0.7, feature_weight=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +48,20 @@ def run(
     drafter: Drafter,
     target: TargetModel,
     batch: PackedBatch,
-    settings: TttSettings = SETTINGS,
+    settings: FitSection = SETTINGS,
     *,
     states: TargetStates | None = None,
     denominators: Tensor | None = None,
-    **options: Any,
-) -> TttResult:
+    checkpointing: bool = False,
+    record: bool = False,
+) -> TttOutputs:
     torch.manual_seed(0)
     states = states_of(target, batch, drafter.aux_layer_ids) if states is None else states
     denominators = batch.supervised_counts(settings.depth) if denominators is None else denominators
     teacher = teacher_of(target, drafter, states)
-    return unroll(drafter, batch, states, teacher, settings, denominators=denominators, **options)
+    model = TttModel(drafter, replace(settings, activation_checkpointing=checkpointing))
+    outputs: TttOutputs = model(batch, states, teacher, denominators, record)
+    return outputs
 
 
 def gradients(loss: Tensor, drafter: Drafter) -> dict[str, Tensor]:
@@ -118,7 +121,7 @@ def test_the_first_drafts_after_the_prompt_are_taught(target: TargetModel, promp
             logits[changed_row] = logits[changed_row].flip(0)
         changed = replace(teacher, draft_logits=logits)
         counts = batch.supervised_counts(1)
-        return unroll(drafter, batch, states, changed, settings, denominators=counts).loss.item()
+        return TttModel(drafter, settings)(batch, states, changed, counts).loss.item()
 
     taught = [row for row in range(10) if loss(row) != loss(None)]
     assert taught == list(range(prompt - 1, 9))  # the target's distributions after x[n-1], x[n], ... up to x[8]
@@ -227,16 +230,16 @@ def test_choices_outside_the_draft_vocabulary_count_but_do_not_teach(target: Tar
     states = states_of(target, batch, drafter.aux_layer_ids)
     teacher = teacher_of(target, drafter, states)
     counts = batch.supervised_counts(SETTINGS.depth)
-    plain = unroll(drafter, batch, states, teacher, SETTINGS, denominators=counts)
+    plain = TttModel(drafter, SETTINGS)(batch, states, teacher, counts)
     noise = torch.where(teacher.choice_in_draft[:, None], teacher.draft_logits, torch.randn_like(teacher.draft_logits))
-    other = unroll(drafter, batch, states, replace(teacher, draft_logits=noise), SETTINGS, denominators=counts)
+    other = TttModel(drafter, SETTINGS)(batch, states, replace(teacher, draft_logits=noise), counts)
     assert torch.equal(plain.loss, other.loss)
     metrics = plain.metrics
     assert torch.equal(metrics.supervised, counts)
     assert 0 < int(metrics.outside[0]) < int(counts[0])
     assert (metrics.correct <= metrics.supervised - metrics.outside).all()
     none = replace(teacher, choice_in_draft=torch.zeros_like(teacher.choice_in_draft))
-    silent = unroll(drafter, batch, states, none, SETTINGS, denominators=counts)
+    silent = TttModel(drafter, SETTINGS)(batch, states, none, counts)
     assert silent.loss.item() == 0
     assert silent.metrics.report()["simulated_acceptance_length"] == 1.0
 
@@ -269,7 +272,7 @@ def test_accuracy_and_simulated_acceptance_are_those_of_slot_by_slot_counting(ta
             if steps and steps[0] == 0:  # otherwise the prompt goes on, and nobody drafts
                 expected.add(drafted=len(steps), accepted=[*is_right, False].index(False))
     counts = batch.supervised_counts(SETTINGS.depth)
-    metrics = unroll(drafter, batch, states, teacher, SETTINGS, denominators=counts).metrics
+    metrics = TttModel(drafter, SETTINGS)(batch, states, teacher, counts).metrics
     assert metrics.correct.tolist() == right
     assert metrics.acceptance().tally == expected.tally
     assert len({accepted for _, accepted in expected.tally}) > 2
@@ -306,12 +309,6 @@ def test_signals_of_drift(target: TargetModel) -> None:
     same = steady.metrics.report()
     assert same["hidden_rms_by_depth"] == same["head_rms_by_depth"]
     assert "hidden_rms_by_depth" not in run(trainable("eagle3", target), target, batch).metrics.report()
-
-
-def test_settings_come_from_the_recipe() -> None:
-    fit = FitSection(depth=3, depth_decay=0.5, loss="lk", kl_weight=0.2, feature_weight=0.7)
-    expected = TttSettings(depth=3, depth_decay=0.5, loss="lk", kl_weight=0.2, feature_weight=0.7)
-    assert TttSettings.from_section(fit) == expected
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk"])

@@ -13,9 +13,9 @@ from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.batch import PackedBatch
+from fledge.training.data.packing import PackedBatch
+from fledge.training.recipe import FitSection
 from fledge.training.teacher import Teacher, TeacherLogits
-from fledge.training.ttt import TttSettings
 from tests.tiny_models import TINY_TARGET, drafter_configs
 
 _NAMED = drafter_configs()
@@ -151,7 +151,7 @@ def written_out_steps(
 
 
 def written_out_loss(
-    drafter: Drafter, target: TargetModel, batch: PackedBatch, states: TargetStates, settings: TttSettings
+    drafter: Drafter, target: TargetModel, batch: PackedBatch, states: TargetStates, settings: FitSection
 ) -> Tensor:
     """Soft cross-entropy, slot by slot."""
     counts = [0] * settings.depth

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds)
+from fledge.evaluation.results import Tally
 
 _SAMPLE = re.compile(
     r"^(?P<prefix>vllm|fledge):spec_decode_num_(?P<what>drafts|draft_tokens_per_pos|accepted_tokens_per_pos)(?:_total)?"

@@ -1,27 +1,29 @@
 """One cell: one server under one load, every request recorded."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fledge.bench.load.acceptance import SpeculationCounters, Tally, tally_between
-from fledge.bench.load.arrivals import turns
-from fledge.bench.load.client import Answer, ask
-from fledge.bench.load.lag import TOO_LATE_MS, LagMeter
-from fledge.bench.load.servers import PATHS, Endpoint, Server
-from fledge.bench.results import Cell, Load, RequestRecord, Status, turn_name
+from fledge.bench.load.acceptance import SpeculationCounters, tally_between
+from fledge.bench.load.client import StreamedAnswer, ask
+from fledge.bench.load.servers import PATHS, Endpoint, RemoteServer
+from fledge.evaluation.conversations import ASKING_ROLES
+from fledge.evaluation.results import Cell, Load, RequestRecord, Status, Tally, turn_name
 from fledge.evaluation.workloads import Prompt
 
+LAG_INTERVAL = 0.005
+TOO_LATE_MS = 20.0
 DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them
 COUNTED = "tokens are pieces of text counted, too few where a piece has several: the server tells no usage"
 LAGGED = f"the load generator could not keep up: 1 % of its turns came over {TOO_LATE_MS:.0f} ms late; give it a core"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class RequestSettings:
     """How every request is made."""
 
     endpoint: Endpoint
@@ -37,7 +39,7 @@ class Health:
     dead: str | None = None  # why nothing more is sent to it
     _failures: int = 0
 
-    async def observe(self, answer: Answer, server: Server) -> None:
+    async def observe(self, answer: StreamedAnswer, server: RemoteServer) -> None:
         """Count failures in a row; when there are enough, see whether anybody is there at all."""
         if answer.failure not in ("connection", "stall"):
             self._failures = 0
@@ -51,17 +53,45 @@ class Health:
             self.dead = f"{DEAD_AFTER} failures in a row, the last: {answer.error}"
 
 
+class LagMeter:
+    """Whether the load generator keeps up: sleeps and looks how much longer it took. `late` holds seconds."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.late.append(max(0.0, loop.time() - due))
+
+    @property
+    def p99_ms(self) -> float:
+        ordered = sorted(self.late)
+        return 1e3 * ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
+
+
 @dataclass(kw_only=True)
 class CellRun:
     """Runs a cell. `result` may be asked at any time, also after a cancelled `run`: it labels what is missing."""
 
-    server: Server
+    server: RemoteServer
     workload: str
     load: Load
     repeat: int
     prompts: Sequence[Prompt]
     arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
-    asking: Asking
+    asking: RequestSettings
     health: Health
     advance: Callable[[], None] = lambda: None  # after each prompt
     lag: LagMeter = field(default_factory=LagMeter)
@@ -134,7 +164,7 @@ class CellRun:
         self.finished += 1
         self.advance()
 
-    def _record(self, name: str, answer: Answer) -> RequestRecord:
+    def _record(self, name: str, answer: StreamedAnswer) -> RequestRecord:
         def after_start(moment: float | None) -> float | None:
             return None if moment is None else round(moment - self._begun, 6)
 
@@ -214,3 +244,20 @@ def _missing(records: Sequence[RequestRecord], expected: int, why_unsent: str) -
     if unsent:
         shown.append(f"{unsent} not {why_unsent}")
     return f"{sum(reasons.values()) + unsent} of {expected} requests failed: {'; '.join(shown)}"
+
+
+def turns(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Split a conversation after every message that the server has to answer.
+
+    One that an assistant's message follows has its answer already; the others are asked, each after the answers to
+    those before it. What comes after the last one is dropped.
+    """
+    parts: list[list[Mapping[str, Any]]] = []
+    part: list[Mapping[str, Any]] = []
+    for i, message in enumerate(messages):
+        part.append(message)
+        following = messages[i + 1]["role"] if i + 1 < len(messages) else "user"
+        if message["role"] in ASKING_ROLES and following not in ("assistant", "tool"):
+            parts.append(part)
+            part = []
+    return parts

@@ -7,17 +7,18 @@ repeat. Prompts and arrival times are the same for all.
 import asyncio
 import contextlib
 import gc
+import itertools
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fledge.bench.load.arrivals import arrival_times, chosen
-from fledge.bench.load.cell import Asking, CellRun, Health, failed_cell
-from fledge.bench.load.servers import Endpoint, Server, ServerSpec, connect
-from fledge.bench.results import Cell, Load, Results, Status, write_results
+from fledge.bench.load.cell import CellRun, Health, RequestSettings, failed_cell
+from fledge.bench.load.servers import Endpoint, RemoteServer, ServerSpec, connect
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import Cell, Load, Results, Status, write_results
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.progress import Progress
 
@@ -118,7 +119,7 @@ class ServeRun:
     out: Path | None = None  # written after every cell, whole or not at all
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
     interrupted: bool = False
-    _servers: dict[str, Server] = field(default_factory=dict)
+    _servers: dict[str, RemoteServer] = field(default_factory=dict)
     _health: dict[str, Health] = field(default_factory=dict)
     _cells: list[Cell] = field(default_factory=list)
     _warm: set[tuple[str, str, Load]] = field(default_factory=set)
@@ -179,7 +180,7 @@ class ServeRun:
             if result.note is not None:
                 self.progress.say(f"{label}: {result.note}")
 
-    async def _warm_up(self, server: Server, workload: Workload, load: Load) -> None:
+    async def _warm_up(self, server: RemoteServer, workload: Workload, load: Load) -> None:
         """Before a server's first cell of a load: graphs, compilers, allocators, connections. Failures show later."""
         count = self.settings.warmup_for(load)
         if not count or (server.name, workload.name, load) in self._warm:
@@ -189,8 +190,8 @@ class ServeRun:
         prompts = chosen(workload, count, (self.settings.seed or 0) + 1)  # others than those that are measured next
         await self._cell(server, workload.name, at_once, -1, prompts).run()
 
-    def _cell(self, server: Server, workload: str, load: Load, repeat: int, prompts: Sequence[Prompt]) -> CellRun:
-        asking = Asking(
+    def _cell(self, server: RemoteServer, workload: str, load: Load, repeat: int, prompts: Sequence[Prompt]) -> CellRun:
+        asking = RequestSettings(
             endpoint=self.settings.endpoint,
             options=self.settings.body_options,
             max_tokens=self.settings.max_tokens,
@@ -204,10 +205,7 @@ class ServeRun:
     def _save(self, *, finished: bool) -> Results:
         results = self._results(finished=finished)
         if self.out is not None and self._servers:
-            try:
-                write_results(results, self.out)
-            except OSError as error:
-                raise ConfigError(f"--out {self.out}: cannot be written: {error.strerror or error}") from None
+            write_results(results, self.out)
         return results
 
     def _results(self, *, finished: bool) -> Results:
@@ -249,12 +247,13 @@ def _status(cells: Sequence[Cell], wanted: int) -> Status:
     return "partial" if any(cell.good for cell in cells) else "failed"
 
 
-def run_serve(
-    settings: ServeSettings,
-    *,
-    provenance: Mapping[str, Any],
-    out: Path | None = None,
-    progress: Progress | None = None,
-) -> Results:
-    """Measure everything in `settings`; the results are labelled where something is missing."""
-    return ServeRun(settings=settings, provenance=provenance, out=out, progress=progress or Progress(quiet=True)).run()
+def arrival_times(count: int, rate: float, *, seed: str) -> list[float]:
+    """Seconds after the start at which `count` requests arrive, `rate` per second, independently of each other."""
+    chance = random.Random(seed)
+    return list(itertools.accumulate(chance.expovariate(rate) for _ in range(count)))
+
+
+def chosen(workload: Workload, count: int, seed: int) -> list[Prompt]:
+    """`count` prompts: a sample that is spread over the categories, or all of them over and over."""
+    prompts = workload.sampled(min(count, len(workload.prompts)), seed).prompts
+    return list(itertools.islice(itertools.cycle(prompts), count))

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from fledge.bench.load.acceptance import SpeculationCounters, read_metrics
 from fledge.bench.load.http import HttpClient, HttpError, split_url
-from fledge.bench.results import Contender
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import Contender
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[Endpoint, str] = {"chat": "v1/chat/completions", "completions": "v1/completions"}
@@ -42,7 +42,7 @@ def parse_url(text: str) -> tuple[str | None, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class RemoteServer:
     """A server that answered, with a client of its own. `close` it."""
 
     spec: ServerSpec
@@ -106,7 +106,7 @@ class Server:
         self.client.close()
 
 
-async def connect(spec: ServerSpec) -> Server:
+async def connect(spec: ServerSpec) -> RemoteServer:
     """Find out what is at an address. Raises ConfigError if it cannot be loaded with requests."""
     headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
     client = HttpClient(url=spec.url, headers={**headers, **spec.headers})
@@ -119,7 +119,7 @@ async def connect(spec: ServerSpec) -> Server:
         if names and model not in names:
             raise ConfigError(f"--model {model}: not served at {spec.url}.{nearest_name_hint(model, names)}")
         family = next((str(card.get("owned_by") or "") for card in cards if card["id"] == model), "") or "server"
-        return Server(
+        return RemoteServer(
             spec=spec,
             client=client,
             model=model,

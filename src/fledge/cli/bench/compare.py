@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fledge.cli.bench.options import AsJson
 from fledge.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
-    from fledge.bench.compare import Comparison
+    from fledge.bench.compare import ResultsDiff
 
 FAIL_ON = ("regression", "change")
 
@@ -40,7 +41,7 @@ def compare(
         typer.Option(help="Exit with 1 on a 'regression', or on any 'change'. What is missing in B is both."),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Also list what stayed the same.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what changed from A to B beyond noise, what is missing, and what makes the two hard to compare.
 
@@ -54,7 +55,7 @@ def compare(
 
     from fledge.bench.compare import METRICS  # noqa: PLC0415 - torch takes seconds
     from fledge.bench.compare import compare as find_changes  # noqa: PLC0415
-    from fledge.bench.results import read_results  # noqa: PLC0415
+    from fledge.evaluation.results import read_results  # noqa: PLC0415
 
     for name in metric or ():
         if name not in METRICS:
@@ -78,48 +79,24 @@ def compare(
         raise typer.Exit(1)
 
 
-def _print(found: "Comparison", *, show_all: bool) -> None:
+def _print(found: "ResultsDiff", *, show_all: bool) -> None:
     from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    from fledge.bench.compare import METRICS  # noqa: PLC0415
-    from fledge.bench.tables import number  # noqa: PLC0415
-
     console = Console(highlight=False)
-    for line in found.warnings:
-        console.print(Text(f"! {line}", style="yellow"))
-    for title, lines in (("missing in B", found.missing), ("only in B", found.added)):
-        for line in lines:
-            console.print(Text(f"! {title}: {line}", style="red" if title == "missing in B" else "yellow"))
-    shown = [one for one in found.changes if show_all or one.verdict != "same"]
-    if shown:
-        table = Table(title="Speeds as ratios to each file's own baseline" if found.is_relative else None)
-        for heading in ("contender", "workload", "load", "figure", "A", "B", f"B / A [{100 * found.level:g} %]", ""):
-            table.add_column(heading, justify="right" if heading in ("load", "A", "B") else "left")
-        styles = {"worse": "red", "better": "green", "unknown": "yellow", "same": ""}
-        for one in shown:
-            ratio = one.ratio
-            ends = "" if ratio is None or ratio.low is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
-            table.add_row(
-                Text(one.contender),
-                Text(one.workload),
-                str(one.load),
-                METRICS[one.metric].title,
-                "" if one.before is None else number(one.before),
-                "" if one.after is None else number(one.after),
-                "" if ratio is None else f"{ratio.value:.3f}{ends}",
-                Text(one.verdict if one.reason is None else f"unknown: {one.reason}", style=styles[one.verdict]),
-            )
-        console.print(table)
-    counts = {
-        verdict: sum(one.verdict == verdict for one in found.changes)
-        for verdict in ("worse", "better", "same", "unknown")
-    }
-    text = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    console.print(f"{len(found.changes)} figures compared: {text}; threshold {100 * found.threshold:g} %.")
-    chance = (1 - found.level) * sum(one.verdict != "unknown" for one in found.changes)
-    if chance >= 0.5 and counts["worse"] + counts["better"]:
+    lines = [(line, "yellow") for line in found.warnings]
+    lines += [(f"missing in B: {line}", "red") for line in found.missing]
+    lines += [(f"only in B: {line}", "yellow") for line in found.added]
+    for line, style in lines:
+        console.print(Text(f"! {line}", style=style))
+    table = found.table(show_all=show_all)
+    if table.rows:
+        console.print(*table.to_rich())
+    verdicts = [one.verdict for one in found.changes]
+    text = ", ".join(f"{verdicts.count(name)} {name}" for name in ("worse", "better", "same", "unknown"))
+    console.print(f"{len(verdicts)} figures compared: {text}; threshold {100 * found.threshold:g} %.")
+    chance = (1 - found.level) * (len(verdicts) - verdicts.count("unknown"))
+    if chance >= 0.5 and {"worse", "better"}.intersection(verdicts):
         console.print(
             f"Chance alone would put about {chance:.0f} of them beyond their intervals; --level 0.99 asks for more."
         )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli.bench.options import Quiet
 from fledge.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ def inflate(
         bool, typer.Option("--small-vocab", help="Keep the small vocabulary instead of the shape's.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the extra weights.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Enlarge a trained Llama target and its EAGLE-3 drafters without changing what they say.
 
@@ -35,8 +36,8 @@ def inflate(
     if len(sources) != len(places):
         raise ConfigError(f"{len(sources)} --drafter but {len(places)} --drafter-out: give one for each")
 
-    from fledge.bench.inflate import shape_named  # noqa: PLC0415 - torch takes seconds
-    from fledge.bench.inflate_files import Inflation, write_inflated  # noqa: PLC0415
+    from fledge.bench.inflate_files import Inflation, write_inflated  # noqa: PLC0415 - torch takes seconds
+    from fledge.bench.shapes import shape_named  # noqa: PLC0415
     from fledge.devices import choose_dtype  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 

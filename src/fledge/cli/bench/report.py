@@ -1,14 +1,11 @@
 """`fledge bench report`: results as a page, as Markdown and as pictures."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fledge.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fledge.bench.report import Report
 
 
 def report(
@@ -38,30 +35,40 @@ def report(
 
     Several files become several parts of the page. Every figure comes with its interval; what is not whole is labelled.
     """
-    from fledge.bench import markdown as as_markdown  # noqa: PLC0415 - matplotlib and torch take seconds
-    from fledge.bench.part import Reference, make_parts  # noqa: PLC0415
-    from fledge.bench.report import Report, write_report  # noqa: PLC0415
-    from fledge.bench.results import read_results  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415 - matplotlib and torch take seconds
+
+    from fledge.bench.report import BenchReport, print_verdicts  # noqa: PLC0415
+    from fledge.bench.summary import summaries  # noqa: PLC0415
+    from fledge.bench.tables import markdown as to_markdown  # noqa: PLC0415
+    from fledge.bench.verdict import Reference  # noqa: PLC0415
+    from fledge.evaluation.results import read_results  # noqa: PLC0415
+    from fledge.files import write_text  # noqa: PLC0415
 
     references = tuple(Reference.parse(text) for text in reference or ())
     notes = [*(note or ()), *_paragraphs(note_file)]
     several = [read_results(file) for file in files]
-    parts = make_parts(several, baseline)
-    page = Report(
-        parts=tuple(parts),
+    page = BenchReport(
+        summaries=tuple(summaries(several, baseline)),
         title=title or "; ".join(dict.fromkeys(one.title for one in several)),
         references=references,
         notes=tuple(notes),
     )
-    write_report(page, out, pictures=png_dir)
+    page.write(out, pictures=png_dir)
+    is_printed = str(markdown) == "-"
     if markdown is not None:
-        text = as_markdown.markdown(page)
-        if str(markdown) == "-":
+        text = to_markdown(page.summaries, page.notes)
+        if is_printed:
             print(text, end="")
         else:
-            _write(markdown, text)
-    if not quiet and str(markdown) != "-":
-        _print(page, out)
+            try:
+                markdown.parent.mkdir(parents=True, exist_ok=True)
+                write_text(markdown, text)
+            except OSError as error:
+                raise ConfigError(f"--markdown {markdown}: cannot be written: {error.strerror or error}") from None
+    if not quiet and not is_printed:
+        console = Console(highlight=False)
+        print_verdicts(page, console)
+        console.print(f"Report: {out}", markup=False, soft_wrap=True)
 
 
 def _paragraphs(file: Path | None) -> list[str]:
@@ -72,31 +79,3 @@ def _paragraphs(file: Path | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--note-file {file}: cannot be read: {error}") from None
     return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--markdown {path}: cannot be written: {error.strerror or error}") from None
-
-
-def _print(page: "Report", out: Path) -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    from fledge.bench.report import verdicts_of  # noqa: PLC0415
-    from fledge.bench.verdict import overall  # noqa: PLC0415
-
-    console = Console(highlight=False)
-    marks = {"good": ("+ ", "green"), "bad": ("! ", "red"), "neutral": ("· ", "dim")}
-    for part in page.parts:
-        console.print(Text(part.results.title, style="bold"))
-        for line in part.warnings:
-            console.print(Text(f"! {line}", style="yellow"))
-        sentences = [sentence for one in verdicts_of(part) for sentence in one.sentences]
-        for sentence in [*sentences, *overall(part)]:
-            mark, style = marks[sentence.tone]
-            console.print(Text(mark, style=style) + Text(sentence.text))
-    console.print(f"Report: {out}", markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fledge.errors import ConfigError
+from fledge.cli.bench.options import Device, Eager, integers
 
 
 def rounds(
@@ -15,20 +15,20 @@ def rounds(
     depth: Annotated[str, typer.Option(help="Draft depths, comma-separated; 0 is plain decoding.")] = "0,3",
     concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16",
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     count: Annotated[int, typer.Option("--rounds", min=10, help="Rounds to time in each cell.")] = 100,
     prefill: Annotated[bool, typer.Option("--prefill", help="Also time 8 prompts of 4,096 tokens.")] = False,
     long_context: Annotated[int, typer.Option(help="Also decode at the end of a context this long.")] = 0,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    enforce_eager: Eager = False,
 ) -> None:
     """Time whole-engine rounds of random models: a table, then one JSON line."""
     import torch  # noqa: PLC0415 - `fledge --help` must not import torch
     from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
 
     from fledge.bench import rounds as measure  # noqa: PLC0415
     from fledge.devices import choose_device, choose_dtype  # noqa: PLC0415
     from fledge.engine.speculative_config import MAX_DEPTH  # noqa: PLC0415
+    from fledge.report.tables import Table  # noqa: PLC0415
 
     place = choose_device(device)
     on_gpu = place.type == "cuda"
@@ -38,10 +38,7 @@ def rounds(
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     if on_gpu:
         report["limits"] = asdict(measure.measure_limits(place))
-    cells = []
-    table = Table(title=f"ms per round, {report['device']}, {precision}")
-    for heading in ("shape", "K", *(f"C={size}" for size in sizes)):
-        table.add_column(heading, justify="right")
+    cells, body = [], []
     with console.status("measuring") as status:
         for name in shape.split(","):
             for k in depths:
@@ -52,7 +49,7 @@ def rounds(
                     status.update(f"{name}: K={k}, C={cell.concurrency}: {cell.milliseconds:.2f} ms")
                     cells.append(asdict(cell))
                     row.append(f"{cell.milliseconds:.2f}")
-                table.add_row(name, str(k), *row)
+                body.append([name, str(k), *row])
             if prefill:
                 status.update(f"{name}: prefill")
                 report[f"prefill {name}"] = measure.measure_prefill(
@@ -63,17 +60,7 @@ def rounds(
                 report[f"long context {name}"] = measure.measure_long_context(
                     name, device=place, dtype=precision, tokens=long_context, depth=max(depths)
                 )
-    Console().print(table)
+    title = f"ms per round, {report['device']}, {precision}"
+    table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
+    Console().print(*table.to_rich())
     print(json.dumps({**report, "rounds": cells}))
-
-
-def integers(name: str, text: str, low: int, high: int) -> list[int]:
-    """Read the value of option `name`: whole numbers from `low` to `high`, separated by commas."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--{name}: found {text!r}, expected whole numbers separated by commas") from None
-    for number in numbers:
-        if not low <= number <= high:
-            raise ConfigError(f"--{name}: found {number}, allowed is {low} to {high}")
-    return numbers

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fledge.cli.bench.options import (
+    AsJson,
+    IgnoreEos,
+    MaxTokens,
+    Out,
+    Quiet,
+    Repeats,
+    Sample,
+    Temperature,
+    Workloads,
+    finish,
+    integers,
+)
 from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
     from fledge.bench.load.servers import ServerSpec
-    from fledge.bench.results import Load, Results
+    from fledge.evaluation.results import Load
 
-INTERRUPTED = 130
 SECRETS = ("--api-key", "--header")
 
 
@@ -30,10 +43,8 @@ def serve(
         typer.Option(metavar="[NAME=]MODEL", help="Model to ask for. Default: the first that each server names."),
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Server that ratios are taken to. Default: the first.")] = None,
-    workload: Annotated[
-        list[str] | None, typer.Option(help="What to ask: a workload's name or a JSON lines file. Repeat it.")
-    ] = None,
-    sample: Annotated[int | None, typer.Option(min=1, help="Only so many prompts of each workload.")] = None,
+    workload: Workloads = None,
+    sample: Sample = None,
     concurrency: Annotated[
         str | None, typer.Option(help="Requests in flight at all times, comma-separated. 1,4,16,64 without --rate.")
     ] = None,
@@ -44,17 +55,17 @@ def serve(
         int | None,
         typer.Option(min=1, help="Prompts per cell. Default: 4 for each in flight, 20 s of a rate; at least 16."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each cell is measured.")] = 3,
+    repeats: Repeats = 3,
     warmup: Annotated[
         int | None,
         typer.Option(min=0, help="Prompts that are not measured, before each load. Default: as many as are in flight."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
     seed: Annotated[
         int | None, typer.Option(help="Of samples and arrival times; if given, also sent with every request.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for answers of full length.")] = False,
+    ignore_eos: IgnoreEos = False,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds without an event until a request is given up.")
     ] = 120,
@@ -67,12 +78,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="[NAME=]JSON", help="More fields for every request, or for those to one server."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Results, written after every cell. Default: bench-serve-DATE.json.")
-    ] = None,
+    out: Out = None,
     fail_on_errors: Annotated[bool, typer.Option(help="Exit with 1 if any request failed.")] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Load OpenAI-compatible servers (ours, vLLM, SGLang) with the same prompts, in turns, and compare them.
 
@@ -82,11 +91,9 @@ def serve(
     if endpoint not in ("chat", "completions"):
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
-    from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
-
-    from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
-    from fledge.bench.results import check_writable  # noqa: PLC0415
-    from fledge.bench.tables import print_results  # noqa: PLC0415
+    from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415 - `fledge --help` must stay quick
+    from fledge.bench.summary import Summary  # noqa: PLC0415
+    from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
@@ -119,34 +126,15 @@ def serve(
         progress=Progress(quiet=quiet),
     )
     results = run.run()
-    if as_json:
-        print(json.dumps({"results": str(file), **_summary(results)}, allow_nan=False))
-    elif results.cells:
-        print_results(results, Console(highlight=False))
-    if results.contenders and not quiet:
-        print(f"results: {file}", file=sys.stderr)
-    if run.interrupted:
-        saved = "what was measured is saved" if results.contenders else "nothing was measured"
-        print(f"interrupted; {saved}", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED)
-    if results.status != "complete" and fail_on_errors:
-        print(f"error: this run is {results.status}: some requests failed, see the notes above", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-def _summary(results: "Results") -> dict[str, Any]:
-    """Everything the tables show, as JSON values."""
-    from fledge.bench.figures import agreements, ratios, summarise  # noqa: PLC0415
-
-    baseline = results.baseline if results.cells else None
-    return {
-        "status": results.status,
-        "baseline": results.baseline,
-        "notes": list(results.notes),
-        "rows": [row.to_dict() for row in summarise(results)],
-        "ratios": [row.to_dict() for row in ratios(results, baseline)] if baseline else [],
-        "agreements": [row.to_dict() for row in agreements(results, baseline)] if baseline else [],
-    }
+    is_partial = results.status != "complete" and fail_on_errors
+    finish(
+        Summary(results, results.baseline),
+        file,
+        is_interrupted=run.interrupted,
+        failure=f"this run is {results.status}: some requests failed" if is_partial else None,
+        as_json=as_json,
+        quiet=quiet,
+    )
 
 
 def _servers(
@@ -213,15 +201,13 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
-    from fledge.bench.results import Load  # noqa: PLC0415
+    from fledge.evaluation.results import Load  # noqa: PLC0415
 
     if concurrency is None and rate is None:
         concurrency = "1,4,16,64"
     loads = []
-    for part in concurrency.split(",") if concurrency is not None else ():
-        if not part.strip().isdecimal() or not 1 <= int(part) <= 4096:
-            raise ConfigError(f"--concurrency: found '{part}', expected whole numbers from 1 to 4096, with commas")
-        loads.append(Load(concurrency=int(part)))
+    if concurrency is not None:
+        loads += [Load(concurrency=one) for one in integers("concurrency", concurrency, 1, 4096)]
     for part in rate.split(",") if rate is not None else ():
         try:
             value = float(part)
@@ -235,8 +221,6 @@ def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
     """The command line as others may see it: no keys, no headers, no passwords in addresses."""
-    import re  # noqa: PLC0415
-
     shown: list[str] = []
     for i, argument in enumerate(arguments):
         option, equals, _ = argument.partition("=")

@@ -1,24 +1,32 @@
 """What models are measured on: the packaged sets, public sets in their own formats, anyone's conversations."""
 
-from fledge.evaluation.workloads.base import LENGTH_BUCKETS, Message, Prompt, Workload, length_bucket
-from fledge.evaluation.workloads.catalogue import GROUPS, SETS, expand, workload_names
-from fledge.evaluation.workloads.loading import distinct_workloads, load_workload, load_workloads
-from fledge.evaluation.workloads.tokens import tokenised
-from fledge.files import cache_directory
+from fledge.evaluation.workloads.base import LENGTH_BUCKETS, Prompt, Workload, length_bucket, spread
+from fledge.evaluation.workloads.catalogue import (
+    GROUPS,
+    SETS,
+    canonical,
+    distinct_workloads,
+    expand,
+    load_workload,
+    load_workloads,
+    workload_names,
+)
+from fledge.evaluation.workloads.tokens import tokenised, with_token_ids
 
 __all__ = [
     "GROUPS",
     "LENGTH_BUCKETS",
     "SETS",
-    "Message",
     "Prompt",
     "Workload",
-    "cache_directory",
+    "canonical",
     "distinct_workloads",
     "expand",
     "length_bucket",
     "load_workload",
     "load_workloads",
+    "spread",
     "tokenised",
+    "with_token_ids",
     "workload_names",
 ]

@@ -3,15 +3,14 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from fledge.errors import ConfigError
-from fledge.evaluation.conversations import ASKING_ROLES
+from fledge.evaluation.conversations import Message, split_turns
 
-Message = Mapping[str, Any]
 _T = TypeVar("_T")
 
 # Upper ends of the input-length buckets, in prompt tokens. From 1k on they are those of SPEED-Bench, and 4k.
@@ -21,22 +20,28 @@ LONGEST = "longer"
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """User turns to be answered one after another, or a history that ends with a user turn."""
+    """User turns to be answered one after another, or a history that ends with a user turn.
+
+    Where there are no messages, a text or ids to go on from: what training holds out may be such.
+    """
 
     id: str  # unique in its workload
     category: str  # what reports group by: SPEED-Bench's names where they fit
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()  # of the first turn as the target reads it, where they are known
     bucket: str | None = None  # of input length in words, where the workload has such: 2k, 4k, 8k, 16k
     sub_category: str | None = None  # the set's own, finer division
 
     @property
     def first_messages(self) -> tuple[Message, ...]:
         """The messages that can be given before anything is answered: all, or up to the first open turn."""
-        for i, message in enumerate(self.messages):
-            following = self.messages[i + 1]["role"] if i + 1 < len(self.messages) else "user"
-            if message["role"] in ASKING_ROLES and following not in ("assistant", "tool"):
-                return self.messages[: i + 1]
-        return self.messages
+        return next(iter(split_turns(self.messages, keep_answers=True)), self.messages)
+
+    @property
+    def num_turns(self) -> int:
+        """How many answers it takes where the target writes all of them."""
+        return len(split_turns(self.messages)) or int(bool(self.text or self.token_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,10 @@ class Workload:
     @cached_property
     def digest(self) -> str:
         """sha256 of the content: the same for the same prompts in the same order, whatever they are called."""
-        values = [[p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages]] for p in self.prompts]
+        values = [
+            [p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages], *([p.text] if p.text else [])]
+            for p in self.prompts
+        ]
         text = json.dumps(values, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -82,8 +90,12 @@ class Workload:
         if count < 1:
             raise ConfigError(f"sample: found {count}, allowed is an integer of at least 1")
         place = {prompt.id: i for i, prompt in enumerate(self.prompts)}
-        keys = (_bucket, _category, _sub_category)
-        chosen = _spread(self.prompts, keys, random.Random(seed))[:count]
+        keys: tuple[Callable[[Prompt], object], ...] = (
+            lambda prompt: prompt.bucket,
+            lambda prompt: prompt.category,
+            lambda prompt: prompt.sub_category,
+        )
+        chosen = _mixed(self.prompts, keys, random.Random(seed))[:count]
         return replace(self, prompts=tuple(sorted(chosen, key=lambda prompt: place[prompt.id])))
 
 
@@ -92,23 +104,18 @@ def length_bucket(tokens: int) -> str:
     return next((name for name, limit in LENGTH_BUCKETS.items() if tokens <= limit), LONGEST)
 
 
-def _bucket(prompt: Prompt) -> str | None:
-    return prompt.bucket
+def spread(items: Sequence[_T], count: int) -> list[_T]:
+    """Return `count` items evenly over the whole list: files are often sorted by subject."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
 
 
-def _category(prompt: Prompt) -> str:
-    return prompt.category
-
-
-def _sub_category(prompt: Prompt) -> str | None:
-    return prompt.sub_category
-
-
-def _spread(items: Sequence[_T], keys: Sequence[Callable[[_T], object]], draw: random.Random) -> list[_T]:
+def _mixed(items: Sequence[_T], keys: Sequence[Callable[[_T], object]], draw: random.Random) -> list[_T]:
     """All items in an order whose every beginning is spread evenly over the groups of the first key, then the next."""
     if not keys:
         return draw.sample(items, len(items))
-    groups = [_spread(group, keys[1:], draw) for group in _grouped(items, keys[0]).values()]
+    groups = [_mixed(group, keys[1:], draw) for group in _grouped(items, keys[0]).values()]
     draw.shuffle(groups)
     longest = max(map(len, groups), default=0)
     return [group[i] for i in range(longest) for group in groups if i < len(group)]

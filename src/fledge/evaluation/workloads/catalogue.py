@@ -1,81 +1,26 @@
-"""The workloads that have a name: what comes with the package, what the hub has, and groups of them.
-
-`data/LICENCES.md` gives origin, licence and attribution of each set that comes with the package.
+"""Workloads by name, from a file or from the hub. `data/catalogue.yaml` has the names: sets that come with the package,
+groups of them, and public sets on the hub.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import yaml
+
+from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.workloads.base import Prompt, Workload
+from fledge.evaluation.workloads.formats import plain_name, read_prompts
+from fledge.evaluation.workloads.hub import PREFIX, fetch
+
 DATA = Path(__file__).parent / "data"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackagedSet:
-    """One set in `data/`. `category` is that of all its prompts; None: their own."""
-
-    source: str
-    licence: str
-    category: str | None = None
-
-
-SETS: Mapping[str, PackagedSet] = {
-    "mt_bench": PackagedSet(source="MT-Bench, lm-sys/FastChat", licence="Apache-2.0"),
-    "humaneval": PackagedSet(source="HumanEval, openai/human-eval", licence="MIT", category="coding"),
-    "gsm8k": PackagedSet(source="GSM8K test, openai/grade-school-math, 200 of 1,319", licence="MIT", category="math"),
-    "math500": PackagedSet(source="MATH-500, the first 200, hendrycks/math", licence="MIT", category="math"),
-    "chat_dialogue": PackagedSet(
-        source="Schema-Guided Dialogue test, user turns", licence="CC-BY-SA-4.0", category="dialogue"
-    ),
-    "docs_qa": PackagedSet(
-        source="questions on MDN, .NET, Kubernetes and PEP pages",
-        licence="CC-BY-SA-2.5 (MDN), CC-BY-4.0 (.NET, Kubernetes), public domain (PEPs)",
-        category="qa",
-    ),
-    "instructions": PackagedSet(
-        source="Natural Instructions, 13 tasks",
-        licence="by task: CC-BY-4.0, CC-BY-SA-4.0, CC-BY-SA-3.0, MIT",
-        category="instructions",
-    ),
-    "long_context": PackagedSet(
-        source="eight novels and QMSum test meetings, 2k to 16k words",
-        licence="public domain (novels), MIT (QMSum)",
-        category="long_context",
-    ),
-}
-
-ALIASES = {
-    "mtbench": "mt_bench",
-    "human_eval": "humaneval",
-    "math_500": "math500",
-    "natural_instructions": "instructions",  # `fledge drift` has a workload of its own called `instructions`
-    "speedbench": "speed_bench",
-    "speed_bench/qualitative": "speed_bench",
-}
-
-# A group stands for several workloads; SET/PART is one category, sub-category or bucket of a set.
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "all": tuple(SETS),
-    "short": tuple(name for name in SETS if name != "long_context"),
-    "coding": ("humaneval", "mt_bench/coding"),
-    "math": ("gsm8k", "math500", "mt_bench/math"),
-    "chat": ("mt_bench", "chat_dialogue"),
-    "qa": ("docs_qa", "mt_bench/stem", "mt_bench/humanities"),
-}
-
-# Public sets on the Hugging Face hub, whole: the files of each as its dataset page showed them in 2026. SPEED-Bench may
-# not be redistributed (NVIDIA Evaluation Dataset License) and so is only here.
-HUB: Mapping[str, str] = {
-    "mt_bench": "hf:HuggingFaceH4/mt_bench_prompts:raw/question.jsonl",
-    "humaneval": "hf:openai/openai_humaneval:openai_humaneval/test-*.parquet",
-    "gsm8k": "hf:openai/gsm8k:main/test-*.parquet",
-    "math500": "hf:HuggingFaceH4/MATH-500:test.jsonl",
-    "speed_bench": "hf:nvidia/SPEED-Bench:qualitative/test-*.parquet",
-    **{
-        f"speed_bench/throughput_{size}": f"hf:nvidia/SPEED-Bench:throughput_{size}/test-*.parquet"
-        for size in ("1k", "2k", "8k", "16k", "32k")
-    },
-}
+_CATALOGUE = yaml.safe_load((DATA / "catalogue.yaml").read_text(encoding="utf-8"))
+SETS: Mapping[str, Mapping[str, str]] = _CATALOGUE["sets"]  # source, licence, perhaps category
+GROUPS: Mapping[str, Sequence[str]] = _CATALOGUE["groups"]
+ALIASES: Mapping[str, str] = _CATALOGUE["aliases"]
+HUB: Mapping[str, str] = _CATALOGUE["hub"]
 
 
 def canonical(name: str) -> str:
@@ -94,4 +39,114 @@ def workload_names() -> tuple[str, ...]:
 def expand(name: str) -> tuple[str, ...]:
     """The workloads that a name stands for: those of a group, or itself."""
     known = canonical(name)
-    return GROUPS.get(known, (known,))
+    return tuple(GROUPS.get(known, (known,)))
+
+
+def load_workload(
+    name_or_path: str | Path,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    from_hub: bool = False,
+    as_written: bool = False,
+) -> Workload:
+    """Return the prompts of a packaged set (`mt_bench`), of a part of one (`long_context/4k`, `mt_bench/coding`), of a
+    group as one workload (`coding`), of a file, or of a dataset on the hub (`hf:OWNER/NAME:FILE`, `speed_bench`).
+
+    `sample` draws so many with `seed`, spread over categories. `from_hub` takes a public set whole from the hub.
+    `as_written` is for files: see `read_prompts`.
+    """
+    return _loaded(name_or_path, from_hub, as_written).sampled(sample, seed)
+
+
+def load_workloads(
+    names: Sequence[str | Path], *, sample: int | None = None, seed: int = 0, from_hub: bool = False
+) -> tuple[Workload, ...]:
+    """Return every workload once, groups as their members; `sample` prompts of each."""
+    single = [one for name in names for one in ((name,) if Path(name).is_file() else expand(str(name)))]
+    loaded = [load_workload(one, sample=sample, seed=seed, from_hub=from_hub) for one in dict.fromkeys(single)]
+    return distinct_workloads(loaded)
+
+
+def distinct_workloads(loaded: Iterable[Workload]) -> tuple[Workload, ...]:
+    """The same workloads, the same one only once. Two of one name would be taken for one in results: refused."""
+    by_name: dict[str, Workload] = {}
+    for one in loaded:
+        other = by_name.setdefault(one.name, one)
+        if (other.source, other.digest) != (one.source, one.digest):
+            raise ConfigError(f"two workloads are called '{one.name}'; rename a file")
+    return tuple(by_name.values())
+
+
+def _loaded(source: str | Path, from_hub: bool, as_written: bool = False) -> Workload:
+    if Path(source).is_file():
+        return _from_file(Path(source), plain_name(Path(source)), str(source), as_written)
+    name = str(source)
+    if name.startswith(PREFIX):
+        path = fetch(name)
+        return _from_file(path, name.removeprefix(PREFIX).replace(":", "/"), name)
+    known = canonical(name)
+    if known in HUB and (from_hub or known.partition("/")[0] not in SETS):
+        return _from_file(fetch(HUB[known]), known, HUB[known])
+    if from_hub and known in workload_names():
+        known_there = ", ".join(one for one in HUB if "/" not in one)
+        raise ConfigError(f"workload {name}: on the hub are {known_there}; name other datasets as hf:OWNER/NAME")
+    if known in GROUPS:
+        return _group(known)
+    whole, slash, part = known.partition("/")
+    if whole in SETS:
+        return _part(_packaged(whole), part) if slash else _packaged(whole)
+    if Path(source).suffix or "/" in name:
+        raise ConfigError(f"workload {name}: no such file")
+    hint = nearest_name_hint(known, {*workload_names(), *HUB})
+    raise ConfigError(f"unknown workload '{name}', and no file has that name.{hint}")
+
+
+@cache
+def _packaged(name: str) -> Workload:
+    described = SETS[name]
+    prompts, _ = read_prompts(DATA / f"{name}.jsonl.xz")
+    if category := described.get("category"):
+        several = len({p.category for p in prompts}) > 1
+        prompts = tuple(
+            replace(p, category=category, sub_category=p.sub_category or (_own(p) if several else None))
+            for p in prompts
+        )
+    return Workload(name=name, prompts=prompts, source=described["source"], licence=described["licence"])
+
+
+def _own(prompt: Prompt) -> str:
+    """The set's own category, but for the length that the bucket says already: `4000w-novel` is `novel`."""
+    return prompt.category.rpartition("-")[2] if prompt.bucket else prompt.category
+
+
+def _part(workload: Workload, part: str) -> Workload:
+    def names(prompt: Prompt) -> set[str]:
+        given = (prompt.category, prompt.sub_category, prompt.bucket)
+        return {one.lower().replace("-", "_").replace(" ", "_") for one in given if one is not None}
+
+    chosen = tuple(prompt for prompt in workload.prompts if part in names(prompt))
+    if not chosen:
+        parts = sorted({name for prompt in workload.prompts for name in names(prompt)} - {workload.name})
+        raise ConfigError(f"workload {workload.name} has no part '{part}'.{nearest_name_hint(part, parts)}")
+    return replace(workload, name=f"{workload.name}/{part}", prompts=chosen)
+
+
+def _group(name: str) -> Workload:
+    members = [_loaded(member, from_hub=False) for member in GROUPS[name]]
+    return Workload(
+        name=name,
+        prompts=tuple(prompt for member in members for prompt in member.prompts),
+        source="; ".join(member.source for member in members),
+        licence="; ".join(f"{member.name}: {member.licence}" for member in members),
+    )
+
+
+def _from_file(path: Path, name: str, source: str, as_written: bool = False) -> Workload:
+    prompts, missing = read_prompts(path, as_written=as_written)
+    notes: tuple[str, ...] = ()
+    if missing:
+        text = f"{name}: {missing} of {missing + len(prompts)} prompts are left out, their publisher withholds the text"
+        warnings.warn(text, stacklevel=2)
+        notes = (text,)
+    return Workload(name=name, prompts=prompts, source=source, licence="that of its source", notes=notes)

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from fledge.errors import ConfigError, DataError
-from fledge.evaluation.workloads.files import SUFFIXES
+from fledge.evaluation.workloads.formats import SUFFIXES
 
 PREFIX = "hf:"
 _SOURCE = re.compile(r"hf:(?P<repo>[\w][\w.\-]*/[\w][\w.\-]*)(:(?P<file>.+))?")

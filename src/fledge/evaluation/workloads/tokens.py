@@ -2,9 +2,9 @@
 
 import contextlib
 import hashlib
-import os
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,9 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import tokenizer_digests
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import PromptError
+from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.workloads.base import Workload
-from fledge.files import cache_directory
+from fledge.files import atomic_path, cache_directory
 
 FORMAT = 1
 
@@ -41,6 +42,16 @@ def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = N
     return ids
 
 
+def with_token_ids(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> Workload:
+    """Return the workload with `token_ids` of its first turns, but for prompts that bring answers of their own."""
+    ids = tokenised(workload, target, cache_dir)
+    prompts = [
+        replace(prompt, token_ids=own) if prompt.first_messages in split_turns(prompt.messages)[:1] else prompt
+        for prompt, own in zip(workload.prompts, ids, strict=True)
+    ]
+    return replace(workload, prompts=tuple(prompts))
+
+
 def _key(workload: Workload, directory: Path) -> str:
     """What the ids follow from: the prompts, the tokenizer's files and template, and who renders it."""
     parts = (FORMAT, workload.digest, *sorted(tokenizer_digests(directory).items()), transformers.__version__)
@@ -59,15 +70,10 @@ def _read(path: Path, prompts: int) -> TokenIds | None:
 
 
 def _write(path: Path, ids: Sequence[Sequence[int]]) -> None:
-    """Whole or not at all, also where several processes write."""
+    """Whole or not at all, also where several processes write. A cache that cannot be written is none."""
     tokens = np.concatenate([np.asarray(one, dtype=np.int32) for one in ids])
     lengths = np.array([len(one) for one in ids], dtype=np.int64)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, tokens=tokens, lengths=lengths)
-        os.replace(temporary, path)
-    except OSError:  # a cache that cannot be written is none
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        with atomic_path(path) as temporary:
+            np.savez_compressed(temporary, tokens=tokens, lengths=lengths)

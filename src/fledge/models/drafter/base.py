@@ -8,17 +8,18 @@ so a drafter is always one token ahead of the target's feature. While drafting, 
 drafter's own output instead of the target's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.native.drafting import ChainPlaces, NativeDrafter
+from fledge.kernels.settle_round import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.linear import Linear
+from fledge.layers.paged_cache import PagedPass
 from fledge.layers.rope import RotaryEmbedding
-from fledge.layers.stack import DecoderStack, turns_of
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
@@ -42,9 +43,6 @@ class Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.vocabulary = DraftVocabulary(config.draft_vocab_size, config.vocab_size) if config.reduced_vocab else None
-        # Made by `stack`, where there is one, for inference on a CPU: the layers as one call, and all of drafting.
-        self._stack: DecoderStack | None = None
-        self._native: NativeDrafter | None = None
 
     def share_with(self, target: TargetModel) -> None:
         """Use the target's embedding and head where the drafter has none of its own."""
@@ -66,26 +64,33 @@ class Drafter(nn.Module):
         """tokens, positions [*lead]; features [*lead, hidden] from `fuse` or from the previous draft step."""
         raise NotImplementedError
 
-    def draft_settled(
+    def draft_chain(
         self,
         states: TargetStates,
         tokens: Tensor,
         positions: Tensor,
-        storage: KeyValueStorage,
-        places: ChainPlaces,
+        storage: PagedPass,
+        last_rows: Tensor,
+        places: DraftPlaces,
         depth: int,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Do all of a round's drafting in one call: `fuse`, `forward` over settled rows, `depth` likeliest tokens.
+        choose: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read settled rows (states, tokens and positions, [rows] each), then draft from `last_rows` [n] of them.
 
-        Returns the drafts [depth, n] and the states [n, hidden] behind the last; None where it takes several calls.
+        Each of `depth` steps takes the likeliest token, or `choose(head [n, hidden], step)`; `places` says where the
+        steps after the first go. Returns the drafts [n, depth] and the states [n, hidden] behind the last of them.
         """
-        if self._stack is None or self._native is None or states.aux is None:
-            return None
-        paged = self._stack.paged(states.aux, storage)
-        if paged is None:
-            return None
-        turns = turns_of(self.rope(positions, states.aux.dtype))
-        return self._native.draft(states.aux, tokens, turns, paged, places, depth)
+        out = self(tokens, self.fuse(states), positions, storage)
+        head = out.head[last_rows]
+        feature = head if out.feature is out.head else out.feature[last_rows]
+        drafts: list[Tensor] = []
+        for step in range(depth):
+            if step > 0:
+                position = places.positions[step - 1]
+                out = self(drafts[-1], feature, position, storage.step(places.tables, position, places.slots[step - 1]))
+                head, feature = out.head, out.feature
+            drafts.append(self.likeliest(head) if choose is None else choose(head, step))
+        return torch.stack(drafts, dim=1), head
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "share_with(target) first"

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.linear import Linear
-from fledge.layers.stack import DecoderStack
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetStates
@@ -26,10 +25,6 @@ class EagleDrafter(Drafter):
             DecoderLayer(config.layer, layer=i, input_norm=i > 0) for i in range(config.num_layers)
         )
 
-    def stack(self) -> None:
-        """Make the layers one call, where they can be. Inference on a CPU only."""
-        self._stack = DecoderStack.of(self.layers, None)
-
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
         return ()
@@ -40,9 +35,6 @@ class EagleDrafter(Drafter):
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         update, stream = self.fc(torch.cat([self.embed(tokens), features], dim=-1)), None
         rotation = self.rope(positions, update.dtype)
-        if self._stack is not None and (paged := self._stack.paged(update, storage)) is not None:
-            hidden, _ = self._stack.run(update, rotation, paged)
-            return DraftStates(head=hidden, feature=hidden)
         for layer in self.layers:
             update, stream = layer(update, stream, rotation, storage)
         hidden = stream + update

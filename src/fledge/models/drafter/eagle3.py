@@ -4,14 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.draft_input import draft_input
-from fledge.kernels.native.drafting import DrafterWeights, NativeDrafter
-from fledge.kernels.native.rows import runs_native
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.norm import RMSNorm
 from fledge.layers.rope import Rotation
-from fledge.layers.stack import DecoderStack
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.fusion import FeatureFusion
@@ -35,14 +32,10 @@ class Eagle3FirstLayer(nn.Module):
         self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
     ) -> tuple[Tensor, Tensor]:
         """Tokens [*lead], what embeds them, feature [*lead, hidden]. Returns (update, stream) like `DecoderLayer`."""
-        both, stream = self.read(tokens, embed, feature)
+        both = self._side_by_side(tokens, embed, feature)
+        stream = both[..., feature.shape[-1] :] if self.norm_before_residual else feature
         normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
         return self.mlp(normed), stream
-
-    def read(self, tokens: Tensor, embed: nn.Module, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what attention reads, [*lead, 2 * hidden], and where the residual stream starts."""
-        both = self._side_by_side(tokens, embed, feature)
-        return both, both[..., feature.shape[-1] :] if self.norm_before_residual else feature
 
     def _side_by_side(self, tokens: Tensor, embed: nn.Module, feature: Tensor) -> Tensor:
         """[*lead, 2 * hidden_size]: embedding and feature, normed, the embedding first."""
@@ -65,35 +58,6 @@ class Eagle3Drafter(Drafter):
         )
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
 
-    def stack(self) -> None:
-        """Make the layers one call, where they can be. Inference on a CPU only."""
-        self._stack = DecoderStack.of(self.layers, self.norm)
-        self._native = None if self._stack is None else self._native_drafter(self._stack)
-
-    def _native_drafter(self, stack: DecoderStack) -> NativeDrafter | None:
-        """Return what drafts in one call; None where a part is not in float32 on a CPU or not packed."""
-        first, fusion, head, embed = self.layers[0], self.fusion, self.lm_head, self.embed_tokens
-        assert isinstance(first, Eagle3FirstLayer)
-        norms = [weight.detach() for weight in fusion.state_norms()]
-        if fusion.fc.packed is None or head is None or head.packed is None or type(embed) is not nn.Embedding:
-            return None
-        if not runs_native(embed.weight.detach(), *norms) or not embed.weight.is_contiguous():
-            return None
-        weights = DrafterWeights(
-            embedding=embed.weight.detach(),
-            embedding_norm=first.input_layernorm.weight.detach(),
-            feature_norm=first.hidden_norm.weight.detach(),
-            states_norm=None if fusion.input_norm is None else fusion.input_norm.weight.detach(),
-            state_norms=norms,
-            states=self.config.num_aux_states,
-            fuse=fusion.fc.packed,
-            head=head.packed,
-            offsets=None if self.vocabulary is None else self.vocabulary.d2t,
-            residual_is_normed=self.config.norm_before_residual,
-            feeds_normed=self.config.norm_output,
-        )
-        return NativeDrafter(stack.decoder, weights)
-
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
         assert self.config.aux_layer_ids is not None, "resolve the config against its target first"
@@ -107,13 +71,6 @@ class Eagle3Drafter(Drafter):
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         rotation = self.rope(positions, features.dtype)
         assert self.embed_tokens is not None, "share_with(target) first"
-        if self._stack is not None and (paged := self._stack.paged(features, storage)) is not None:
-            first = self.layers[0]
-            assert isinstance(first, Eagle3FirstLayer)
-            both, start = first.read(tokens, self.embed_tokens, features)
-            stream = start.clone(memory_format=torch.contiguous_format)
-            normed, _ = self._stack.run(stream, rotation, paged, first_input=both)
-            return DraftStates(head=normed, feature=normed if self.config.norm_output else stream)
         update, stream = self.layers[0](tokens, self.embed_tokens, features, rotation, storage)
         for layer in self.layers[1:]:
             update, stream = layer(update, stream, rotation, storage)

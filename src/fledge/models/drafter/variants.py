@@ -26,7 +26,7 @@ class Variant:
         eagle3 = self.architecture is Architecture.EAGLE3
         return DrafterConfig(
             architecture=self.architecture,
-            layer=layer or target.layer,
+            layer=layer or target.layer.as_drafter,
             vocab_size=target.vocab_size,
             draft_vocab_size=target.vocab_size,
             max_positions=target.max_positions,

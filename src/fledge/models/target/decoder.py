@@ -10,7 +10,6 @@ from fledge.layers.block import DecoderLayer
 from fledge.layers.linear import Linear
 from fledge.layers.norm import RMSNorm
 from fledge.layers.rope import RotaryEmbedding
-from fledge.layers.stack import DecoderStack
 from fledge.models.config import TargetConfig
 
 
@@ -30,7 +29,7 @@ class TargetModel(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config.layer, layer=i, sliding_window=config.sliding_window(i))
+            DecoderLayer(config.layer_at(i), layer=i, sliding_window=config.sliding_window(i))
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
@@ -39,12 +38,6 @@ class TargetModel(nn.Module):
         if config.tied_head:
             self.lm_head.weight = self.embed_tokens.weight
 
-        self._stack: DecoderStack | None = None
-
-    def stack(self) -> None:
-        """Make the layers one call, where they can be. Inference on a CPU only."""
-        self._stack = DecoderStack.of(self.layers, self.norm)
-
     def forward(
         self, tokens: Tensor, positions: Tensor, storage: KeyValueStorage, aux_layer_ids: tuple[int, ...] = ()
     ) -> TargetStates:
@@ -52,9 +45,6 @@ class TargetModel(nn.Module):
         update: Tensor = self.embed_tokens(tokens)
         stream: Tensor | None = None
         rotation = self.rope(positions, update.dtype)
-        if self._stack is not None and (paged := self._stack.paged(update, storage)) is not None:
-            final, aux = self._stack.run(update, rotation, paged, aux_layer_ids=aux_layer_ids)
-            return TargetStates(final=final, aux=aux)
         inputs: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in aux_layer_ids:

@@ -34,7 +34,7 @@ class TemplateRefusedError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class TurnTokens:
     """One answer and what it answers, in ids."""
 
     prompt: Sequence[int]
@@ -53,14 +53,14 @@ class Rendered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Text:
+class TurnText:
     """The text of a turn, before it is tokenised."""
 
     prompt: str
     answer: str
 
 
-def chain(turns: Iterable[Turn]) -> list[Rendered]:
+def chain(turns: Iterable[TurnTokens]) -> list[Rendered]:
     """Join the turns of one conversation into as few sequences as their ids allow (see the module's text)."""
     done: list[Rendered] = []
     tokens: list[int] = []
@@ -92,7 +92,7 @@ class Renderer:
         """Return the prompt as it is served. Raises TemplateRefusedError."""
         return self._render(messages, template, add_generation_prompt=True)
 
-    def turn_texts(self, messages: Sequence[Message], template: int | None = None) -> list[_Text]:
+    def turn_texts(self, messages: Sequence[Message], template: int | None = None) -> list[TurnText]:
         """Return prompt and answer of every assistant turn that answers something. Raises TemplateRefusedError."""
         texts = []
         for i, message in enumerate(messages):
@@ -103,7 +103,7 @@ class Renderer:
                     answer = full[len(prompt) :]
                 else:
                     answer = self._answer_apart(messages[: i + 1], template, prompt, full)
-                texts.append(_Text(prompt=prompt, answer=answer))
+                texts.append(TurnText(prompt=prompt, answer=answer))
         return texts
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -113,7 +113,7 @@ class Renderer:
         ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, **_IDS_ONLY)["input_ids"]
         return ids
 
-    def conversations(self, several: Sequence[Sequence[_Text]]) -> list[list[Rendered]]:
+    def conversations(self, several: Sequence[Sequence[TurnText]]) -> list[list[Rendered]]:
         """Tokenise the turns of several conversations together."""
         flat = [text for texts in several for text in texts]
         ids = self.encode([t for text in flat for t in (text.prompt, text.prompt + text.answer)])
@@ -129,9 +129,9 @@ class Renderer:
         several: list[list[int]] = self.tokenizer(list(texts), **_IDS_ONLY)["input_ids"]
         return [Rendered(tokens=ids, answer=[False, *[True] * (len(ids) - 1)][: len(ids)]) for ids in several]
 
-    def _turn(self, text: _Text, prompt: list[int], joint: list[int]) -> Turn:
+    def _turn(self, text: TurnText, prompt: list[int], joint: list[int]) -> TurnTokens:
         answer = joint[len(prompt) :] if joint[: len(prompt)] == prompt else self._encode_apart(text.answer)
-        return Turn(prompt=prompt, answer=self._through_stop(answer))
+        return TurnTokens(prompt=prompt, answer=self._through_stop(answer))
 
     def _through_stop(self, answer: list[int]) -> list[int]:
         for count, token in enumerate(answer, start=1):

@@ -9,19 +9,18 @@ index.json       sizes, names and the digest of the content; written last
 
 import hashlib
 import json
-import shutil
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fledge.errors import DataError
-from fledge.files import atomic_file
+from fledge.files import atomic_directory, write_json
 
 INDEX = "index.json"
 _FORMAT = 1
@@ -29,8 +28,7 @@ _TOKENS, _ANSWER, _OFFSETS, _CATEGORIES = "tokens.bin", "answer.bin", "offsets.b
 _UINT16_VOCABULARY = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
+class TokenExample(NamedTuple):
     """One sequence."""
 
     tokens: NDArray[np.int64]
@@ -81,32 +79,42 @@ class TokenStore:
     def total_tokens(self) -> int:
         return len(self.tokens)
 
-    def example(self, i: int) -> Example:
+    def example(self, i: int) -> TokenExample:
         if not 0 <= i < len(self):
             raise IndexError(f"example {i} of {len(self)}")
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        return Example(
+        return TokenExample(
             tokens=self.tokens[part].astype(np.int64),
             answer=np.array(self.answer[part]),
             category=self.category_names[self.category_ids[i]],
         )
 
     class Writer:
-        """Fills a store. Nothing is at `directory` before `finish`; as a context, an error leaves nothing behind."""
+        """Fills a store, as a context: it is at `directory` when the block ends, and an error leaves nothing behind."""
 
         def __init__(self, directory: Path, vocab_size: int) -> None:
-            self.directory = directory
-            self._vocab_size = vocab_size
+            self._directory, self._vocab_size = directory, vocab_size
             self._dtype = np.dtype(np.uint16 if vocab_size <= _UINT16_VOCABULARY else np.uint32)
-            self._temporary = directory.with_name(f".{directory.name}.tmp")
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary.mkdir(parents=True)
-            self._files = [(self._temporary / name).open("wb") for name in (_TOKENS, _ANSWER)]
             self._offsets = array("q", [0])
             self._category_ids = array("i")
             self._names: dict[str, int] = {}
             self._answer_tokens = 0
             self._sha = hashlib.sha256(f"{_FORMAT} {self._dtype.name}".encode())
+
+        def __enter__(self) -> "TokenStore.Writer":
+            self._stack = ExitStack()
+            self._temporary = self._stack.enter_context(atomic_directory(self._directory, replace=True))
+            self._files = [
+                self._stack.enter_context((self._temporary / name).open("wb")) for name in (_TOKENS, _ANSWER)
+            ]
+            return self
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            if kind is None:
+                self._write_index()
+            self._stack.__exit__(kind, error, trace)
 
         def __len__(self) -> int:
             return len(self._category_ids)
@@ -139,10 +147,7 @@ class TokenStore:
             self._category_ids.append(self._names.setdefault(category, len(self._names)))
             self._answer_tokens += int(mask.sum())
 
-        def finish(self) -> None:
-            """Put the store in its place."""
-            for file in self._files:
-                file.close()
+        def _write_index(self) -> None:
             np.array(self._offsets, dtype=np.int64).tofile(self._temporary / _OFFSETS)
             np.array(self._category_ids, dtype=np.int32).tofile(self._temporary / _CATEGORIES)
             index = {
@@ -154,26 +159,7 @@ class TokenStore:
                 "categories": list(self._names),
                 "digest": self._sha.hexdigest()[:16],
             }
-            with atomic_file(self._temporary / INDEX) as index_file:
-                json.dump(index, index_file, indent=2)
-            shutil.rmtree(self.directory, ignore_errors=True)
-            self._temporary.rename(self.directory)
-
-        def discard(self) -> None:
-            for file in self._files:
-                file.close()
-            shutil.rmtree(self._temporary, ignore_errors=True)
-
-        def __enter__(self) -> "TokenStore.Writer":
-            return self
-
-        def __exit__(
-            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
-            if kind is None:
-                self.finish()
-            else:
-                self.discard()
+            write_json(self._temporary / INDEX, index)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -8,10 +8,10 @@ from fledge.devices import choose_device
 from fledge.training.capture import open_target, target_config
 from fledge.training.data.store import TokenStore
 from fledge.training.drafter_setup import drafter_config
+from fledge.training.hidden_states import plan_states, write_states
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext
 from fledge.training.stages.regenerate import examples_directory
-from fledge.training.state_store import plan_states, write_states
+from fledge.training.workspace import Stage, StageContext
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

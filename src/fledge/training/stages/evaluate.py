@@ -5,26 +5,28 @@ measured before an interruption is kept in `parts/`.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import CheckpointError, FledgeError
-from fledge.evaluation.conversations import Skipped
-from fledge.files import distinct_names, file_digest, read_json, write_json
-from fledge.training import evaluation
-from fledge.training.card import write_card
-from fledge.training.evaluation import Measurement, Question, Turn
-from fledge.training.provenance import write_provenance
+from fledge.evaluation.acceptance import (
+    AcceptanceMeter,
+    AcceptanceSettings,
+    Measurement,
+    TargetAnswers,
+    TargetTurn,
+)
+from fledge.evaluation.conversations import Skipped, read_conversations
+from fledge.evaluation.workloads import Prompt, Workload, spread
+from fledge.files import atomic_directory, distinct_names, file_digest, read_json, read_json_lines, write_json
+from fledge.training.card import TRAINING_PLOT, write_card
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext
+from fledge.training.workspace import Stage, StageContext
 
 HELD_OUT = "held-out"
 
@@ -49,7 +51,11 @@ def run(context: StageContext) -> dict[str, Any]:
         context.progress.say(f"eval: skipped: {reason}")
         result: dict[str, Any] = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
     else:
-        result = _Evaluation(context, candidates).run()
+        evaluation = _Evaluation(context, candidates)
+        try:
+            result = evaluation.run()
+        finally:
+            evaluation.meter.close()
     write_json(context.directory / "evaluation.json", result)
     _assemble(context, context.inputs["fit"] / "candidates" / result["best"], result)
     if not result["evaluated"]:
@@ -97,16 +103,26 @@ class _Evaluation:
         self.held_out = context.inputs["prepare"] / "held_out.jsonl"
         self.parts = context.directory / "parts"
         self.parts.mkdir(exist_ok=True)
+        self.meter = AcceptanceMeter(
+            AcceptanceSettings(
+                target=self.recipe.target.path,
+                max_tokens=self.recipe.eval.max_tokens,
+                max_num_seqs=self.recipe.eval.max_num_seqs,
+                dtype=self.recipe.target.dtype,
+                device=self.recipe.device,
+            )
+        )
 
     def run(self) -> dict[str, Any]:
         recipe = self.recipe
         skipped = Skipped()
-        questions = self._questions(skipped)
-        baseline = self._part("baseline", lambda: self._baseline(questions))
-        turns = [Turn.from_dict(values) for values in baseline["turns"]]
+        workloads = self._workloads(skipped)
+        baseline = self._part("baseline", lambda: self._baseline(workloads))
+        answers = TargetAnswers.from_dict(baseline)
+        turns = answers.turns
         if not turns:
             raise FledgeError("eval: no prompt fits the target's positions; use shorter ones, or eval.enabled=false")
-        few = evaluation.spread(turns, recipe.eval.candidate_prompts)
+        few = spread(turns, recipe.eval.candidate_prompts)
         tried: dict[str, float] = {}
         if len(self.candidates) > 1:
             for candidate in self.candidates:
@@ -125,72 +141,64 @@ class _Evaluation:
             "temperature": recipe.eval.temperature,
             "dtype": baseline["dtype"],
             "device": baseline["device"],
-            "prompts": len(questions),
+            "prompts": sum(len(workload.prompts) for workload in workloads),
             "turns": len(turns),
-            "too_long": baseline["too_long"],
+            "too_long": len(answers.too_long) + len(answers.cut_short),
             "unusable": skipped.total,
-            "depths": {str(depth): self._figures(m, turns, baseline) for depth, m in measured_depths.items()},
+            "depths": {
+                str(depth): self._figures(depth, measured, turns, baseline["dtype"])
+                for depth, measured in measured_depths.items()
+            },
         }
 
-    def _questions(self, skipped: Skipped) -> list[Question]:
+    def _workloads(self, skipped: Skipped) -> list[Workload]:
         named = self.recipe.eval.sources
         sources = {HELD_OUT: self.held_out}
         if named:
             names = [name.replace(".jsonl", "") for name in distinct_names(named)]
             sources = dict(zip(names, map(Path, named), strict=True))
-        questions = []
+        workloads = []
         for name, path in sources.items():
-            read = evaluation.read_questions(path, name, skipped) if named else evaluation.read_held_out(path, name)
-            if not read:
+            prompts = read_source(path, skipped) if named else read_held_out(path)
+            if not prompts:
                 hint = "" if named else "; raise data.held_out, or name eval.sources, or set eval.enabled=false"
                 raise FledgeError(f"eval: {path}: no prompts in it{hint}")
-            questions += evaluation.spread(read, self.recipe.eval.max_prompts)
-        return questions
+            chosen = tuple(spread(prompts, self.recipe.eval.max_prompts))
+            workloads.append(Workload(name=name, prompts=chosen, source=str(path), licence="that of its source"))
+        return workloads
 
-    def _baseline(self, questions: Sequence[Question]) -> dict[str, Any]:
-        llm = evaluation.open_llm(self.recipe)
-        with self.progress.task("eval: target", sum(question.turns for question in questions)) as advance:
-            turns, too_long = evaluation.answer_questions(llm, questions, self.recipe, advance)
-        weight = llm.target.embed_tokens.weight
-        device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
-        dtype = str(weight.dtype).removeprefix("torch.")
-        del llm, weight
-        evaluation.release()
-        return {"turns": [turn.to_dict() for turn in turns], "too_long": too_long, "dtype": dtype, "device": device}
+    def _baseline(self, workloads: Sequence[Workload]) -> dict[str, Any]:
+        total = sum(prompt.num_turns for workload in workloads for prompt in workload.prompts)
+        with self.progress.task("eval: target", total) as advance:
+            answers = self.meter.answer(workloads, self.recipe.eval.temperature, advance)
+        return {**answers.to_dict(), "dtype": self.meter.dtype, "device": self.meter.device}
 
-    def _measure(self, what: str, drafter: Path, depth: int, turns: Sequence[Turn]) -> Measurement:
+    def _measure(self, what: str, drafter: Path, depth: int, turns: Sequence[TargetTurn]) -> Measurement:
         def work() -> dict[str, Any]:
-            llm = evaluation.open_llm(self.recipe, drafter, depth)
+            self.meter.exchange(drafter, depth)
             with self.progress.task(f"eval: {what}", len(turns)) as advance:
-                measured = evaluation.measure(llm, turns, self.recipe, depth, advance)
-            del llm
-            evaluation.release()
-            return measured.to_dict()
+                return self.meter.measure(turns, self.recipe.eval.temperature, advance).to_dict()
 
         return Measurement.from_dict(self._part(f"{what} of {drafter.name}", work))
 
-    def _figures(self, measured: Measurement, turns: Sequence[Turn], baseline: dict[str, Any]) -> dict[str, Any]:
-        if measured.different and baseline["dtype"] == "float32":
-            self._refuse_changed_text(measured, turns)
+    def _figures(self, depth: int, measured: Measurement, turns: Sequence[TargetTurn], dtype: str) -> dict[str, Any]:
+        if measured.different and dtype == "float32":
+            # A drafter may change the text only where the target's best two tokens tie.
+            clear = self.meter.clear_differences(turns, measured.different, self.recipe.eval.temperature)
+            if clear:
+                raise FledgeError(
+                    f"eval: at depth {depth}, {len(clear)} of {len(turns)} answers are not the target's own "
+                    "although its choices are clear; speculation must not do this: please report it"
+                )
+        several = len({turn.workload for turn in turns}) > 1  # each has categories of its own
+        categories = [f"{turn.workload}/{turn.category}" if several else turn.category for turn in turns]
         return {
             "total": measured.total.to_dict(),
-            "by_source": _figures_of(measured.by_source()),
-            "by_category": _figures_of(measured.by_category()),
+            "by_source": _to_dicts(measured.grouped(turn.workload for turn in turns)),
+            "by_category": _to_dicts(measured.grouped(categories)),
             "tokens": measured.tokens,
             "different_answers": len(measured.different),
         }
-
-    def _refuse_changed_text(self, measured: Measurement, turns: Sequence[Turn]) -> None:
-        """In float32 a drafter may change the text only where the target's best two tokens tie."""
-        llm = evaluation.open_llm(self.recipe)
-        clear = evaluation.clear_differences(llm, turns, measured.different, self.recipe)
-        del llm
-        evaluation.release()
-        if clear:
-            raise FledgeError(
-                f"eval: at depth {measured.depth}, {len(clear)} of {len(turns)} answers are not the target's own "
-                "although its choices are clear; speculation must not do this: please report it"
-            )
 
     def _part(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = self.parts / f"{name.replace(' ', '-')}.json"
@@ -202,20 +210,38 @@ class _Evaluation:
         return found
 
 
-def _figures_of(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
+def read_source(path: Path, skipped: Skipped) -> list[Prompt]:
+    """What a file of conversations asks, in order. What is no conversation goes to `skipped`."""
+    prompts = [
+        Prompt(id=where, category=one.category, messages=one.messages, text=one.text)
+        for where, one in read_conversations([path], skipped)
+    ]
+    return [prompt for prompt in prompts if prompt.num_turns]
+
+
+def read_held_out(path: Path) -> list[Prompt]:
+    """The prompts that `prepare` kept from training: conversations, or where there are no messages ids."""
+    return [
+        Prompt(
+            id=str(line),
+            category=record["category"],
+            messages=tuple(record["messages"]),
+            token_ids=() if record["messages"] else tuple(record["prompt_token_ids"]),
+        )
+        for line, record in read_json_lines(path)
+    ]
+
+
+def _to_dicts(groups: dict[str, AcceptanceStatistics]) -> dict[str, Any]:
     return {name: statistics.to_dict() for name, statistics in groups.items()}
 
 
 def _assemble(context: StageContext, candidate: Path, result: dict[str, Any]) -> None:
-    """Build `drafter/` beside its place, then rename: a start that was killed leaves nothing half-written."""
-    place, beside = context.directory / "drafter", context.directory / ".drafter.new"
-    for old in (beside, place):
-        shutil.rmtree(old, ignore_errors=True)
-    shutil.copytree(candidate, beside)
-    write_json(beside / "evaluation.json", result)
-    plot = context.inputs["fit"] / "training.png"
-    if plot.is_file():
-        shutil.copy(plot, beside / plot.name)
-    provenance = write_provenance(context, beside)
-    write_card(context, beside, result, provenance)
-    os.rename(beside, place)
+    """Build `drafter/`: a start that was killed leaves nothing half-written."""
+    with atomic_directory(context.directory / "drafter", replace=True) as directory:
+        shutil.copytree(candidate, directory, dirs_exist_ok=True)
+        write_json(directory / "evaluation.json", result)
+        plot = context.inputs["fit"] / TRAINING_PLOT
+        if plot.is_file():
+            shutil.copy(plot, directory / plot.name)
+        write_card(context, directory, result)

@@ -12,21 +12,21 @@ from fledge.errors import CheckpointWarning, ConfigError
 from fledge.files import digest
 from fledge.models.drafter.variants import name_of
 from fledge.training.capture import CaptureModel, open_target, target_config
+from fledge.training.card import TRAINING_PLOT, shown_recipe
+from fledge.training.data.loader import StepLoader
 from fledge.training.data.store import TokenStore
-from fledge.training.drafter_setup import TargetWeights, drafter_config, make_drafter
-from fledge.training.feed import StepFeed
-from fledge.training.logs import FILE, check_available, read_log
+from fledge.training.drafter_setup import drafter_config, make_drafter
+from fledge.training.hidden_states import HiddenStateStore
+from fledge.training.metrics import LOG_FILE, check_available, read_log
 from fledge.training.parallel import Workers
-from fledge.training.plot import plot_training
-from fledge.training.provenance import shown_recipe
+from fledge.training.plots import plot_training
 from fledge.training.recipe import FitSection, Recipe
-from fledge.training.stages.base import Stage, StageContext
 from fledge.training.stages.capture import target_identity
 from fledge.training.stages.regenerate import examples_directory
 from fledge.training.stages.vocab import read_vocabulary
-from fledge.training.state_store import StateStore
 from fledge.training.teacher import Teacher
 from fledge.training.trainer import Trainer
+from fledge.training.workspace import Stage, StageContext
 
 # Not part of the result beyond rounding: these may be changed between an interruption and the next start.
 _FREE = ("tensorboard", "wandb_project", "parallel", "compile", "activation_checkpointing", "micro_rows")
@@ -72,29 +72,29 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     config = drafter_config(recipe.drafter, target, None if vocabulary is None else len(vocabulary.d2t))
 
     capture: CaptureModel | None = None
-    states: StateStore | None = None
-    weights: TargetWeights
+    states: HiddenStateStore | None = None
     if recipe.capture.mode == "offline":
-        states = StateStore.open(
+        states = HiddenStateStore.open(
             context.inputs["capture"],
             store,
             target=weights_digest(resolve(recipe.target.path)),
             aux_layer_ids=config.aux_layer_ids,
         )
-        weights = states.ends(workers.device)
+        ends = states.ends(workers.device)
     else:
-        weights = capture = open_target(recipe.target, workers.device)
+        capture = open_target(recipe.target, workers.device)
+        ends = capture.ends
     drafter = make_drafter(
-        recipe.drafter, config, target, weights, vocabulary, device=workers.device, seed=fit.seed, compute=compute
+        recipe.drafter, config, target, ends, vocabulary, device=workers.device, seed=fit.seed, compute=compute
     )
-    feed = StepFeed(store, fit, share=share, states=states, pinned=workers.device.type == "cuda")
+    loader = StepLoader(store, fit, share=share, states=states, pinned=workers.device.type == "cuda")
     parameters = sum(p.numel() for p in drafter.parameters())
     ids = None if vocabulary is None else vocabulary.target_ids.tolist()
     trainer = Trainer(
         drafter,
         fit,
-        feed,
-        Teacher(weights.head_weight, vocabulary, head_bias=weights.head_bias),
+        loader,
+        Teacher(ends.head_weight, vocabulary, head_bias=ends.head_bias),
         capture=capture,
         compute=compute,
         workers=workers,
@@ -102,10 +102,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
         key=digest([_settings(recipe), store.digest, ids]),
         progress=context.progress,
         run_name=recipe.name or name_of(config),
-        provenance={
-            "recipe": shown_recipe(recipe),
-            "examples": store.digest,
-        },
+        provenance={"recipe": shown_recipe(recipe), "examples": store.digest},
     )
     context.progress.say(
         f"fit: {name_of(config)}, {parameters:,} parameters, {trainer.total_steps:,} steps of {fit.rows} rows of "
@@ -114,9 +111,9 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     trainer.run()
     if not workers.is_first:
         return {}
-    records = read_log(context.directory / FILE)
+    records = read_log(context.directory / LOG_FILE)
     title = f"{recipe.name or name_of(config)}: training of {name_of(config)}"
-    plot_training(records, context.directory / "training.png", title=title)
+    plot_training(records, context.directory / TRAINING_PLOT, title=title)
     last = records[-1]
     summary: dict[str, Any] = {
         "steps": trainer.done,

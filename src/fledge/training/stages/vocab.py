@@ -24,8 +24,8 @@ from fledge.files import atomic_file
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.training.data.store import TokenStore
 from fledge.training.recipe import Recipe
-from fledge.training.stages.base import Stage, StageContext
 from fledge.training.stages.regenerate import examples_directory
+from fledge.training.workspace import Stage, StageContext
 
 VOCABULARY = "vocab.json"
 _BLOCK = 1 << 24  # tokens counted at a time

@@ -3,11 +3,11 @@ import statistics
 
 import pytest
 
-from fledge.bench.load.arrivals import arrival_times, chosen, turns
-from fledge.bench.load.run import ServeSettings, schedule
+from fledge.bench.load.cell import turns
+from fledge.bench.load.run import ServeSettings, arrival_times, chosen, schedule
 from fledge.bench.load.servers import ServerSpec, parse_url
-from fledge.bench.results import Load
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Load
 from fledge.evaluation.workloads import Prompt, Workload
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fledge.bench.load.client import Answer, StreamError, ask
+from fledge.bench.load.client import StreamedAnswer, StreamError, ask
 from fledge.bench.load.http import HttpClient
 from tests.odd_server import HEAD, OddServer, Script, event, good, piece, usage
 
 BODY = {"max_tokens": 4}
 
 
-def asked(script: Script, *, stall: float = 5.0, times: int = 1) -> Answer:
-    async def run(url: str) -> Answer:
+def asked(script: Script, *, stall: float = 5.0, times: int = 1) -> StreamedAnswer:
+    async def run(url: str) -> StreamedAnswer:
         client = HttpClient(url=url)
         answers = [
             await ask(client, "v1/chat/completions", BODY, stall_seconds=stall, max_pieces=50) for _ in range(times)
@@ -92,26 +92,26 @@ def test_other_shapes_of_text_count_too() -> None:
 
 
 def test_halves_of_a_character_are_the_character() -> None:
-    whole, halves = Answer(sent=0.0, text=["\U0001f600"]), Answer(sent=0.0, text=["\ud83d", "\ude00"])
+    whole, halves = StreamedAnswer(sent=0.0, text=["\U0001f600"]), StreamedAnswer(sent=0.0, text=["\ud83d", "\ude00"])
     assert whole.digest == halves.digest
-    assert Answer(sent=0.0, text=["\ud83d"]).digest != whole.digest
+    assert StreamedAnswer(sent=0.0, text=["\ud83d"]).digest != whole.digest
 
 
 @pytest.mark.parametrize("calls", [5, "text", {"a": 1}, [5, None]])
 def test_tool_calls_that_are_none_are_no_text(calls: object) -> None:
-    answer = Answer(sent=0.0)
+    answer = StreamedAnswer(sent=0.0)
     answer.read(json.dumps({"choices": [{"delta": {"tool_calls": calls, "content": "x"}}]}), 1.0)
     assert answer.text == ["x"]
 
 
 def test_json_that_is_too_deep_is_malformed() -> None:
     with pytest.raises(StreamError, match="malformed JSON"):
-        Answer(sent=0.0).read("[" * 100_000, 1.0)
+        StreamedAnswer(sent=0.0).read("[" * 100_000, 1.0)
 
 
 def test_a_report_of_infinitely_many_rounds_says_nothing() -> None:
     report = {"rounds": float("inf"), "accepted_by_depth": [], "drafted_by_depth": []}
-    assert Answer(sent=0.0, usage={"speculation": report}).acceptance == ()
+    assert StreamedAnswer(sent=0.0, usage={"speculation": report}).acceptance == ()
 
 
 def test_without_usage_pieces_are_counted_and_labelled() -> None:

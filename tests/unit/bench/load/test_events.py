@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.bench.load import events
-from fledge.bench.load.events import EventParser
+from fledge.bench.load import client
+from fledge.bench.load.client import EventParser
 
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=8)
@@ -47,7 +47,7 @@ def test_only_one_space_is_dropped_and_bytes_that_are_no_text_do_not_hurt() -> N
 
 
 def test_an_event_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(client, "MAX_EVENT_BYTES", 100)
     parser = EventParser()
     parser.feed(b"data: " + b"x" * 60)
     with pytest.raises(ValueError, match="an event of more than"):

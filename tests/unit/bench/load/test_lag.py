@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from fledge.bench.load.lag import TOO_LATE_MS, LagMeter
+from fledge.bench.load.cell import TOO_LATE_MS, LagMeter
 
 
 def test_a_busy_event_loop_is_noticed() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fledge.bench.load import run as module
-from fledge.bench.load.run import ServeRun, ServeSettings, run_serve
+from fledge.bench.load.run import ServeRun, ServeSettings
 from fledge.bench.load.servers import ServerSpec
-from fledge.bench.results import Load, read_results
 from fledge.errors import ConfigError
+from fledge.evaluation.results import Load, read_results
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.progress import Progress
 from tests.odd_server import OddServer
@@ -47,7 +47,7 @@ def test_arrivals_are_the_same_for_all_servers_and_others_in_each_repeat(monkeyp
 
     monkeypatch.setattr(module, "arrival_times", remembered)
     with OddServer() as a, OddServer() as b:
-        results = run_serve(settings(a, b, loads=(Load(rate=100.0),)), provenance={})
+        results = ServeRun(settings=settings(a, b, loads=(Load(rate=100.0),)), provenance={}).run()
     assert results.status == "complete"
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
     for cell, times in zip(results.cells, drawn, strict=True):
@@ -57,7 +57,8 @@ def test_arrivals_are_the_same_for_all_servers_and_others_in_each_repeat(monkeyp
 def test_results_say_what_a_reader_must_know(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.json"
     with OddServer() as server:
-        results = run_serve(settings(server, loads=(Load(concurrency=2),)), provenance={"who": "me"}, out=out)
+        made = settings(server, loads=(Load(concurrency=2),))
+        results = ServeRun(settings=made, provenance={"who": "me"}, out=out).run()
     assert read_results(out) == results
     assert results.notes == ("w: two prompts were left out",)
     assert results.settings["workloads"][0]["digest"] == WORKLOAD.digest
@@ -67,8 +68,11 @@ def test_results_say_what_a_reader_must_know(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with OddServer() as server, pytest.raises(ConfigError, match="cannot be written"):
-        run_serve(settings(server, loads=(Load(concurrency=1),)), provenance={}, out=tmp_path / "file" / "x.json")
+    with OddServer() as server:
+        made = settings(server, loads=(Load(concurrency=1),))
+        run = ServeRun(settings=made, provenance={}, out=tmp_path / "file" / "x.json")
+        with pytest.raises(ConfigError, match="cannot be written"):
+            run.run()
 
 
 def test_progress_counts_every_prompt_also_those_that_a_dead_server_never_got(

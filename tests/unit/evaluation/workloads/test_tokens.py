@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 
 from fledge.errors import PromptError
-from fledge.evaluation.workloads import Prompt, Workload, cache_directory, tokenised, tokens
+from fledge.evaluation.workloads import Prompt, Workload, tokenised, tokens, with_token_ids
+from fledge.files import cache_directory
 from tests.tiny_tokenizer import CHAT_TEMPLATE, save_tokenizer
 
 
@@ -102,3 +103,17 @@ def test_where_the_cache_is(tmp_path: Path) -> None:
         assert cache_directory() == tmp_path / "fledge"
     with mock.patch.dict(os.environ, {"FLEDGE_CACHE": "", "XDG_CACHE_HOME": "", "HOME": str(tmp_path)}):
         assert cache_directory() == tmp_path / ".cache/fledge"
+
+
+def test_first_turns_get_their_ids_but_where_answers_are_given(target: Path, tmp_path: Path) -> None:
+    plain = workload("Hi")
+    answered = Prompt(
+        id="answered",
+        category="c",
+        messages=tuple({"role": role, "content": "x"} for role in ("user", "assistant", "user")),
+    )
+    both = replace(plain, prompts=(*plain.prompts, answered))
+    found = with_token_ids(both, target, tmp_path / "cache")
+    assert found.prompts[0].token_ids == tokenised(plain, target, tmp_path / "cache")[0]
+    assert found.prompts[1] == answered  # the target writes its own first answer
+    assert found.digest == both.digest

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.engine.tokenizer import encode_chat
-from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError, Turn, chain
+from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError, TurnTokens, chain
 from tests.unit.training.data import templates
 from tests.unit.training.data.templates import chat, make_tokenizer
 
@@ -177,10 +177,10 @@ def test_plain_text_is_answer_after_its_first_token() -> None:
 
 
 def test_a_chain_breaks_where_ids_do_not_continue() -> None:
-    one, two = Turn(prompt=[1, 2], answer=[3]), Turn(prompt=[1, 2, 3, 4], answer=[5, 6])
+    one, two = TurnTokens(prompt=[1, 2], answer=[3]), TurnTokens(prompt=[1, 2, 3, 4], answer=[5, 6])
     (joined,) = chain([one, two])
     assert joined == Rendered(tokens=[1, 2, 3, 4, 5, 6], answer=[False, False, True, False, True, True])
-    apart = chain([one, Turn(prompt=[1, 2, 9, 4], answer=[5])])
+    apart = chain([one, TurnTokens(prompt=[1, 2, 9, 4], answer=[5])])
     assert [sequence.answer for sequence in apart] == [[False, False, True], [False] * 4 + [True]]
     assert chain([]) == []
 

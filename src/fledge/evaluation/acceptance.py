@@ -1,0 +1,261 @@
+"""Acceptance of drafters on workloads through an engine, and whether the text stays the target's own.
+
+The target answers every turn by itself first. Each turn is then a prompt of its own, the same one for every drafter and
+depth, and the target's answer to it is what a drafter must not change. The target is loaded once; drafters and depths
+are exchanged on it. `fledge eval` and training's stage `eval` measure with this.
+"""
+
+import gc
+import hashlib
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.llm import LLM
+from fledge.engine.outputs import RequestOutput
+from fledge.evaluation.conversations import split_turns
+from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
+from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples
+from fledge.evaluation.workloads import Prompt, Workload
+from fledge.progress import Advance
+from fledge.records import Record
+
+# In float32 two ways to compute the same logits differ by about 1e-5; a choice closer than this may fall either way.
+TIE = 1e-3
+# A step of a bfloat16 number between 16 and 32, where logits often lie, is 0.125; two ways to compute one may differ by
+# two of them.
+SIXTEEN_BIT_TIE = 0.25
+MAX_TEXT_PROMPT = 64  # tokens of a plain text that are given; the target goes on from there
+_LEAST_ROOM = 2  # tokens of an answer: with one there is nothing to draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceSettings:
+    """The target, and how answers are made."""
+
+    target: str
+    max_tokens: int = 128
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTurn(AnsweredTurn):
+    """One prompt of a workload, and the answer the target gives by itself."""
+
+    workload: str
+    category: str
+    prompt: str  # its id; those of one conversation have the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetAnswers(Record):
+    """What the target says by itself, and the prompts (workload, id) of which not all could be asked."""
+
+    turns: tuple[TargetTurn, ...]
+    too_long: tuple[tuple[str, str], ...] = ()  # not even the first turn fits
+    cut_short: tuple[tuple[str, str], ...] = ()  # a later one does not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Record):
+    """How one drafter did at one depth on some turns."""
+
+    requests: tuple[RequestRecord, ...]  # one for each turn
+    different: tuple[tuple[int, int], ...]  # turns whose tokens are not the target's own, the first token that differs
+    seconds: float
+    failure: str | None = None  # why the drafter was switched off on the way
+
+    @property
+    def total(self) -> AcceptanceStatistics:
+        return statistics_of(triple for request in self.requests for triple in request.acceptance)
+
+    @property
+    def tokens(self) -> int:
+        return sum(request.output_tokens for request in self.requests)
+
+    def grouped(self, names: Iterable[str]) -> dict[str, AcceptanceStatistics]:
+        """Pooled by a name for each turn."""
+        groups: dict[str, list[tuple[int, int, int]]] = {}
+        for name, request in zip(names, self.requests, strict=True):
+            groups.setdefault(name, []).extend(request.acceptance)
+        return {name: statistics_of(tally) for name, tally in groups.items()}
+
+
+class AcceptanceMeter:
+    """A target, loaded when it is first needed, on which drafters and depths are exchanged."""
+
+    def __init__(self, settings: AcceptanceSettings) -> None:
+        self.settings = settings
+        self._speculation: dict[str, object] | None = None
+
+    @cached_property
+    def llm(self) -> LLM:
+        settings = self.settings
+        return LLM(
+            settings.target,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            enable_prefix_caching=False,
+            seed=settings.seed,
+        )
+
+    @property
+    def dtype(self) -> str:
+        return str(self.llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        weight = self.llm.target.embed_tokens.weight
+        return torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
+
+    @property
+    def tie(self) -> float:
+        """How far apart two log-probabilities may be that arithmetic alone may have ordered."""
+        return TIE if self.dtype == "float32" else SIXTEEN_BIT_TIE
+
+    def exchange(self, drafter: str | Path | None, depth: int = 0) -> None:
+        """Draft with another drafter or to another depth; None: the target alone. Raises what `LLM` does."""
+        speculation = None if drafter is None else {"model": str(drafter), "num_speculative_tokens": depth}
+        if speculation != self._speculation:
+            self._speculation = {}  # if this fails, nothing is known to be in use
+            self.llm.set_speculation(speculation)
+            self._speculation = speculation
+
+    def answer(
+        self, workloads: Sequence[Workload], temperature: float, advance: Advance = lambda *_: None
+    ) -> TargetAnswers:
+        """Let the target alone answer every turn; its answers are the history of the turns after them.
+
+        What its chat template refuses as a first turn is a PromptError; what does not fit is told in the answers.
+        """
+        self.exchange(None)
+        asked = [(workload.name, prompt) for workload in workloads for prompt in workload.prompts]
+        dialogues = [
+            Dialogue(
+                number=zlib.crc32(prompt.id.encode()),  # its place would change with what else is asked
+                turns=split_turns(prompt.messages) if prompt.messages else [()],
+                first_ids=self._first_ids(prompt),
+            )
+            for _, prompt in asked
+        ]
+        params = SamplingParams(temperature=temperature, max_tokens=self.settings.max_tokens, seed=self.settings.seed)
+        answer_dialogues(self.llm, dialogues, params, least_room=_LEAST_ROOM, advance=advance)
+        turns: list[TargetTurn] = []
+        too_long: list[tuple[str, str]] = []
+        cut_short: list[tuple[str, str]] = []
+        for (workload, prompt), dialogue in zip(asked, dialogues, strict=True):
+            if dialogue.dropped is not None:
+                (cut_short if dialogue.answers else too_long).append((workload, prompt.id))
+            turns += [
+                TargetTurn(workload=workload, category=prompt.category, prompt=prompt.id, **vars(turn))
+                for turn in dialogue.answers
+            ]
+        return TargetAnswers(turns=tuple(turns), too_long=tuple(too_long), cut_short=tuple(cut_short))
+
+    def _first_ids(self, prompt: Prompt) -> Sequence[int]:
+        """Of a plain text its beginning."""
+        if prompt.token_ids or not prompt.num_turns:
+            return prompt.token_ids
+        if prompt.messages:
+            return self.llm.encode_chat(split_turns(prompt.messages)[0])
+        assert self.llm.tokenizer is not None
+        ids: list[int] = self.llm.tokenizer.encode(prompt.text)
+        return ids[: max(1, min(MAX_TEXT_PROMPT, len(ids) // 2))]
+
+    def measure(
+        self, turns: Sequence[TargetTurn], temperature: float, advance: Advance = lambda *_: None
+    ) -> Measurement:
+        """Answer every turn with the drafter in use, each as if it were alone, and count."""
+        started = time.perf_counter()
+        outputs = self.llm.generate(
+            [list(turn.prompt_token_ids) for turn in turns],
+            [self._params(turn, temperature) for turn in turns],
+            progress=steps(advance),
+        )
+        seconds = time.perf_counter() - started
+        drafter = self.llm.engine.runner.models.drafter
+        in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
+        requests, different = [], []
+        for number, (turn, output) in enumerate(zip(turns, outputs, strict=True)):
+            requests.append(request_record(turn.prompt, output, in_draft))
+            answer = output.outputs[0].token_ids
+            if tuple(answer) != turn.answer_token_ids:
+                different.append((number, first_difference(answer, turn.answer_token_ids)))
+        return Measurement(
+            requests=tuple(requests),
+            different=tuple(different),
+            seconds=seconds,
+            failure=self.llm.engine.statistics.drafter_failure,
+        )
+
+    def clear_differences(
+        self, turns: Sequence[TargetTurn], different: Iterable[tuple[int, int]], temperature: float
+    ) -> set[int]:
+        """Return the turns of `different` at whose first differing token the choice of the target alone was clear.
+
+        Where that token was a tie (log-probabilities within `tie`), arithmetic decides, and neither answer is wrong.
+        """
+        self.exchange(None)
+        places = dict(different)
+        outputs = self.llm.generate(
+            [[*turns[i].prompt_token_ids, *turns[i].answer_token_ids[:place]] for i, place in places.items()],
+            [replace(self._params(turns[i], temperature), logprobs=2, max_tokens=1) for i in places],
+        )
+        clear = set()
+        for number, output in zip(places, outputs, strict=True):
+            (scores,) = output.outputs[0].logprobs or ()
+            (_, best), (_, second) = scores.top[:2]
+            if best - second > self.tie:
+                clear.add(number)
+        return clear
+
+    def close(self) -> None:
+        """Give back the memory."""
+        vars(self).pop("llm", None)
+        self._speculation = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _params(self, turn: TargetTurn, temperature: float) -> SamplingParams:
+        return SamplingParams(temperature=temperature, max_tokens=self.settings.max_tokens, seed=turn.seed)
+
+
+def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | None) -> RequestRecord:
+    """What results keep of an answer. `in_draft` says of each token whether the draft vocabulary has it; None: all."""
+    (completion,) = output.outputs
+    tokens = completion.token_ids
+    # A round's first refused draft was for the place after those accepted; trimming may have taken that place away.
+    places = [r.start + r.accepted - len(output.prompt_token_ids) for r in completion.rounds if r.accepted < r.drafted]
+    right = [tokens[place] for place in places if place < len(tokens)]
+    return RequestRecord(
+        prompt=prompt,
+        sent=0.0,  # all are submitted before the first one runs
+        first_token=output.metrics.time_to_first_token,
+        done=output.metrics.seconds,
+        prompt_tokens=len(output.prompt_token_ids),
+        output_tokens=len(tokens),
+        digest=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+        acceptance=tally_triples(output.metrics.acceptance),
+        missed=len(right),
+        missed_outside=0 if in_draft is None else sum(not in_draft[token] for token in right),
+    )
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the first place at which two sequences differ, which may be the end of the shorter one."""
+    places = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(places, min(len(one), len(other)))

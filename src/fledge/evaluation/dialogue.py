@@ -1,0 +1,149 @@
+"""Dialogues in which the target writes the answers, turn by turn, many side by side.
+
+The target's own answers are the history of its later turns: nobody else's would be a history that it meets in use.
+This is the one loop for that. Training's `regenerate` and acceptance measurements have every turn answered; drift needs
+only the turns before the last, and keeps what answers a conversation brings:
+
+    *earlier, last = split_turns(messages, keep_answers=True)
+    dialogue = Dialogue(number=i, turns=earlier)                        # no turns: nothing is generated
+    answer_dialogues(llm, [dialogue, ...], SamplingParams(temperature=0.0, max_tokens=n), least_room=n)
+    messages = (*dialogue.history, *last)                               # unless dialogue.dropped says why not
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from fledge.decoding.params import SamplingParams
+from fledge.engine.outputs import RequestOutput
+from fledge.errors import PromptError
+from fledge.evaluation.conversations import Message
+from fledge.records import Record
+
+TOO_LONG, REFUSED = "too long", "refused by the template"
+
+
+class Generator(Protocol):
+    """What is asked of an engine: `LLM`, or whatever else answers token ids together and knows a chat template."""
+
+    max_model_len: int
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling_params: list[SamplingParams],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation that waits for an answer, or raise PromptError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweredTurn(Record):
+    """One prompt as the target read it, and its answer."""
+
+    prompt_token_ids: tuple[int, ...]
+    answer_token_ids: tuple[int, ...]  # with the stop token, where it stopped
+    finish_reason: str | None
+    seed: int
+
+
+@dataclass(kw_only=True)
+class Dialogue:
+    """A conversation to be answered. `answer_dialogues` fills in what is below `first_ids`."""
+
+    number: int  # of the prompt; with `sample` and the turn, it decides the seed
+    sample: int = 0  # several answerings of one prompt differ in it
+    turns: Sequence[Sequence[Message]]  # what is said before each answer
+    first_ids: Sequence[int] | None = None  # the first prompt, where it is known; else the chat template makes it
+    history: list[Message] = field(default_factory=list)  # all that was said and answered
+    answers: list[AnsweredTurn] = field(default_factory=list)
+    dropped: str | None = None  # why later turns have no answer: TOO_LONG or REFUSED
+
+    @property
+    def is_open(self) -> bool:
+        return self.dropped is None and len(self.answers) < len(self.turns)
+
+    @property
+    def next_messages(self) -> list[Message]:
+        """The conversation up to the next answer."""
+        return [*self.history, *self.turns[len(self.answers)]]
+
+
+def answer_dialogues(
+    llm: Generator,
+    dialogues: Sequence[Dialogue],
+    params: SamplingParams,
+    *,
+    encode: Callable[[Dialogue], Sequence[int]] | None = None,
+    longest: int | None = None,
+    least_room: int = 1,
+    advance: Callable[[int], None] = lambda _turns: None,
+) -> None:
+    """Answer all turns of all dialogues, the next turns of all of them together.
+
+    An answer has `params` with a seed of its own, which follows from `params.seed` and from what is asked
+    (`answer_seed`), never from the batch. `encode` gives the ids of a dialogue's `next_messages`; if left out,
+    `llm.encode_chat` does. Where it raises PromptError, or where a prompt leaves fewer than `least_room` of the
+    `longest` tokens, the dialogue is dropped with the reason. `advance` is told of turns that are answered or given up.
+    """
+    longest = llm.max_model_len if longest is None else min(longest, llm.max_model_len)
+    while waiting := [dialogue for dialogue in dialogues if dialogue.is_open]:
+        asked: list[tuple[Dialogue, list[int], SamplingParams]] = []
+        for dialogue in waiting:
+            turn = len(dialogue.answers)
+            try:
+                ids = list(_next_ids(llm, dialogue, encode))
+            except PromptError:
+                dialogue.dropped = REFUSED
+            else:
+                dialogue.dropped = TOO_LONG if len(ids) + least_room > longest else None
+            if dialogue.dropped is not None:
+                advance(len(dialogue.turns) - turn)
+                continue
+            room = longest - len(ids)
+            most = room if params.max_tokens is None else min(params.max_tokens, room)
+            seed = answer_seed(params.seed or 0, dialogue.number, dialogue.sample, turn)
+            asked.append((dialogue, ids, replace(params, max_tokens=most, seed=seed)))
+        if not asked:
+            break
+        outputs = llm.generate([ids for _, ids, _ in asked], [own for *_, own in asked], progress=steps(advance))
+        for (dialogue, ids, own), output in zip(asked, outputs, strict=True):
+            (answer,) = output.outputs
+            dialogue.history = [*dialogue.next_messages, {"role": "assistant", "content": answer.text}]
+            dialogue.answers.append(
+                AnsweredTurn(
+                    prompt_token_ids=tuple(ids),
+                    answer_token_ids=tuple(answer.token_ids),
+                    finish_reason=answer.finish_reason,
+                    seed=own.seed or 0,
+                )
+            )
+
+
+def _next_ids(llm: Generator, dialogue: Dialogue, encode: Callable[[Dialogue], Sequence[int]] | None) -> Sequence[int]:
+    if not dialogue.answers and dialogue.first_ids is not None:
+        return dialogue.first_ids
+    return llm.encode_chat(dialogue.next_messages) if encode is None else encode(dialogue)
+
+
+def steps(advance: Callable[[int], None]) -> Callable[[int, int], None]:
+    """`advance`, which is told how many more are done, as a progress that is told how many are."""
+    before = 0
+
+    def progress(done: int, _total: int) -> None:
+        nonlocal before
+        advance(done - before)
+        before = done
+
+    return progress
+
+
+def answer_seed(seed: int, prompt: int, sample: int, turn: int) -> int:
+    """63 bits that follow from what is asked and not from what else is in the batch."""
+    # The words are those of the first user of this function: regenerated data stays the same from version to version.
+    text = f"fledge regenerate {seed} {prompt} {sample} {turn}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1

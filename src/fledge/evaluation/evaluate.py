@@ -1,0 +1,262 @@
+"""`fledge eval`: acceptance length by workload, drafter, depth and temperature.
+
+The target answers every turn by itself first; its answers are the history of the turns after them and, without
+randomness, what no drafter may change. Each turn is then a prompt of its own, the same one for every contender.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fledge.checkpoints.integrity import INFLATED
+from fledge.checkpoints.source import resolve
+from fledge.engine.speculative_config import MAX_DEPTH
+from fledge.errors import CheckpointError, ConfigError, FledgeError
+from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, TargetTurn
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, Status, write_results
+from fledge.evaluation.workloads import Workload, with_token_ids
+from fledge.files import distinct_names, read_json
+from fledge.progress import Advance, Progress
+from fledge.provenance import run_provenance
+
+_RECORDED = ("depths", "temperatures", "max_tokens", "max_num_seqs", "sample", "seed")  # settings that results tell
+_NAMED = 3  # prompts that a note names; the results have all
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(AcceptanceSettings):
+    """What is measured, and how."""
+
+    drafters: tuple[str, ...]
+    depths: tuple[int, ...] = (3, 5, 7)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    sample: int | None = None  # what the workloads were sampled with, for the record
+
+    def __post_init__(self) -> None:
+        for name in ("drafters", "depths", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ConfigError(f"{name}: found {list(values)}, expected at least one, each only once")
+        for depth in self.depths:
+            if not 1 <= depth <= MAX_DEPTH:
+                raise ConfigError(f"depth: found {depth}, allowed is 1 to {MAX_DEPTH}")
+        for temperature in self.temperatures:
+            if not 0 <= temperature <= 2:
+                raise ConfigError(f"temperature: found {temperature:g}, allowed is 0 to 2")
+
+
+def run_eval(
+    settings: EvalSettings, workloads: Sequence[Workload], progress: Progress, out: Path | None = None
+) -> Results:
+    """Measure everything. After Ctrl-C what was measured comes back, as partial results.
+
+    A drafter that cannot be used or breaks down has failed cells; the others are measured all the same. `out` is
+    written after every drafter and depth, whole or not at all, so that a killed run loses one of them.
+    """
+    for name in (settings.target, *settings.drafters):
+        if not resolve(name).is_dir():  # a bundled one, which this installation does not have
+            raise CheckpointError(
+                f"{name}: this installation of Fledge has no bundled models; name your own with --target and --drafter"
+            )
+    run = _EvalRun(settings, workloads, progress, out)
+    try:
+        run.answer()
+        for drafter in settings.drafters:
+            for depth in settings.depths:
+                run.measure(drafter, depth)
+                run.save(finished=False)
+        run.judge()
+    except KeyboardInterrupt:
+        run.is_interrupted = True
+    finally:
+        run.meter.close()
+    return run.save(finished=True)
+
+
+class _EvalRun:
+    """What has been measured so far."""
+
+    def __init__(
+        self, settings: EvalSettings, workloads: Sequence[Workload], progress: Progress, out: Path | None
+    ) -> None:
+        self.settings = settings
+        self.workloads = workloads
+        self.progress = progress
+        self.out = out
+        self.meter = AcceptanceMeter(settings)
+        self.provenance = run_provenance()
+        self.names = dict(zip(settings.drafters, distinct_names(settings.drafters), strict=True))
+        self.turns: dict[tuple[str, float], list[TargetTurn]] = {}  # by workload and temperature
+        self.too_long: dict[str, list[str]] = {}  # prompts by workload
+        self.cut_short: dict[str, list[str]] = {}  # prompts whose later turns do not fit
+        self.cells: list[Cell] = []
+        self.different: dict[int, tuple[tuple[int, int], ...]] = {}  # cell -> turns that differ, and where first
+        self.machine: dict[str, Any] = {}
+        label = (read_json(resolve(settings.target) / "config.json") or {}).get(INFLATED) or {}
+        self.inflated: str | None = label.get("shape")
+        self.is_interrupted = False
+
+    def answer(self) -> None:
+        """Let the target answer everything at every temperature."""
+        meter = self.meter
+        self.machine = {"dtype": meter.dtype, "max_model_len": meter.llm.max_model_len, "device": meter.device}
+        workloads = [with_token_ids(workload, self.settings.target) for workload in self.workloads]
+        total = sum(prompt.num_turns for workload in workloads for prompt in workload.prompts)
+        for temperature in self.settings.temperatures:
+            with self.progress.task(f"target T={temperature:g}", total) as advance:
+                found = meter.answer(workloads, temperature, advance)
+            if not found.turns:
+                raise ConfigError(f"no prompt fits into {meter.llm.max_model_len} tokens; choose other workloads")
+            for workload in workloads:
+                self.turns[workload.name, temperature] = [t for t in found.turns if t.workload == workload.name]
+            for listed, pairs in ((self.too_long, found.too_long), (self.cut_short, found.cut_short)):
+                for name, prompt in pairs:
+                    if prompt not in (ids := listed.setdefault(name, [])):  # at another temperature
+                        ids.append(prompt)
+
+    def measure(self, drafter: str, depth: int) -> None:
+        """Add the cells of one drafter at one depth, all temperatures and workloads."""
+        todo = [
+            (self._contender(drafter, depth, temperature), workload.name)
+            for temperature in self.settings.temperatures
+            for workload in self.workloads
+            if self.turns[workload.name, temperature]
+        ]
+        before = len(self.cells)
+        try:
+            self.meter.exchange(drafter, depth)
+            total = sum(len(self.turns[name, contender.temperature or 0.0]) for contender, name in todo)
+            with self.progress.task(f"{self.names[drafter]} K={depth}", total) as advance:
+                for contender, name in todo:
+                    self._add_cell(contender, name, advance)
+        except (FledgeError, RuntimeError) as error:  # of CUDA too
+            reason = " ".join(str(error).split()) or type(error).__name__
+            for contender, name in todo[len(self.cells) - before :]:
+                self._add(contender, name, 0.0, (), reason)
+
+    def _add_cell(self, contender: Contender, workload: str, advance: Advance) -> None:
+        temperature = contender.temperature or 0.0
+        measured = self.meter.measure(self.turns[workload, temperature], temperature, advance)
+        requests = measured.requests
+        if temperature == 0:
+            self.different[len(self.cells)] = measured.different
+            parted = dict(measured.different)
+            requests = tuple(replace(r, differs="unchecked") if i in parted else r for i, r in enumerate(requests))
+        failure = measured.failure and f"the drafter failed and was switched off: {measured.failure}"
+        self._add(contender, workload, measured.seconds, requests, failure)
+
+    def judge(self) -> None:
+        """Where answers parted from the target's own, find out whether its choice was a tie."""
+        parted = {number: turns for number, turns in self.different.items() if turns}
+        if not parted:
+            return
+        with self.progress.task("differences", len(parted)) as advance:
+            for number, different in parted.items():
+                cell = self.cells[number]
+                clear = self.meter.clear_differences(self.turns[cell.workload, 0.0], different, 0.0)
+                requests = list(cell.requests)
+                for i, _ in different:
+                    requests[i] = replace(requests[i], differs="clear" if i in clear else "tie")
+                self.cells[number] = replace(cell, requests=tuple(requests))
+                advance()
+
+    def save(self, *, finished: bool) -> Results:
+        """Return what there is, and write it if there is anything."""
+        results = self.results(finished=finished)
+        if self.out is not None and self.cells:
+            write_results(results, self.out)
+        return results
+
+    def results(self, *, finished: bool) -> Results:
+        """`finished`: nothing more will come."""
+        settings = self.settings
+        failed = [cell for cell in self.cells if cell.status == "failed"]
+        status: Status = "partial" if self.is_interrupted or failed or not finished else "complete"
+        done = {cell.contender for cell in self.cells}
+        every = [
+            self._contender(drafter, depth, temperature)
+            for drafter in settings.drafters
+            for depth in settings.depths
+            for temperature in settings.temperatures
+        ]
+        facts = {
+            workload.name: {
+                **workload.facts,
+                "categories": workload.categories,
+                "too_long": self.too_long.get(workload.name, []),
+                "cut_short": self.cut_short.get(workload.name, []),
+            }
+            for workload in self.workloads
+        }
+        return Results(
+            kind="eval",
+            title=f"Acceptance length of {', '.join(self.names.values())}",
+            baseline=None,
+            contenders=tuple(contender for contender in every if contender.name in done),
+            cells=tuple(self.cells),
+            settings={
+                **{name: getattr(settings, name) for name in _RECORDED},
+                **self.machine,
+                "workloads": facts,
+            },
+            provenance=self.provenance,
+            status=status,
+            notes=tuple(self._notes(failed, finished=finished)),
+        )
+
+    def _notes(self, failed: Sequence[Cell], *, finished: bool) -> list[str]:
+        notes = [note for workload in self.workloads for note in workload.notes]
+        if self.inflated:
+            notes.append(f"inflated to the shape {self.inflated}: acceptance is that of the small pair")
+        room = f"{self.machine.get('max_model_len', 0):,} tokens"
+        for workload in self.workloads:
+            if ids := self.too_long.get(workload.name):
+                share = f"{len(ids)} of {len(workload.prompts)} prompts"
+                notes.append(f"{workload.name}: {share} do not fit into {room} and were not asked: {_listed(ids)}")
+            if ids := self.cut_short.get(workload.name):
+                notes.append(
+                    f"{workload.name}: later turns of {len(ids)} prompts do not fit into {room}: {_listed(ids)}"
+                )
+        notes += dict.fromkeys(f"{cell.contender}: {cell.note}" for cell in failed)
+        if self.is_interrupted:
+            notes.append("interrupted: what was not finished is missing")
+        elif not finished:
+            notes.append("still running, or killed: what was not finished is missing")
+        return notes
+
+    def _contender(self, drafter: str, depth: int, temperature: float) -> Contender:
+        return Contender(
+            name=f"{self.names[drafter]} K={depth} T={temperature:g}",
+            kind="fledge",
+            target=self.settings.target,
+            drafter=drafter,
+            speculation={"model": drafter, "num_speculative_tokens": depth},
+            inflated=self.inflated,
+            temperature=temperature,
+        )
+
+    def _add(
+        self,
+        contender: Contender,
+        workload: str,
+        seconds: float,
+        requests: tuple[RequestRecord, ...],
+        failure: str | None,
+    ) -> None:
+        self.cells.append(
+            Cell(
+                contender=contender.name,
+                workload=workload,
+                load=Load(concurrency=self.settings.max_num_seqs),
+                repeat=0,
+                seconds=seconds,
+                requests=requests,
+                status="complete" if failure is None else "failed",
+                note=failure,
+            )
+        )
+
+
+def _listed(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:_NAMED]) + (f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else "")

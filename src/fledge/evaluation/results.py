@@ -1,0 +1,221 @@
+"""What `fledge eval` and `fledge bench` measured, request by request, so that figures can be derived anew.
+
+A *cell* is one contender under one load on one workload, once. Contenders take turns and each cell is repeated, so a
+noisy machine hits all alike. Nothing here is an average: `bench/figures.py` and `fledge eval` derive those, and say
+which requests failed.
+"""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.errors import ConfigError
+from fledge.files import read_bytes, write_text
+from fledge.records import Record, decode
+
+SCHEMA = 1
+Kind = Literal["fledge", "server", "transformers", "vllm"]  # `server`: any OpenAI-compatible one, over HTTP
+Difference = Literal["tie", "clear", "unchecked"]  # of the target's best two tokens where the answers part
+Status = Literal["complete", "partial", "failed"]
+Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds)
+_TURN = " turn "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender(Record):
+    """One way to answer, under a name that is unique in a run."""
+
+    name: str
+    kind: Kind
+    target: str
+    drafter: str | None = None
+    speculation: Mapping[str, Any] | None = None  # as given in a --speculative-config; None: no speculation, or unknown
+    url: str | None = None
+    inflated: str | None = None  # the shape whose cost it has, e.g. "8b", while it says what a small model says
+    temperature: float | None = None  # where contenders of one run differ in it; else it is in the run's settings
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load(Record):
+    """How requests arrive: `concurrency` at all times, or `rate` per second at random (Poisson)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.rate is None):
+            raise ValueError("a load is a concurrency or a rate")
+
+    def __str__(self) -> str:
+        return f"C={self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
+
+    @property
+    def size(self) -> float:
+        """Where it stands on an axis of its kind."""
+        return float(self.concurrency or self.rate or 0)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Concurrencies first, then rates, from low to high."""
+        return self.rate is not None, self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord(Record):
+    """One request. Times are seconds after the cell's start; None where it did not come so far."""
+
+    prompt: str  # the id of the prompt in its workload; of one with several turns, see `turn_name`
+    sent: float
+    first_token: float | None = None
+    done: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+    error: str | None = None  # one line; such a request is in no mean
+    digest: str | None = None  # of the tokens or the text: whether two contenders said the same
+    acceptance: Tally = ()  # where the contender tells
+    missed: int | None = None  # drafts refused whose right token is known
+    missed_outside: int | None = None  # of these, those whose right token is not in the draft vocabulary
+    differs: Difference | None = None  # from the target's own greedy answer
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without what is as usual: there may be ten thousand."""
+        values = super().to_dict()
+        return {key: value for key, value in values.items() if key not in _USUAL or value != _USUAL[key]}
+
+
+_USUAL = {
+    known.name: [] if known.default == () else known.default
+    for known in fields(RequestRecord)
+    if known.default is not MISSING
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Record):
+    """One contender, one workload, one load, one repeat."""
+
+    contender: str
+    workload: str
+    load: Load
+    repeat: int
+    seconds: float  # from the first request sent to the last one done
+    requests: tuple[RequestRecord, ...]
+    status: Status = "complete"
+    note: str | None = None  # why it is not complete
+    acceptance: Tally = ()  # of the whole cell, where only that is known (a server's metrics)
+
+    @property
+    def good(self) -> tuple[RequestRecord, ...]:
+        """The requests that were answered in full."""
+        return tuple(r for r in self.requests if r.error is None and r.done is not None)
+
+    @property
+    def acceptance_statistics(self) -> AcceptanceStatistics:
+        """Pooled over the requests that tell, or the cell's own tally."""
+        told = [triple for request in self.good for triple in request.acceptance]
+        return statistics_of(told or self.acceptance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results(Record):
+    """A whole run. `baseline` names the contender that ratios are taken against."""
+
+    kind: Literal["serve", "offline", "eval"]
+    title: str
+    baseline: str | None
+    contenders: tuple[Contender, ...]
+    cells: tuple[Cell, ...]
+    settings: Mapping[str, Any]  # max_tokens, temperature, seed, sample, workloads with their digests, ...
+    provenance: Mapping[str, Any]
+    status: Status = "complete"
+    notes: tuple[str, ...] = ()  # what a reader must know: interrupted, a server died, inflated models
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"fledge_results": SCHEMA, **super().to_dict()}
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.settings.get("temperature") == 0
+
+    @property
+    def workload_facts(self) -> dict[str, Mapping[str, Any]]:
+        """What the settings say about workloads, by name: prompts, digest, source, licence."""
+        found = self.settings.get("workloads") or ()
+        if isinstance(found, Mapping):
+            return {str(name): facts for name, facts in found.items() if isinstance(facts, Mapping)}
+        return {str(one["name"]): one for one in found if isinstance(one, Mapping) and "name" in one}
+
+
+def turn_name(prompt: str, turn: int) -> str:
+    """What a request is called that is one of several turns of a prompt."""
+    return f"{prompt}{_TURN}{turn}"
+
+
+def conversation_of(prompt: str) -> str:
+    """The prompt that a request belongs to: what `turn_name` was given."""
+    return prompt.partition(_TURN)[0]
+
+
+def tally_triples(statistics: AcceptanceStatistics) -> Tally:
+    """A tally as results store it."""
+    return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(statistics.tally.items()))
+
+
+def statistics_of(tally: Iterable[tuple[int, int, int]]) -> AcceptanceStatistics:
+    """What `tally_triples` was given."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for drafted, accepted, rounds in tally:
+        counts[drafted, accepted] += rounds
+    return AcceptanceStatistics(tally=counts)
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Write whole or not at all. Raises ConfigError where that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(results.to_dict(), separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from None
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise ConfigError if `path` cannot be written: before hours of work, not after. Leaves nothing behind."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a directory, expected a file's name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: its directory cannot be made: {error.strerror}") from None
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+
+
+def read_results(path: Path) -> Results:
+    """Read what `write_results` wrote; ConfigError names the key of a damaged file."""
+    try:
+        values = json.loads(read_bytes(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no readable JSON: {error}") from None
+    schema = values.get("fledge_results") if isinstance(values, Mapping) else None
+    if schema != SCHEMA:
+        raise ConfigError(f"{path}: no benchmark results (fledge_results: found {schema!r}, expected {SCHEMA})")
+    damaged = f"{path}: damaged benchmark results"
+    try:
+        results = decode(Results, values, damaged, strict=False)
+    except ValueError as error:  # of a class that checks itself
+        raise ConfigError(f"{damaged}: {error}") from None
+    names = {contender.name for contender in results.contenders}
+    if unknown := [cell.contender for cell in results.cells if cell.contender not in names]:
+        raise ConfigError(f"{damaged}: a cell of '{unknown[0]}', which is no contender")
+    return results

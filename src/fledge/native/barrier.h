@@ -1,0 +1,53 @@
+/* Where threads wait for each other between the parts of a layer.
+
+   OpenMP's own barrier waits busily for a millisecond. That is right while every thread has a processor; where they
+   share one with somebody else's work, the one that waits keeps the one it waits for from running, two hundred times
+   in a pass. Here a thread gives its processor away after some microseconds. */
+#ifndef FLEDGE_BARRIER_H
+#define FLEDGE_BARRIER_H
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "vectors.h"
+
+#define SPINS 4000 /* looks before a thread goes to sleep: some 50 microseconds */
+
+typedef struct {
+    _Atomic int32_t arrived, number, asleep;
+} Barrier;
+
+INLINE void spin_pause(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Return when all `threads` threads have come. */
+static inline void wait_at(Barrier *barrier, int threads) {
+    if (threads == 1) return;
+    int32_t number = atomic_load(&barrier->number);
+    if (atomic_fetch_add(&barrier->arrived, 1) + 1 == threads) {
+        atomic_store(&barrier->arrived, 0);
+        atomic_store(&barrier->number, number + 1);
+        if (atomic_load(&barrier->asleep))
+            syscall(SYS_futex, &barrier->number, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+        return;
+    }
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load_explicit(&barrier->number, memory_order_acquire) != number) return;
+        spin_pause();
+    }
+    atomic_fetch_add(&barrier->asleep, 1);
+    while (atomic_load(&barrier->number) == number)
+        syscall(SYS_futex, &barrier->number, FUTEX_WAIT_PRIVATE, number, NULL, NULL, 0);
+    atomic_fetch_sub(&barrier->asleep, 1);
+}
+
+#endif

@@ -1,0 +1,130 @@
+/* A drafter as a table of operations on rows, and the loop that drafts a chain with it.
+
+   What a drafter is made of is decided in Python, which lowers the loaded module to the table. Each operation reads one
+   buffer and writes another, or some columns of them; a buffer has a row for each token of the pass. */
+#include <stdlib.h>
+
+#include "decoder.h"
+#include "rows.h"
+
+typedef enum {
+    EMBED,  /* to = weight[token], for the tokens of the pass */
+    NORM,   /* to = from, normed with weight [size] */
+    COPY,   /* to = from */
+    LINEAR, /* to = from W^T + bias */
+    LAYERS, /* run the decoder layers over `to`; `from`, unless negative, is what the first one's attention reads */
+} Kind;
+
+typedef struct {
+    int64_t kind;
+    int64_t source, source_column, to, to_column, size; /* buffers, the first column in each, and how many columns */
+    const float *weight;
+    Matrix matrix; /* of LINEAR */
+    float eps;
+} Operation;
+
+enum { STATES, FEATURES }; /* the buffers that the target fills, and that a step reads; others as the table likes */
+
+typedef struct {
+    const Operation *operations; /* first those that make features of states, then those of a step */
+    int64_t fuse_count, step_count;
+    const Layer *layers;
+    int64_t layer_count;
+    const int64_t *widths; /* [buffers]: columns of each */
+    int64_t buffers;
+    int64_t head, feature; /* buffers: what the output head reads, and what the next step reads as its features */
+    Matrix output;
+    const int64_t *offsets; /* [draft vocabulary] or NULL */
+} Program;
+
+static void copy_rows(float *to, int64_t to_stride, const float *from, int64_t from_stride, int64_t rows,
+                      int64_t size) {
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(to + row * to_stride, from + row * from_stride, (size_t)size * sizeof(float));
+}
+
+static int32_t run(const Program *program, int64_t first, int64_t last, const Pass *pass, const int64_t *tokens,
+                   float *const *buffers, int threads) {
+    int64_t rows = pass->tokens;
+    for (const Operation *op = program->operations + first; op < program->operations + last; op++) {
+        int64_t to_stride = program->widths[op->to], from_stride = op->source < 0 ? 0 : program->widths[op->source];
+        float *to = buffers[op->to] + op->to_column;
+        const float *from = op->source < 0 ? NULL : buffers[op->source] + op->source_column;
+        switch (op->kind) {
+            case EMBED:
+                for (int64_t row = 0; row < rows; row++)
+                    copy_rows(to + row * to_stride, 0, op->weight + tokens[row] * op->size, 0, 1, op->size);
+                break;
+            case NORM:
+                for (int64_t row = 0; row < rows; row++)
+                    normalise(from + row * from_stride, op->weight, to + row * to_stride, op->size, op->eps);
+                break;
+            case COPY:
+                copy_rows(to, to_stride, from, from_stride, rows, op->size);
+                break;
+            case LINEAR:
+                fledge_linear(&op->matrix, from, from_stride, rows, to, threads);
+                break;
+            case LAYERS:
+                if (fledge_decode(program->layers, program->layer_count, pass, from, to, NULL, 0, NULL, NULL, 0.0f,
+                                  NULL, threads))
+                    return 1;
+        }
+    }
+    return 0;
+}
+
+/* Memory for all buffers of `rows` rows that are not `given`, and `more` floats; NULL where it is wanting. */
+static float *allocate(const Program *program, int64_t rows, float *const *given, float **buffers, int64_t more,
+                       float **rest) {
+    int64_t total = (more + 31) / 16 * 16;
+    for (int64_t i = 0; i < program->buffers; i++)
+        if (!given[i]) total += (rows * program->widths[i] + 15) / 16 * 16;
+    float *memory = aligned_alloc(64, (size_t)total * sizeof(float)), *at = memory;
+    if (!memory) return NULL;
+    for (int64_t i = 0; i < program->buffers; i++) {
+        buffers[i] = given[i] ? given[i] : at;
+        if (!given[i]) at += (rows * program->widths[i] + 15) / 16 * 16;
+    }
+    *rest = at;
+    return memory;
+}
+
+int32_t fledge_run(const Program *program, int64_t first, int64_t last, const Pass *pass, const int64_t *tokens,
+                   float *const *given, int threads) {
+    float *buffers[program->buffers], *rest;
+    float *memory = allocate(program, pass->tokens, given, buffers, 0, &rest);
+    if (!memory) return 1;
+    int32_t failed = run(program, first, last, pass, tokens, buffers, threads);
+    free(memory);
+    return failed;
+}
+
+int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps, float *states, const int64_t *tokens,
+                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *deepest, int threads) {
+    int64_t batch = steps->tokens, width = program->widths[program->head], vocab = program->output.columns;
+    int64_t first_step = program->fuse_count, end = program->fuse_count + program->step_count;
+    float *given[program->buffers], *buffers[program->buffers], *logits;
+    for (int64_t i = 0; i < program->buffers; i++) given[i] = i == STATES ? states : NULL;
+    float *memory = allocate(program, pass->tokens > batch ? pass->tokens : batch, given, buffers, batch * vocab, &logits);
+    if (!memory) return 1;
+    const float *head = buffers[program->head], *feature = buffers[program->feature];
+    int32_t failed = run(program, 0, end, pass, tokens, buffers, threads);
+    for (int64_t i = 0; i < depth && !failed; i++) {
+        if (i > 0) {
+            Pass next = *steps;
+            next.positions = next.contexts = steps->positions + (i - 1) * batch;
+            next.slots = steps->slots + (i - 1) * batch;
+            failed = run(program, first_step, end, &next, drafts + (i - 1) * batch, buffers, threads);
+        }
+        for (int64_t b = 0; b < batch; b++) {
+            int64_t row = i > 0 ? b : last_rows[b];
+            copy_rows(deepest + b * width, 0, head + row * width, 0, 1, width);
+            copy_rows(buffers[FEATURES] + b * width, 0, feature + row * width, 0, 1, width);
+        }
+        fledge_linear(&program->output, deepest, width, batch, logits, threads);
+        fledge_argmax(logits, batch, vocab, program->offsets, drafts + i * batch, threads);
+    }
+    free(memory);
+    return failed;
+}

@@ -1,0 +1,94 @@
+/* What a round does to rows outside its layers: choices, and the bookkeeping at both ends.
+   `rows.py` calls these; the kernels of the same names tell what they compute. */
+#include "rows.h"
+
+#include <math.h>
+
+#include "vectors.h"
+
+#define PADDING (-1)
+
+/* The first of the largest; as for torch, what is not a number is larger than any. */
+static int64_t argmax(const float *x, int64_t size) {
+    vec peaks = (vec){0} - INFINITY;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec some = load(x + i);
+        peaks = select_vec((some > peaks) | (some != some), some, peaks);
+    }
+    float peak = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++)
+        if (peaks[lane] > peak || peaks[lane] != peaks[lane]) peak = peaks[lane];
+    for (; i < size; i++)
+        if (x[i] > peak || x[i] != x[i]) peak = x[i];
+    for (i = 0; i < size - 1; i++)
+        if (x[i] == peak || x[i] != x[i]) break;
+    return i;
+}
+
+void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64_t *offsets, int64_t *out,
+                   int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 4)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t index = argmax(logits + row * vocab, vocab);
+        out[row] = offsets ? index + offsets[index] : index;
+    }
+}
+
+void fledge_accept(const int64_t *drafts, int64_t drafts_stride, const int64_t *choices, const int64_t *draft_lengths,
+                   int64_t batch, int64_t places, int64_t *tokens, int64_t *accepted, int64_t *last) {
+    for (int64_t row = 0; row < batch; row++) {
+        const int64_t *draft = drafts + row * drafts_stride, *choice = choices + row * places;
+        int64_t most = draft_lengths && draft_lengths[row] < places - 1 ? draft_lengths[row] : places - 1, found = 0;
+        while (found < most && draft[found] == choice[found]) found++;
+        for (int64_t i = 0; i < places; i++) tokens[row * places + i] = i <= found ? choice[i] : PADDING;
+        accepted[row] = found;
+        last[row] = choice[found];
+    }
+}
+
+static int64_t slot_at(const int32_t *table, int64_t max_blocks, int64_t position, int64_t block_size) {
+    int64_t block = position / block_size;
+    return table[block < max_blocks ? block : max_blocks - 1] * block_size + position % block_size;
+}
+
+void fledge_open_round(const int64_t *rows, int64_t batch, int64_t width, int64_t block_size, const int64_t *last_token,
+                       const int64_t *drafts, int64_t drafts_stride, const int64_t *length, const int64_t *draft_count,
+                       const int32_t *block_tables, int64_t max_blocks, int64_t *tokens, int64_t *positions,
+                       int64_t *slots, int32_t *tables, int64_t *context, int64_t *drafted) {
+    for (int64_t entry = 0; entry < batch; entry++) {
+        int64_t row = rows[entry];
+        const int32_t *table = block_tables + row * max_blocks;
+        memcpy(tables + entry * max_blocks, table, (size_t)max_blocks * sizeof(int32_t));
+        context[entry] = length[row];
+        drafted[entry] = draft_count[row] < width - 1 ? draft_count[row] : width - 1;
+        for (int64_t i = 0; i < width; i++) {
+            int64_t at = entry * width + i;
+            tokens[at] = i ? drafts[row * drafts_stride + i - 1] : last_token[row];
+            positions[at] = length[row] + i;
+            slots[at] = slot_at(table, max_blocks, positions[at], block_size);
+        }
+    }
+}
+
+void fledge_settle_round(const int64_t *rows, int64_t batch, int64_t width, int64_t block_size, int64_t depth,
+                         const int64_t *context, const int32_t *tables, int64_t max_blocks, const int64_t *emitted,
+                         const int64_t *accepted, const int64_t *draft_until, const int64_t *draft_limit,
+                         int64_t *last_token, int64_t *length, int64_t *draft_count, int64_t *tokens,
+                         int64_t *last_rows, int64_t *positions, int64_t *slots) {
+    for (int64_t entry = 0; entry < batch; entry++) {
+        int64_t row = rows[entry], grown = context[entry] + accepted[entry] + 1;
+        int64_t room = draft_until[row] - grown - 2;
+        room = room < 0 ? 0 : room > depth ? depth : room;
+        last_token[row] = emitted[entry * width + accepted[entry]];
+        length[row] = grown;
+        draft_count[row] = room < draft_limit[row] ? room : draft_limit[row];
+        last_rows[entry] = entry * width + accepted[entry];
+        for (int64_t i = entry * width; i < (entry + 1) * width; i++) tokens[i] = emitted[i] < 0 ? 0 : emitted[i];
+        for (int64_t step = 0; step < depth - 1; step++) {
+            positions[step * batch + entry] = grown + step;
+            slots[step * batch + entry] =
+                slot_at(tables + entry * max_blocks, max_blocks, grown + step, block_size);
+        }
+    }
+}

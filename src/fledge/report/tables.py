@@ -1,0 +1,129 @@
+"""Tables: one model that is printed in a terminal, written as Markdown, and set on a page (`page.html.jinja`)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from markupsafe import Markup
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fledge.report.intervals import Interval
+from fledge.report.page import visible
+from fledge.report.prose import Tone, with_interval
+
+WARNING = "yellow"
+_STYLES = {"good": "green", "bad": "red", "neutral": ""}
+_BORDER = 3  # columns of a terminal that a cell takes besides its text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCell:
+    """Text, and what a page shows beside it. A plain string may stand for one that is text alone."""
+
+    text: str
+    ends: str = ""  # of an interval: "1.80, 2.00"
+    tone: Tone = "neutral"
+    colour: str = ""  # of a chip before the text
+    badge: str = ""  # what must stand wherever the text does
+    graphic: Markup | str = ""  # before the text
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.ends}]" if self.ends else self.text
+
+    @property
+    def range(self) -> str:
+        """The interval in words."""
+        return self.ends.replace(", ", " to ")
+
+
+def figure_cell(
+    interval: Interval | None,
+    form: str | None = None,
+    *,
+    unit: str = "",
+    missing: str = "",
+    tone: Tone = "neutral",
+    graphic: Markup | str = "",
+) -> TableCell:
+    """A figure and its interval; `form` as in `with_interval`, `unit` follows the value."""
+    if interval is None:
+        return TableCell(text=missing)
+    value, _, ends = with_interval(interval, form).partition(" ")
+    return TableCell(text=value + unit, ends=ends.strip("[]"), tone=tone, graphic=graphic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    cells: tuple[TableCell | str, ...]
+    group: str = ""  # rows of one group follow each other, under its name
+    is_partial: bool = False  # something that should be in it is not
+    note: str = ""  # why; on a page it stands below the row
+
+    @property
+    def texts(self) -> list[str]:
+        return [str(cell) for cell in self.cells]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The first `labels` columns name a row, the others are figures."""
+
+    kind: ClassVar[str] = "table"
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    labels: int = 1
+
+    @classmethod
+    def of(
+        cls, title: str, header: Sequence[str], body: Sequence[Sequence[TableCell | str]], labels: int = 1
+    ) -> "Table":
+        """A table of rows that have no group and no note."""
+        rows = tuple(TableRow(cells=tuple(cells)) for cells in body)
+        return cls(title=title, header=tuple(header), rows=rows, labels=labels)
+
+    def to_markdown(self) -> str:
+        """Without its title and groups; nothing in it can end a cell or begin HTML."""
+        lines = [self.header, *(row.texts for row in self.rows)]
+        text = [f"| {' | '.join(map(markdown_text, cells))} |" for cells in lines]
+        return "\n".join([text[0], "|---" * len(self.header) + "|", *text[1:]])
+
+    def to_rich(self, width: int | None = None) -> list[RichTable]:
+        """For a terminal; with `width` in parts no wider than that, each with the labels."""
+        parts = [self] if width is None else list(self._parts(width))
+        return [part._rich(self.title if i == 0 else f"{self.title} (more)") for i, part in enumerate(parts)]
+
+    def _rich(self, title: str) -> RichTable:
+        table = RichTable(title=Text(title), title_justify="left")
+        for i, name in enumerate(self.header):
+            table.add_column(Text(name), justify="left" if i < self.labels else "right", no_wrap=i < self.labels)
+        group = ""
+        for row in self.rows:
+            if row.group != group:
+                group = row.group
+                table.add_section()
+                table.add_row(Text(group, style="bold"))
+            texts = [Text(str(cell), style=_STYLES[getattr(cell, "tone", "neutral")]) for cell in row.cells]
+            table.add_row(*texts, style=WARNING if row.is_partial else "")
+        return table
+
+    def _parts(self, width: int) -> Iterator["Table"]:
+        columns = zip(self.header, *(row.texts for row in self.rows), strict=True)
+        widths = [max(map(len, column)) + _BORDER for column in columns]
+        labels, taken = list(range(self.labels)), list[int]()
+        for i in range(self.labels, len(self.header)):
+            if taken and 1 + sum(widths[j] for j in (*labels, *taken, i)) > width:
+                yield self._only([*labels, *taken])
+                taken = []
+            taken.append(i)
+        yield self._only([*labels, *taken])
+
+    def _only(self, columns: Sequence[int]) -> "Table":
+        rows = tuple(replace(row, cells=tuple(row.cells[i] for i in columns)) for row in self.rows)
+        return replace(self, header=tuple(self.header[i] for i in columns), rows=rows)
+
+
+def markdown_text(text: str) -> str:
+    """On one line, as text: no cell ends in it and no HTML begins."""
+    return " ".join(visible(text, flat=True).split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,133 @@
+"""Figures of `fledge eval` by hand, and what is said and drawn of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from fledge.evaluation.figures import EvalRow, acceptance_rates, eval_rows, measured_records
+from fledge.evaluation.report import LENGTHS, MORE, EvalReport, plus_minus
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
+from fledge.report.intervals import Interval
+from tests.bench_results import make_eval_results
+
+
+def made_up(*records: tuple[str, str, tuple[int, int, int], int]) -> Results:
+    """Records: (workload, prompt, (drafted, accepted, rounds), prompt tokens)."""
+    names = list(dict.fromkeys(record[0] for record in records))
+    cells = tuple(
+        Cell(
+            contender="d K=2 T=0",
+            workload=name,
+            load=Load(concurrency=1),
+            repeat=0,
+            seconds=1.0,
+            requests=tuple(
+                RequestRecord(prompt=p, sent=0.0, done=1.0, prompt_tokens=tokens, output_tokens=3, acceptance=(triple,))
+                for n, p, triple, tokens in records
+                if n == name
+            ),
+        )
+        for name in names
+    )
+    facts = {
+        name: {"categories": {"c": [p for n, p, *_ in records if n == name]}, "prompts": 9, "too_long": []}
+        for name in names
+    }
+    return Results(
+        kind="eval",
+        title="made up",
+        baseline=None,
+        contenders=(Contender(name="d K=2 T=0", kind="fledge", target="t", speculation={"num_speculative_tokens": 2}),),
+        cells=cells,
+        settings={"workloads": facts, "dtype": "float32", "device": "cpu", "max_tokens": 3},
+        provenance={},
+    )
+
+
+def only_row(results: Results) -> EvalRow:
+    (row,) = eval_rows(results)
+    return row
+
+
+def test_figures_by_hand() -> None:
+    row = only_row(
+        made_up(
+            ("a", "1", (2, 2, 3), 100),  # 6 accepted in 3 rounds
+            ("a", "1", (2, 0, 1), 300),  # another turn of the same prompt
+            ("a", "2", (2, 1, 4), 100),
+            ("b", "1", (2, 2, 5), 3000),
+        )
+    )
+    assert row.by_workload["a"].value == pytest.approx(1 + 10 / 8)
+    assert row.by_workload["b"] == Interval(value=3.0)  # one prompt says nothing about others
+    assert row.mean.value == pytest.approx((2.25 + 3) / 2)
+    assert row.mean.low is None
+    assert row.by_category["c"].value == pytest.approx(1 + 20 / 13)
+    assert list(row.by_length) == ["128", "512", "4k"]
+    assert row.by_length["128"].value == pytest.approx(1 + 10 / 7)
+    assert row.rate_by_depth == pytest.approx((12 / 13, 8 / 13))
+    assert row.rounds == 13
+    # Prompts are resampled, not turns: whichever two are drawn, the figure lies between those of the two prompts.
+    assert row.by_workload["a"].low == pytest.approx(1 + 4 / 4)
+    assert row.by_workload["a"].high == pytest.approx(1 + 6 / 4)
+    assert row.by_workload["a"].half_width == pytest.approx(0.25)
+    assert plus_minus(row.by_workload["a"]) == "2.25 ±0.25"
+
+
+def test_the_mean_is_missing_where_a_workload_is() -> None:
+    whole = made_up(("a", "1", (2, 2, 3), 1), ("b", "1", (2, 1, 3), 1))
+    failed = replace(whole, cells=(whole.cells[0], replace(whole.cells[1], status="failed", note="it broke")))
+    row = only_row(failed)
+    assert row.mean is None
+    assert set(row.by_workload) == {"a"}
+    assert row.failed == {"b": "it broke"}
+
+
+def test_rates_are_those_of_the_row_with_intervals() -> None:
+    results = make_eval_results(prompts=6, depths=(3,), workloads=("chat", "coding"))
+    for row in eval_rows(results):
+        rates = acceptance_rates(measured_records(results, row.contender))
+        assert [rate.value for rate in rates] == pytest.approx(list(row.rate_by_depth))
+        assert all(rate.low <= rate.value <= rate.high for rate in rates)
+
+
+def test_a_card_states_means_best_and_worst_and_what_is_missing() -> None:
+    results = made_up(("a", "1", (2, 2, 3), 1), ("a", "2", (2, 2, 3), 1), ("b", "1", (2, 0, 3), 1))
+    (card,) = EvalReport(results).cards("acceptance-1")
+    assert (card.name, card.headline) == ("d", "Yields 2.00 tokens a round")
+    assert card.tiles == (("2.00", "mean at K=2, T=0", "neutral"),)
+    texts = [sentence.text for sentence in card.sentences]
+    assert texts[0] == "At temperature 0 its mean acceptance length over workloads is 2.00 drafting 2 ahead."
+    assert texts[1].endswith("it does best on a, 3.00 [3.00, 3.00], and worst on b, 1.00.")
+    assert {sentence.section for sentence in card.sentences} == {"acceptance-1"}
+    failed = replace(results, cells=(results.cells[0], replace(results.cells[1], status="failed", note="it broke")))
+    (card,) = EvalReport(failed).cards("x")
+    assert card.headline == "Not measured in full"
+    assert ("Not measured: b, drafting 2 ahead at temperature 0: it broke", "bad") in [
+        (sentence.text, sentence.tone) for sentence in card.sentences
+    ]
+
+
+def test_pictures_of_every_kind_and_in_their_sections() -> None:
+    report = EvalReport(make_eval_results(prompts=4, depths=(3, 5), workloads=("chat", "coding")))
+    charts = {chart.name: chart for chart in report.charts(7)}
+    temperatures = sorted({row.temperature for row in report.rows})
+    names = ["depths-7", "acceptance-7-0", "acceptance-7-1", "acceptance-7-2"]
+    assert list(charts) == [*names, *(f"lengths-7-{i}" for i in range(len(temperatures)))]
+    assert [chart.section for chart in charts.values()].count(MORE) == 2
+    assert charts["acceptance-7-0"].section == LENGTHS
+    (axes,) = charts["depths-7"].figure.axes
+    assert len(axes.containers) == len(report.drafters) * len(temperatures)
+    (axes,) = charts["acceptance-7-0"].figure.axes
+    assert len(axes.containers) == sum(row.depth == 5 for row in report.rows)
+    assert len(axes.containers[0].lines[0].get_xdata()) == len(report.rows[-1].rate_by_depth)
+    (axes,) = charts["lengths-7-0"].figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["chat", "coding"]
+
+
+def test_a_page_shows_intervals_beside_their_figures() -> None:
+    main, *_ = EvalReport(make_eval_results(prompts=6, workloads=("chat", "coding"))).tables()
+    assert main.header == ("drafter", "K", "T", "chat", "coding", "mean")
+    cell = main.rows[0].cells[3]
+    assert cell.ends
+    assert str(cell) == f"{cell.text} [{cell.ends}]"

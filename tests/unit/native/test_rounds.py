@@ -1,0 +1,112 @@
+"""The engine in float32 on a CPU, where the layers are C: the tokens and drafts of torch, and rounds that agree with
+themselves to the last bit.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fledge.engine.engine import Engine
+from fledge.engine.sizing import EngineConfig
+from fledge.models.config import DrafterConfig, TargetConfig
+from fledge.native.accelerate import NativeDrafter, NativeTarget
+from fledge.native.library import library
+from tests.engine_cases import TREE, Ask, answers, greedy, sampled
+from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
+PROMPTS = ([3, 5, 7], list(range(2, 38)), [9] * 20, [1, 2] * 7)
+DRAFTERS = drafter_configs()
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """What, when called, makes torch do everything until the end of the test."""
+
+    def switch_off() -> None:
+        monkeypatch.setenv("FLEDGE_NATIVE", "0")
+        library.cache_clear()
+        assert library() is None
+
+    yield switch_off
+    monkeypatch.undo()
+    library.cache_clear()
+
+
+def make_engine(
+    target: TargetConfig, drafter: DrafterConfig | None, *, even_head: bool = False, **settings: object
+) -> Engine:
+    """`even_head`: all tokens are liked almost equally, so that rounding decides between them."""
+    model = make_target(target)
+    if even_head:
+        model.lm_head.weight.copy_(model.lm_head.weight[0] + 3e-7 * torch.randn_like(model.lm_head.weight))
+    drafts = None if drafter is None else make_drafter(drafter, model, seed=2)
+    config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, max_depth=3, **settings)
+    return Engine(model, drafts, config, lambda _running: 0 if drafter is None else 3)
+
+
+def watched(engine: Engine, asks: list[Ask]) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Return the answers, and the drafts that lay there after each step."""
+    requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
+    drafts = []
+    while engine.has_unfinished:
+        engine.step()
+        drafts.append(engine.runner.state.drafts.tolist())
+    assert engine.statistics.drafter_failure is None
+    return [request.output for request in requests], drafts
+
+
+ASKS = [greedy(prompt, max_tokens=25) for prompt in PROMPTS]
+
+
+NOT_LOWERED = ("mixtral", "qwen3-moe", "olmo2")
+
+
+@pytest.mark.parametrize("name", TARGET_CONFIGS)
+def test_every_target_answers_as_by_torch(name: str, without_native: Callable[[], None]) -> None:
+    drafter = drafter_configs(TARGET_CONFIGS[name])["eagle3.1"]
+    native = make_engine(TARGET_CONFIGS[name], drafter)
+    assert isinstance(native.runner.models.target, NativeTarget) == (name not in NOT_LOWERED)
+    found = watched(native, ASKS)
+    without_native()
+    by_torch = make_engine(TARGET_CONFIGS[name], drafter)
+    assert not isinstance(by_torch.runner.models.target, NativeTarget)
+    assert found == watched(by_torch, ASKS)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_drafts_as_by_torch(name: str, without_native: Callable[[], None]) -> None:
+    native = make_engine(TINY_TARGET, DRAFTERS[name])
+    assert isinstance(native.runner.models.drafter, NativeDrafter)
+    found = watched(native, ASKS)
+    without_native()
+    assert found == watched(make_engine(TINY_TARGET, DRAFTERS[name]), ASKS)
+
+
+@pytest.mark.parametrize("settings", [{"tree": TREE}, {"sample_drafts": True}, {"max_num_batched_tokens": 10}])
+def test_trees_samples_and_chunks_are_as_by_torch(settings: dict[str, object], without_native: Callable) -> None:
+    asks = [*ASKS[:2], *(sampled(prompt, max_tokens=25, seed=i) for i, prompt in enumerate(PROMPTS[2:]))]
+    found = watched(make_engine(TINY_TARGET, DRAFTERS["eagle3.1"], **settings), asks)
+    without_native()
+    assert found == watched(make_engine(TINY_TARGET, DRAFTERS["eagle3.1"], **settings), asks)
+
+
+def test_rounding_never_tells_speculation_from_plain_decoding() -> None:
+    """All logits are within rounding of each other: whatever sums in another order chooses other tokens.
+
+    Trees do: their nodes are summed in the order in which they lie, not in that of the path.
+    """
+    torch.manual_seed(0)
+    plain = answers(make_engine(TINY_TARGET, None, even_head=True), ASKS)
+    assert len({token for answer in plain for token in answer}) > 5
+    for drafter, settings in (
+        (None, {"max_num_batched_tokens": 7}),
+        ("eagle3.1", {}),
+        ("eagle1", {}),
+    ):
+        for together in (True, False):
+            torch.manual_seed(0)
+            engine = make_engine(TINY_TARGET, drafter and DRAFTERS[drafter], even_head=True, **settings)
+            found = answers(engine, ASKS) if together else [answers(engine, [ask])[0] for ask in ASKS]
+            assert found == plain, (drafter, settings, together)

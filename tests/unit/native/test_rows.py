@@ -1,0 +1,98 @@
+"""The small C kernels of a round against the torch references: equal to the last bit."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fledge.kernels._dispatch import cpu_kernel, register_cpu_kernels
+from fledge.kernels.accept import accept_chain_reference
+from fledge.kernels.argmax import argmax_rows, argmax_rows_reference
+from fledge.kernels.open_round import open_round
+from fledge.kernels.settle_round import settle_round
+from fledge.native import rows as native
+from fledge.native.library import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    register_cpu_kernels(native.KERNELS)
+    yield
+    register_cpu_kernels({})
+
+
+@given(rows=st.integers(0, 9), vocab=st.integers(1, 70), values=st.integers(1, 100), has_offsets=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_the_first_of_the_largest(rows: int, vocab: int, values: int, has_offsets: bool) -> None:
+    logits = torch.randint(-values, values, (rows, vocab)).float()  # few values: many are equal
+    logits[torch.rand(rows, vocab) < 0.1] = -torch.inf
+    logits[torch.rand(rows, vocab) < 0.01] = torch.nan
+    offsets = torch.randint(0, 1000, (vocab,)) if has_offsets else None
+    assert torch.equal(native.argmax_rows(logits, offsets), argmax_rows_reference(logits, offsets))
+
+
+def test_the_first_of_rows_of_nothing() -> None:
+    for value in (-torch.inf, torch.inf, torch.nan):
+        assert native.argmax_rows(torch.full((2, 40), value)).tolist() == [0, 0]
+
+
+@given(batch=st.integers(0, 5), depth=st.integers(0, 6), has_lengths=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_which_drafts_stand(batch: int, depth: int, has_lengths: bool) -> None:
+    drafts, choices = torch.randint(0, 2, (batch, depth + 3))[:, :depth], torch.randint(0, 2, (batch, depth + 1))
+    lengths = torch.randint(0, depth + 3, (batch,)) if has_lengths else None
+    logits = torch.nn.functional.one_hot(choices, 5).float()
+    expected = accept_chain_reference(drafts, choices, draft_lengths=lengths)
+    for found in (
+        native.accept_chain(drafts, choices, draft_lengths=lengths),
+        native.accept_greedy(drafts, logits, draft_lengths=lengths),
+    ):
+        for name in ("tokens", "accepted", "last"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize(("batch", "verify", "depth"), [(1, 0, 0), (1, 3, 3), (5, 3, 1), (7, 5, 8), (3, 0, 4)])
+@pytest.mark.usefixtures("registered")
+def test_both_ends_of_a_round(batch: int, verify: int, depth: int) -> None:
+    requests, blocks, block_size = 9, 30, 4
+    before = {
+        "last_token": torch.randint(100, (requests,)),
+        "drafts": torch.randint(100, (requests, 8)),
+        "length": torch.randint(0, blocks * block_size, (requests,)),
+        "draft_count": torch.randint(0, 9, (requests,)),
+        "block_tables": torch.randint(1, 500, (requests, blocks), dtype=torch.int32),
+    }
+    limits = {"draft_until": torch.randint(0, 120, (requests,)), "draft_limit": torch.randint(0, 10, (requests,))}
+    rows, accepted = torch.randperm(requests)[:batch], torch.randint(0, verify + 1, (batch,))
+    emitted = torch.randint(0, 100, (batch, verify + 1))
+    emitted[torch.arange(verify + 1) > accepted[:, None]] = -1
+    results = []
+    for kernels in ({}, native.KERNELS):
+        register_cpu_kernels(kernels)
+        now = {name: tensor.clone() for name, tensor in before.items()}
+        opened = open_round(rows, **now, verify=verify, block_size=block_size)
+        state = {name: now[name] for name in ("last_token", "length", "draft_count")}
+        settled = settle_round(rows, opened, emitted, accepted, **state, **limits, depth=depth, block_size=block_size)
+        places = vars(settled.places)
+        results.append({**now, **vars(opened), **{f"settled {k}": v for k, v in vars(settled).items()}, **places})
+    for name, expected in results[0].items():
+        if isinstance(expected, Tensor):
+            assert torch.equal(results[1][name], expected), name
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_the_library_does_not_take() -> None:
+    x = torch.randn(4, 8)
+    assert cpu_kernel("argmax_rows", x) is native.argmax_rows
+    assert cpu_kernel("something_else", x) is None
+    assert cpu_kernel("argmax_rows", x.half()) is None
+    assert cpu_kernel("argmax_rows", x.T) is None
+    assert cpu_kernel("argmax_rows", x, x.clone().requires_grad_()) is None
+    with torch.no_grad():
+        assert cpu_kernel("argmax_rows", x.clone().requires_grad_()) is native.argmax_rows
+    assert torch.equal(argmax_rows(x.half()), x.half().argmax(-1))

@@ -1,0 +1,82 @@
+"""One table, three ways to show it."""
+
+from markupsafe import Markup
+from rich.console import Console
+
+from fledge.report.intervals import Interval
+from fledge.report.page import Fold, Page, PagePart, Prose, Section
+from fledge.report.tables import Table, TableCell, TableRow, figure_cell
+
+RATIO = figure_cell(Interval(value=2.0, low=1.5, high=2.5), "{:.2f}", unit="x")
+TABLE = Table(
+    title="Speeds",
+    header=("name", "speed", "ratio"),
+    rows=(
+        TableRow(cells=("plain", "12", ""), group="chat, C=1"),
+        TableRow(cells=(TableCell(text="a|b", colour="red", badge="inflated: 8b"), "24", RATIO), group="chat, C=1"),
+        TableRow(cells=("<i>", "7", "-"), group="chat, C=4", is_partial=True, note="it died"),
+    ),
+)
+
+
+def printed(tables: list, width: int = 100) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        for table in tables:
+            console.print(table)
+    return capture.get()
+
+
+def test_figures_have_their_unit_and_interval():
+    assert (RATIO.text, RATIO.ends, RATIO.range, str(RATIO)) == (
+        "2.00x",
+        "1.50, 2.50",
+        "1.50 to 2.50",
+        "2.00x [1.50, 2.50]",
+    )
+    assert str(figure_cell(Interval(value=1234.5))) == "1,234"
+    assert str(figure_cell(None, missing="?")) == "?"
+
+
+def test_markdown_has_a_line_for_each_row_and_no_cell_ends_early():
+    lines = TABLE.to_markdown().splitlines()
+    assert lines[:3] == ["| name | speed | ratio |", "|---|---|---|", "| plain | 12 |  |"]
+    assert lines[3:] == ["| a\\|b | 24 | 2.00x [1.50, 2.50] |", "| &lt;i> | 7 | - |"]
+
+
+def test_a_terminal_shows_groups_once_and_nothing_is_taken_for_markup():
+    text = printed(TABLE.to_rich())
+    assert text.count("chat, C=1") == text.count("chat, C=4") == 1
+    assert "2.00x [1.50, 2.50]" in text
+    assert "<i>" in text
+
+
+def test_a_wide_table_is_printed_in_parts_that_repeat_the_labels():
+    wide = Table.of("Wide", ("name", *(f"column {i}" for i in range(9))), [("row", *map(str, range(9)))])
+    parts = wide.to_rich(width=50)
+    assert [str(part.title) for part in parts] == ["Wide"] + ["Wide (more)"] * (len(parts) - 1)
+    text = printed(parts, width=50)
+    assert len(parts) > 1
+    assert all(text.count(f"column {i}") == 1 for i in range(9))
+    assert text.count("row") == len(parts)
+    assert max(map(len, text.splitlines())) <= 50
+
+
+def test_a_page_has_all_of_it_escaped():
+    section = Section(id="speed", title="Speed", blocks=[Fold("more", [Prose("a & b"), TABLE])])
+    part = PagePart(id="part-1", title="One", lead=[Prose("lead", is_quiet=True)], sections=[section])
+    text = Page(kicker="A report", title="<b>", parts=[part]).to_html()
+    for wanted in (
+        '<a href="#speed">Speed</a>',
+        "<p>a &amp; b</p>",
+        '<p class="quiet">lead</p>',
+        "<h1>&lt;b&gt;</h1>",
+        '<th colspan="3" scope="rowgroup">chat, C=4</th>',
+        '<span class="badge">inflated: 8b</span>',
+        "2.00x <small>1.50 to 2.50</small>",
+        '<tr class="reason"><td colspan="3">it died</td></tr>',
+        "&lt;i&gt;",
+    ):
+        assert wanted in text
+    assert text.count('scope="rowgroup"') == 2
+    assert Markup("<b>") not in text

@@ -17,7 +17,7 @@ from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import hf_config, load_target
 from fledge.checkpoints.tensors import refuse_existing
-from fledge.checkpoints.weights import unstack
+from fledge.checkpoints.weights import stored_tensors
 from fledge.files import atomic_directory, read_json, write_json, write_text
 from fledge.layers.block import DecoderLayer
 from fledge.layers.norm import RMSNorm
@@ -98,7 +98,7 @@ def _write_target(
             layer.to(dtype).to_empty(device="cpu")
             with torch.no_grad():
                 plan.fill_layer(layer, index, small)
-            tensors = unstack(layer.state_dict(), plan.large.layer)
+            tensors = stored_tensors(layer)
             shards.write({f"layers.{index}.{name}": tensor for name, tensor in tensors.items()})
             advance()
         shards.finish()

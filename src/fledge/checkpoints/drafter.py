@@ -18,7 +18,7 @@ from fledge.checkpoints.formats.shared import Format, TargetReference
 from fledge.checkpoints.reading import D2T, PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import refuse_existing, write_tensors
-from fledge.checkpoints.weights import DENSE, load_weights, unstack
+from fledge.checkpoints.weights import DENSE, load_weights, stored_tensors
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.files import atomic_directory, write_json
 from fledge.models.config import DrafterConfig, TargetConfig
@@ -69,7 +69,7 @@ def load_drafter(
         device=device or ("cpu" if weight is None else weight.device),
         dtype=dtype or (getattr(torch, config.dtype) if weight is None else weight.dtype),
     )
-    load_weights(drafter, config.layer, checkpoint.files, checkpoint.weight_names, checkpoint.weight_format, placement)
+    load_weights(drafter, checkpoint.files, checkpoint.weight_names, checkpoint.weight_format, placement)
     drafter.to(device=placement.device)
     if model is not None:
         drafter.share_with(model)
@@ -98,14 +98,13 @@ def save_drafter(
     What the drafter shares with its target is not written. `target` and `num_speculative_tokens` go into the
     speculators format, which names the target and a default draft length; `provenance` goes beside the weights.
     """
-    state = drafter.state_dict()
-    dtype = str(state["layers.0.self_attn.qkv_proj.weight"].dtype).removeprefix("torch.")
+    tensors = stored_tensors(drafter)
+    dtype = str(tensors["layers.0.self_attn.q_proj.weight"].dtype).removeprefix("torch.")
     config = replace(drafter.config, dtype=dtype)
     shared = ([] if config.own_embedding else ["embed_tokens."]) + ([] if config.own_head else ["lm_head."])
-    state = {n: t for n, t in state.items() if not n.startswith(tuple(shared))}
     _write_drafter(
         config,
-        unstack(state, config.layer),
+        {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(shared))},
         directory,
         to=to,
         target=target,

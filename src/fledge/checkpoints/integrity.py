@@ -1,12 +1,11 @@
 """Whether the tensors of a checkpoint are the ones its config describes, and hold sensible values."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from fledge.checkpoints.finding import Finding, error, warning
+from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.dense import WeightFormat
 from fledge.checkpoints.formats.names import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER, T2D, NameTable
 from fledge.checkpoints.reading import D2T, DrafterCheckpoint
@@ -21,55 +20,29 @@ INFLATED = "fledge_inflated"
 def expected_shapes(config: DrafterConfig, form: WeightFormat = DENSE) -> dict[str, tuple[int, ...]]:
     """The tensors a config asks for, under our names before joining."""
     with torch.device("meta"):
-        return stored_shapes(build(config), config.layer, form)
+        return stored_shapes(build(config), form)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A group of tensors that share a finding: the first match in a list wins."""
-
-    prefix: str
-    name: str
-    advice: str
-
-
-_MISSING = (
-    _Kind(
-        "fusion.fc_norm.",
-        "fc-norm-missing",
-        "fc_norm is true, but vLLM would leave the norms at ones; fetch the complete checkpoint",
-    ),
-    _Kind(
-        "fusion.input_norm.",
-        "input-norm-missing",
-        "norm_before_fc is true, but vLLM would leave the norm at ones; fetch the complete checkpoint",
-    ),
-    _Kind(D2T, "d2t-missing", "draft_vocab_size is reduced, and vLLM would take draft ids for token ids"),
-    _Kind("lm_head.", "lm-head-missing", "draft_vocab_size is reduced, and the target's head has other rows"),
-    _Kind("", "tensor-missing", "vLLM would use uninitialised memory; fetch the complete checkpoint"),
-)
-_UNEXPECTED = (
-    _Kind(
-        "fusion.fc_norm.",
-        "fc-norm-flag-off",
-        "set fc_norm (and, for EAGLE 3.1, norm_output) at the top level of config.json as the drafter was trained",
-    ),
-    _Kind(
-        "fusion.input_norm.",
-        "input-norm-flag-off",
-        "set norm_before_fc in config.json as the drafter was trained; vLLM would silently skip the norm",
-    ),
-    _Kind(
-        "", "tensor-unexpected", "config.json describes a drafter without it; correct num_hidden_layers or the class"
-    ),
-)
-_SHAPE = (
-    _Kind("fusion.fc.", "fc-width", "check target_hidden_size, hidden_size and num_aux_hidden_states"),
-    _Kind("embed_tokens.", "embedding-shape", "check vocab_size and hidden_size"),
-    _Kind("lm_head.", "head-shape", "check draft_vocab_size and hidden_size"),
-    _Kind(D2T, "d2t-shape", "check draft_vocab_size"),
-    _Kind("", "tensor-shape", "check hidden_size, intermediate_size, head_dim and the numbers of heads"),
-)
+# Tensors that share a finding, by how their names begin; the first that fits is taken.
+_MISSING = {
+    "fusion.fc_norm.": "fc-norm-missing",
+    "fusion.input_norm.": "input-norm-missing",
+    D2T: "d2t-missing",
+    "lm_head.": "lm-head-missing",
+    "": "tensor-missing",
+}
+_UNEXPECTED = {
+    "fusion.fc_norm.": "fc-norm-flag-off",
+    "fusion.input_norm.": "input-norm-flag-off",
+    "": "tensor-unexpected",
+}
+_MISSHAPEN = {
+    "fusion.fc.": "fc-width",
+    "embed_tokens.": "embedding-shape",
+    "lm_head.": "head-shape",
+    D2T: "d2t-shape",
+    "": "tensor-shape",
+}
 
 
 def tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
@@ -79,39 +52,34 @@ def tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
         yield _unneeded_d2t(checkpoint)
-    for kind, names in _grouped(expected.keys() - stored, _MISSING):
-        shape = list(expected[names[0]])
-        yield _tensor_error(checkpoint, kind, names, found="no such tensor", expected=f"one of shape {shape}")
-    unexpected = _UNEXPECTED[1:] if checkpoint.config.fc_norm else _UNEXPECTED  # a norm too many is no missing flag
-    for kind, names in _grouped(stored - expected.keys(), unexpected):
-        yield _tensor_error(checkpoint, kind, names, found="a tensor", expected="none")
+    for name, tensors in _grouped(expected.keys() - stored, _MISSING):
+        shape = list(expected[tensors[0]])
+        yield _tensor_finding(checkpoint, name, tensors, "no such tensor", f"one of shape {shape}")
+    # With fc_norm on, a norm too many is no missing flag.
+    unexpected = {**_UNEXPECTED, "fusion.fc_norm.": "tensor-unexpected"} if checkpoint.config.fc_norm else _UNEXPECTED
+    for name, tensors in _grouped(stored - expected.keys(), unexpected):
+        yield _tensor_finding(checkpoint, name, tensors, "a tensor", "none")
     wrong = [n for n in stored & expected.keys() if checkpoint.info(n).shape != expected[n]]
-    for kind, names in _grouped(wrong, _SHAPE):
-        found, shape = list(checkpoint.info(names[0]).shape), list(expected[names[0]])
-        yield _tensor_error(checkpoint, kind, names, found=f"shape {found}", expected=f"shape {shape}")
+    for name, tensors in _grouped(wrong, _MISSHAPEN):
+        found, shape = list(checkpoint.info(tensors[0]).shape), list(expected[tensors[0]])
+        yield _tensor_finding(checkpoint, name, tensors, f"shape {found}", f"shape {shape}")
 
 
-def _grouped(names: Iterable[str], kinds: tuple[_Kind, ...]) -> Iterator[tuple[_Kind, list[str]]]:
-    remaining = sorted(names)
-    for kind in kinds:
-        if matching := [name for name in remaining if name.startswith(kind.prefix)]:
-            yield kind, matching
-        remaining = [name for name in remaining if not name.startswith(kind.prefix)]
+def _grouped(tensors: Iterable[str], findings: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
+    """Tensors by the name of their finding."""
+    found: dict[str, list[str]] = {}
+    for tensor in sorted(tensors):
+        name = next(name for prefix, name in findings.items() if tensor.startswith(prefix))
+        found.setdefault(name, []).append(tensor)
+    return found.items()
 
 
-def _tensor_error(
-    checkpoint: DrafterCheckpoint, kind: _Kind, names: list[str], *, found: str, expected: str
-) -> Finding:
-    first, more = names[0], f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""
+def _tensor_finding(checkpoint: DrafterCheckpoint, name: str, tensors: list[str], found: str, expected: str) -> Finding:
+    first, more = tensors[0], f" (and {len(tensors) - 1} more like it)" if len(tensors) > 1 else ""
     stored = first in checkpoint.stored_names
-    return error(
-        kind.name,
-        checkpoint.stored_names[first] if stored else _spelling(checkpoint).to_theirs(first),
-        file=(checkpoint.info(first).file if stored else checkpoint.files.files[0]).name,
-        found=found + more,
-        expected=expected,
-        advice=kind.advice,
-    )
+    field = checkpoint.stored_names[first] if stored else _spelling(checkpoint).to_theirs(first)
+    file = checkpoint.info(first).file if stored else checkpoint.files.files[0]
+    return finding(name, field, found + more, expected, file=file.name)
 
 
 def _spelling(checkpoint: DrafterCheckpoint) -> NameTable:
@@ -123,16 +91,10 @@ def _spelling(checkpoint: DrafterCheckpoint) -> NameTable:
 
 
 def _unneeded_d2t(checkpoint: DrafterCheckpoint) -> Finding:
-    identity = not checkpoint.read(D2T).any()
-    return error(
-        "d2t-without-reduction",
-        "d2t",
-        file=checkpoint.info(D2T).file.name,
-        found="a map, although draft_vocab_size is vocab_size",
-        expected="none",
-        advice="vLLM refuses it" if identity else "it is not the identity: correct draft_vocab_size or vocab_size",
-        fixed_by_convert=identity,
-    )
+    identity, file = not checkpoint.read(D2T).any(), checkpoint.info(D2T).file.name
+    advice = "vLLM refuses it" if identity else "it is not the identity: correct draft_vocab_size or vocab_size"
+    found = "a map, although draft_vocab_size is vocab_size"
+    return finding("d2t-without-reduction", "d2t", found, "none", file=file, fixed_by_convert=identity, advice=advice)
 
 
 def vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
@@ -140,40 +102,33 @@ def vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     config = checkpoint.config
     if not config.reduced_vocab:
         return
-    file = checkpoint.info(D2T).file.name
 
-    def finding(name: str, found: str, expected: str, advice: str, how: Callable[..., Finding] = error) -> Finding:
-        return how(name, "d2t", file=file, found=found, expected=expected, advice=advice)
+    def about_d2t(name: str, found: str, expected: str) -> Finding:
+        return finding(name, "d2t", found, expected, file=checkpoint.info(D2T).file.name)
 
     d2t = checkpoint.read(D2T)
     if d2t.dtype not in (torch.int64, torch.int32):
-        yield finding("d2t-dtype", str(d2t.dtype), "int64", "store integer offsets: d2t[i] = target id - i")
+        yield about_d2t("d2t-dtype", str(d2t.dtype), "int64")
         return
     d2t = d2t.to(torch.int64)
     t2d = checkpoint.read(T2D).bool() if T2D in checkpoint.stored_names else None
     target_ids = d2t + torch.arange(len(d2t))
     if t2d is not None and t2d.shape == (config.vocab_size,) and torch.equal(t2d.nonzero().flatten(), d2t):
-        advice = "subtract the draft id from each: d2t[i] = target id - i"
-        yield finding("d2t-absolute", "target ids (t2d marks exactly these)", "offsets", advice)
+        yield about_d2t("d2t-absolute", "target ids (t2d marks exactly these)", "offsets")
     elif target_ids.min() < 0 or target_ids.max() >= config.vocab_size:
         found = f"target ids from {target_ids.min()} to {target_ids.max()}"
-        yield finding(
-            "d2t-out-of-range", found, f"0 to {config.vocab_size - 1}", "the map belongs to another vocabulary"
-        )
+        yield about_d2t("d2t-out-of-range", found, f"0 to {config.vocab_size - 1}")
     elif (distinct := len(set(target_ids.tolist()))) < len(target_ids) and INFLATED not in checkpoint.fields:
         found = f"{len(target_ids)} draft ids for {distinct} target ids"
-        yield finding("d2t-not-injective", found, "a target id of its own for each", "rebuild the map")
+        yield about_d2t("d2t-not-injective", found, "a target id of its own for each")
     elif t2d is not None and (t2d.shape != (config.vocab_size,) or not torch.equal(t2d, _mask(target_ids, t2d))):
         expected = f"a mask of {config.vocab_size} with these {len(d2t)} target ids"
-        yield finding(
-            "t2d-mismatch", f"a t2d with {int(t2d.sum())} of {t2d.numel()} ids", expected, "rebuild both maps"
-        )
+        yield about_d2t("t2d-mismatch", f"a t2d with {int(t2d.sum())} of {t2d.numel()} ids", expected)
     elif not d2t.any():
-        expected, advice = "the frequent tokens of the training data", "it may never have been filled in"
-        yield finding("d2t-all-zero", "only zeros: the first token ids", expected, advice, warning)
+        expected = "the frequent tokens of the training data"
+        yield about_d2t("d2t-all-zero", "only zeros: the first token ids", expected)
     elif (target_ids.diff() < 0).any():
-        advice = "equal logits resolve to the lowest draft id here and to the lowest target id in vLLM"
-        yield finding("d2t-not-sorted", "target ids out of order", "ascending", advice, warning)
+        yield about_d2t("d2t-not-sorted", "target ids out of order", "ascending")
 
 
 def _mask(target_ids: Tensor, like: Tensor) -> Tensor:
@@ -186,12 +141,6 @@ def value_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     for name in sorted(checkpoint.stored_names):
         tensor = checkpoint.read(name)
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            yield error(
-                "weights-not-finite",
-                checkpoint.stored_names[name],
-                file=checkpoint.info(name).file.name,
-                found="NaN or infinity",
-                expected="finite weights",
-                advice="the training run diverged or the file is damaged; use an earlier checkpoint",
-            )
+            field, file = checkpoint.stored_names[name], checkpoint.info(name).file.name
+            yield finding("weights-not-finite", field, "NaN or infinity", "finite weights", file=file)
             return

@@ -1,14 +1,14 @@
 """Reading what a drafter's directory holds, whatever layout it has."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fledge.checkpoints.finding import Finding, error, warning
+from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats import speculators, vllm
 from fledge.checkpoints.formats.dense import DENSE_DTYPES, WeightFormat
 from fledge.checkpoints.formats.names import T2D, architecture_of, is_ignored, reading_table
@@ -78,7 +78,9 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
                 f"{directory}: tensors '{stored_names[ours]}' and '{stored}' are two spellings of the same; remove one"
             )
         stored_names[ours] = stored
-    dtype, dtype_findings = _stored_dtype(files, stored_names)
+    weights = [stored for ours, stored in stored_names.items() if ours not in (D2T, T2D)]
+    infos = {name: files.infos[name] for name in weights if files.infos[name].dtype in DENSE_DTYPES}
+    dtype = _stored_dtype(infos, directory)
     layout: Format = "speculators" if speculators.recognises(fields) else "vllm"
     if layout == "speculators":
         parsed = speculators.parse(fields, stored_names, dtype)
@@ -97,8 +99,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
             *architecture_findings(fields),
             *_prefix_findings(files),
             *parsed.findings,
-            *dtype_findings,
-            *_declared_dtype_findings(fields, dtype),
+            *_dtype_findings(infos, dtype, fields),
         ),
         target=parsed.target,
         provenance=ConfigFields.from_file(provenance).values if provenance.is_file() else None,
@@ -134,56 +135,30 @@ def _bare(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def _prefix_findings(files: TensorFiles) -> tuple[Finding, ...]:
+def _prefix_findings(files: TensorFiles) -> Iterator[Finding]:
     prefixed = sorted(name for name in files.infos if name.startswith(_PREFIX))
-    if not prefixed:
-        return ()
-    return (
-        error(
-            "model-prefix",
-            prefixed[0],
-            file=files.infos[prefixed[0]].file.name,
-            found=f"{len(prefixed)} tensor names that begin with '{_PREFIX}'",
-            expected=_bare(prefixed[0]),
-            advice="vLLM refuses them",
-            fixed_by_convert=True,
-        ),
-    )
+    if prefixed:
+        found, file = f"{len(prefixed)} tensor names that begin with '{_PREFIX}'", files.infos[prefixed[0]].file.name
+        yield finding("model-prefix", prefixed[0], found, _bare(prefixed[0]), file=file, fixed_by_convert=True)
 
 
-def _stored_dtype(files: TensorFiles, stored_names: Mapping[str, str]) -> tuple[str, tuple[Finding, ...]]:
-    """The dtype of the weights, going by the largest; what differs from it is reported."""
-    names = [stored for ours, stored in stored_names.items() if ours not in (D2T, T2D)]
-    infos = {name: files.infos[name] for name in names if files.infos[name].dtype in DENSE_DTYPES}
+def _stored_dtype(infos: Mapping[str, TensorInfo], where: Path) -> str:
+    """The dtype of the weights, going by the largest."""
     if not infos:
-        raise CheckpointError(f"{files.directory}: holds no weights")
+        raise CheckpointError(f"{where}: holds no weights")
     dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype
     if dtype not in _DTYPES:
-        raise CheckpointError(f"{files.directory}: its weights are {dtype}, expected one of {', '.join(_DTYPES)}")
+        raise CheckpointError(f"{where}: its weights are {dtype}, expected one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _dtype_findings(infos: Mapping[str, TensorInfo], dtype: str, fields: ConfigFields) -> Iterator[Finding]:
+    """What is stored in another dtype than the largest tensor, or declared so."""
     others = sorted(stored for stored, info in infos.items() if info.dtype != dtype)
-    if not others:
-        return dtype, ()
-    mixed = warning(
-        "mixed-dtypes",
-        others[0],
-        file=infos[others[0]].file.name,
-        found=infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else ""),
-        expected=f"{dtype}, as the largest tensor",
-        advice="all weights are cast to one dtype when loaded",
-    )
-    return dtype, (mixed,)
-
-
-def _declared_dtype_findings(fields: ConfigFields, dtype: str) -> tuple[Finding, ...]:
+    if others:
+        found = infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else "")
+        expected, file = f"{dtype}, as the largest tensor", infos[others[0]].file.name
+        yield finding("mixed-dtypes", others[0], found, expected, file=file)
     declared = fields.text("dtype", fields.text("torch_dtype", dtype)).removeprefix("torch.")
-    if declared == dtype:
-        return ()
-    return (
-        warning(
-            "dtype-differs",
-            "torch_dtype",
-            found=declared,
-            expected=f"{dtype}, as the weights are stored",
-            advice="engines that go by the config cast the weights",
-        ),
-    )
+    if declared != dtype:
+        yield finding("dtype-differs", "torch_dtype", declared, f"{dtype}, as the weights are stored")

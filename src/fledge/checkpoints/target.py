@@ -7,7 +7,7 @@ import torch
 
 from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_tensors
-from fledge.checkpoints.weights import load_weights, unstack, weight_format
+from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
 from fledge.files import atomic_directory, write_json
 from fledge.models.config import TargetConfig
@@ -51,7 +51,7 @@ def load_target(
         model = TargetModel(config)
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()
-    load_weights(model, config.layer, files, names, weight_format(fields, files), placement, tied=tied)
+    load_weights(model, files, names, weight_format(fields, files), placement, tied=tied)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
     return model.to(device=device).eval()
@@ -71,8 +71,7 @@ def _warn_of_other_class(fields: ConfigFields, architecture: str) -> None:
 def save_target(model: TargetModel, directory: Path) -> None:
     """Write a directory that transformers, vLLM and SGLang load. Refuses an existing destination."""
     family = FAMILIES[model.config.family]
-    state = model.state_dict()
-    tensors = state if family.stores_joined else unstack(state, model.config.layer)
+    tensors = model.state_dict() if family.stores_joined else stored_tensors(model)
     if model.config.tied_head:
         del tensors["lm_head.weight"]
     refuse_existing(directory)

@@ -6,7 +6,7 @@ each group. How the matrix of a linear is stored is the business of its weight f
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fledge.checkpoints import formats
 from fledge.checkpoints.formats.dense import DENSE_DTYPES, Dense, Placement, WeightFormat, dense_tensor
 from fledge.checkpoints.tensors import TensorFiles
 from fledge.errors import CheckpointError
-from fledge.layers.config import LayerConfig
+from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
 
@@ -63,28 +63,27 @@ def _described(quantization: Mapping[str, Any]) -> str:
 
 
 def stored_shapes(
-    model: nn.Module,
-    layer: LayerConfig,
-    form: WeightFormat,
-    *,
-    stored: Collection[str] = (),
-    tied: Collection[str] = (),
+    model: nn.Module, form: WeightFormat, *, stored: Collection[str] = (), tied: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """The tensors a checkpoint of `model` must have, under our names before joining.
 
-    `stored` are the names it has: linears that it stores joined are expected so. `tied` are linears that are not
-    stored, because the caller gives them another module's matrix.
+    `stored` are the names it has: what it stores joined is expected so. `tied` are linears that are not stored,
+    because the caller gives them another module's matrix.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in _plain_tensors(model).items()}
-    for name, linear, parts in _linears(model, layer, stored):
-        for part, rows in parts.items() if name not in tied else ():
-            shapes |= {f"{part}.{kind}": shape for kind, shape in _part_shapes(part, rows, linear, form).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts = _parts(model, stored)
+    for name, tensor in model.state_dict().items():
+        if name not in parts:
+            shapes[name] = tuple(tensor.shape)
+        elif name.rpartition(".")[0] not in tied:
+            for part, rows in parts[name].items():
+                kinds = form.stored_shapes(part, rows, tensor.shape[-1]) if tensor.dim() > 1 else {"bias": (rows,)}
+                shapes |= {f"{part}.{kind}": shape for kind, shape in kinds.items()}
     return shapes
 
 
 def load_weights(
     model: nn.Module,
-    layer: LayerConfig,
     files: TensorFiles,
     names: Mapping[str, str],
     form: WeightFormat,
@@ -97,62 +96,60 @@ def load_weights(
     `names` are what the files call each tensor, by our names before joining: exactly the `stored_shapes`, or one line
     says which do not fit, before anything is read. The caller completes `tied` linears itself.
     """
-    _check_names(files, names, stored_shapes(model, layer, form, stored=names, tied=tied))
-    plain = {n: dense_tensor([files.read(names[n])], like, placement) for n, like in _plain_tensors(model).items()}
-    model.load_state_dict(plain, strict=False, assign=True)
-    for name, empty, parts in list(_linears(model, layer, names)):
+    _check_names(files, names, stored_shapes(model, form, stored=names, tied=tied))
+    parts = _parts(model, names)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    others = {
+        name: dense_tensor([files.read(names[name])], like, placement)
+        for name, like in model.state_dict().items()
+        if name not in parts
+    }
+    model.load_state_dict(others, strict=False, assign=True)
+    for name, empty in linears.items():
         if name in tied:
             continue
-        tensors = [
-            {kind: files.read(names[f"{part}.{kind}"]) for kind in _part_shapes(part, rows, empty, form)}
-            for part, rows in parts.items()
-        ]
+        tensors = []
+        for part, rows in parts[f"{name}.weight"].items():
+            kinds = [*form.stored_shapes(part, rows, empty.in_features), *(["bias"] if empty.bias is not None else [])]
+            tensors.append({kind: files.read(names[f"{part}.{kind}"]) for kind in kinds})
         filled = form.linear(empty, tensors, placement)
         if filled is not empty:
             model.set_submodule(name, filled)
 
 
-def unstack(tensors: Mapping[str, Tensor], layer: LayerConfig) -> dict[str, Tensor]:
-    """The tensors of a dense model as a checkpoint stores them: joined linears apart, bit for bit."""
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a dense model as a checkpoint stores them: what our layers join comes apart, bit for bit."""
     out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        module, _, kind = name.rpartition(".")
-        rows = _parts(module, len(tensor), layer) if module else {}
-        if len(rows) < 2:
+    parts = _parts(model)
+    for name, tensor in model.state_dict().items():
+        if name not in parts:
             out[name] = tensor
-        else:
-            out |= {f"{n}.{kind}": t for n, t in zip(rows, torch.split(tensor, list(rows.values())), strict=True)}
+            continue
+        kind, pieces = name.rpartition(".")[2], torch.split(tensor, list(parts[name].values()))
+        out |= {f"{part}.{kind}": rows for part, rows in zip(parts[name], pieces, strict=True)}
     return out
 
 
-def _linears(
-    model: nn.Module, layer: LayerConfig, stored: Collection[str]
-) -> Iterator[tuple[str, Linear, dict[str, int]]]:
-    """Each linear with its name and the stored linears it is made of, with their numbers of rows."""
+def _parts(model: nn.Module, stored: Collection[str] = ()) -> dict[str, dict[str, int]]:
+    """The tensors of a model that are made of stored linears: which ones, in order, and how many rows each has.
+
+    What is in `stored` under its own name is made of itself.
+    """
     joined = {name.rpartition(".")[0] for name in stored}
+    found: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            rows = module.out_features
-            yield name, module, {name: rows} if name in joined else _parts(name, rows, layer)
-
-
-def _parts(name: str, rows: int, layer: LayerConfig) -> dict[str, int]:
-    parent, _, own = name.rpartition(".")
-    sizes = {"qkv_proj": (layer.query_size, layer.kv_size, layer.kv_size), "gate_up_proj": (rows // 2, rows // 2)}
-    if own not in _STACKED:
-        return {name: rows}
-    return {f"{parent}.{part}": size for part, size in zip(_STACKED[own], sizes[own], strict=True)}
-
-
-def _part_shapes(name: str, rows: int, linear: Linear, form: WeightFormat) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint holds of one stored linear, by what follows its name."""
-    return {**form.stored_shapes(name, rows, linear.in_features), **({} if linear.bias is None else {"bias": (rows,)})}
-
-
-def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What is no linear's: norms, embeddings, maps."""
-    linears = {name for name, module in model.named_modules() if isinstance(module, Linear)}
-    return {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in linears}
+            parts = {name: module.out_features}
+            parent, _, own = name.rpartition(".")
+            if own in _STACKED and name not in joined:
+                sizes = [module.out_features // 2] * 2
+                if own == "qkv_proj":
+                    attention = model.get_submodule(parent)
+                    assert isinstance(attention, Attention)
+                    sizes = [attention.config.query_size, attention.config.kv_size, attention.config.kv_size]
+                parts = {f"{parent}.{part}": rows for part, rows in zip(_STACKED[own], sizes, strict=True)}
+            found |= {f"{name}.{kind}": parts for kind in module.state_dict()}
+    return found
 
 
 def _check_names(files: TensorFiles, names: Mapping[str, str], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -11,7 +11,7 @@ list names inputs. We follow it, and warn.
 
 from collections.abc import Sequence
 
-from fledge.checkpoints.finding import Finding, error, warning
+from fledge.checkpoints.finding import Finding, finding
 from fledge.models.hf_config import ConfigFields
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -26,38 +26,17 @@ def parse_aux_ids(fields: ConfigFields) -> tuple[tuple[int, ...] | None, tuple[F
     nested = (holder.integers(AUX_IDS) or holder.integers("layer_ids") or None) if holder else None
     findings: list[Finding] = []
     if top is not None and nested is not None and list(nested) not in (list(top), as_outputs(top)):
-        findings.append(
-            error(
-                "aux-ids-contradiction",
-                _NESTED_FIELD,
-                found=list(nested),
-                expected=f"{as_outputs(top)} (outputs) to agree with the top level's {list(top)} (inputs)",
-                advice="vLLM reads the top level and SGLang the nested list: correct the wrong one",
-            )
-        )
+        expected = f"{as_outputs(top)} (outputs) to agree with the top level's {list(top)} (inputs)"
+        findings.append(finding("aux-ids-contradiction", _NESTED_FIELD, list(nested), expected))
     if top is None and nested is not None:
         outputs = nested[0] == 1
         top = tuple(i + 1 for i in nested) if outputs else nested
+        convention, expected = "outputs" if outputs else "inputs", f"top-level {AUX_IDS}"
         findings.append(
-            warning(
-                "aux-ids-nested",
-                _NESTED_FIELD,
-                found=list(nested),
-                expected=f"top-level {AUX_IDS}",
-                advice=f"read as block {'outputs' if outputs else 'inputs'}, so {list(top)} as inputs; SGLang and vLLM "
-                "read the nested field differently; `fledge convert` writes both spellings",
-            )
+            finding("aux-ids-nested", _NESTED_FIELD, list(nested), expected, convention=convention, inputs=list(top))
         )
     if top is not None and list(top) != sorted(set(top)):
-        findings.append(
-            error(
-                "aux-ids-order",
-                AUX_IDS,
-                found=list(top),
-                expected="ascending ids without repetition",
-                advice="vLLM sorts them silently, so they would not match the columns of fc; reorder ids and columns",
-            )
-        )
+        findings.append(finding("aux-ids-order", AUX_IDS, list(top), "ascending ids without repetition"))
     return top, tuple(findings)
 
 
@@ -71,23 +50,11 @@ def parse_num_aux(
         count = fields.integer(declared)
         if aux_ids is None or count == listed:
             return count, ()
-        contradiction = error(
-            "aux-count",
-            declared,
-            found=count,
-            expected=f"{listed}, the number of {AUX_IDS}",
-            advice="correct the wrong one",
-        )
-        return count, (contradiction,)
+        return count, (finding("aux-count", declared, count, f"{listed}, the number of {AUX_IDS}"),)
     if listed == DEFAULT_NUM_AUX or list_counts:
         return listed, ()
-    undeclared = error(
-        "aux-count-undeclared",
-        NUM_AUX,
-        found="nothing",
-        expected=str(listed),
-        advice=f"vLLM assumes {DEFAULT_NUM_AUX} whatever the length of the id list",
-        fixed_by_convert=True,
+    undeclared = finding(
+        "aux-count-undeclared", NUM_AUX, "nothing", str(listed), fixed_by_convert=True, assumed=DEFAULT_NUM_AUX
     )
     return listed, (undeclared,)
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fledge.checkpoints.finding import Finding, error, warning
+from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.aux_ids import DEFAULT_NUM_AUX, parse_aux_ids, parse_num_aux
 from fledge.errors import CheckpointError
 from fledge.layers.config import LayerConfig
@@ -74,17 +74,8 @@ def architecture_names(fields: ConfigFields) -> tuple[str, ...]:
 def architecture_findings(fields: ConfigFields) -> tuple[Finding, ...]:
     """A class nobody here has met may compute something else than its tensors suggest."""
     unknown = [name for name in architecture_names(fields) if name not in (*_KNOWN_CLASSES, _PLAIN_CLASS)]
-    if not unknown:
-        return ()
-    return (
-        warning(
-            "architecture-unknown",
-            "architectures",
-            found=unknown[0],
-            expected="a class that Fledge knows, such as LlamaForCausalLMEagle3",
-            advice="read as the EAGLE drafter that its tensors look like; check how it was trained",
-        ),
-    )
+    expected = "a class that Fledge knows, such as LlamaForCausalLMEagle3"
+    return tuple(finding("architecture-unknown", "architectures", name, expected) for name in unknown[:1])
 
 
 def parse_drafter(
@@ -157,43 +148,25 @@ def _parse_layer(
     ):
         tensor = f"layers.0.{part}.bias"
         biases[part] = tensor in names
-        if biases[part] != value:
-            findings.append(_bias_finding(flag, tensor, stored=biases[part], fixable=biases[part] or "o_proj" in part))
+        if biases[part] and not value:
+            found = f"off, but the checkpoint stores {tensor}"
+            findings.append(finding("bias-flag-off", flag, found, "true", fixed_by_convert=True))
+        elif value and not biases[part]:
+            found, fixable = f"on, but the checkpoint has no {tensor}", "o_proj" in part
+            findings.append(finding("bias-missing", flag, found, "the tensor, or false", fixed_by_convert=fixable))
     qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
     if qk_norm and not qwen3:
-        findings.append(
-            error(
-                "qk-norm-architecture",
-                "architectures",
-                found="a Llama-style class with q_norm and k_norm tensors",
-                expected="Eagle3Qwen3ForCausalLM",
-                advice="vLLM's Llama class has no q/k norms and refuses the tensors",
-                fixed_by_convert=True,
-            )
-        )
+        found, expected = "a Llama-style class with q_norm and k_norm tensors", "Eagle3Qwen3ForCausalLM"
+        findings.append(finding("qk-norm-architecture", "architectures", found, expected, fixed_by_convert=True))
     default_theta = _QWEN3_THETA if qwen3 else _LLAMA_THETA
     if not any("rope_theta" in holder for holder in _rope_holders(fields)):
-        findings.append(
-            warning(
-                "rope-theta-omitted",
-                "rope_theta",
-                found="nothing",
-                expected="the theta the drafter was trained with",
-                advice=f"{default_theta:g} is used, the default of its class; say so in the config",
-            )
-        )
+        expected = "the theta the drafter was trained with"
+        findings.append(finding("rope-theta-omitted", "rope_theta", "nothing", expected, default=default_theta))
         fields = ConfigFields({**fields.values, "rope_theta": default_theta}, fields.where)
-    if "max_position_embeddings" not in fields:
-        findings.append(
-            warning(
-                "max-positions-omitted",
-                "max_position_embeddings",
-                found="nothing",
-                expected="the length the drafter was trained for",
-                advice=f"{_LLAMA_MAX_POSITIONS} is used, the default of LlamaConfig; say so in the config",
-            )
-        )
-        fields = ConfigFields({**fields.values, "max_position_embeddings": _LLAMA_MAX_POSITIONS}, fields.where)
+    if (field := "max_position_embeddings") not in fields:
+        expected, default = "the length the drafter was trained for", _LLAMA_MAX_POSITIONS
+        findings.append(finding("max-positions-omitted", field, "nothing", expected, default=default))
+        fields = ConfigFields({**fields.values, field: default}, fields.where)
     layer = read_layer(
         fields,
         qk_norm=qwen3 or qk_norm,
@@ -207,16 +180,6 @@ def _parse_layer(
 def _rope_holders(fields: ConfigFields) -> list[ConfigFields]:
     holders = (fields, fields.nested("rope_parameters"), fields.nested("rope_scaling"))
     return [holder for holder in holders if holder is not None]
-
-
-def _bias_finding(flag: str, tensor: str, *, stored: bool, fixable: bool) -> Finding:
-    if stored:
-        name, found, expected = "bias-flag-off", f"off, but the checkpoint stores {tensor}", "true"
-        advice = "vLLM drops the bias without a word"
-    else:
-        name, found, expected = "bias-missing", f"on, but the checkpoint has no {tensor}", "the tensor, or false"
-        advice = "vLLM would use uninitialised memory for it"
-    return error(name, flag, found=found, expected=expected, advice=advice, fixed_by_convert=fixable)
 
 
 def write_layer_fields(config: DrafterConfig) -> dict[str, Any]:

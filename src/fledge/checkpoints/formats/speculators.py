@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from fledge.checkpoints.finding import warning
+from fledge.checkpoints.finding import finding
 from fledge.checkpoints.formats.aux_ids import AUX_IDS, NUM_AUX
 from fledge.checkpoints.formats.names import EAGLE_3, NameTable
 from fledge.checkpoints.formats.shared import FLAGS, ParsedConfig, TargetReference, parse_drafter, write_layer_fields
@@ -43,15 +43,7 @@ def parse(fields: ConfigFields, names: Collection[str], dtype: str) -> ParsedCon
         list_counts=family == "qwen3",
     )
     if _TRUE_BY_DEFAULT not in fields:
-        findings += (
-            warning(
-                "norm-before-residual-omitted",
-                _TRUE_BY_DEFAULT,
-                found="nothing",
-                expected="true or false",
-                advice="read as true, as vLLM does; versions of speculators have meant false: check how it was trained",
-            ),
-        )
+        findings += (finding("norm-before-residual-omitted", _TRUE_BY_DEFAULT, "nothing", "true or false"),)
     return ParsedConfig(config=config, findings=findings, target=_parse_verifier(fields))
 
 

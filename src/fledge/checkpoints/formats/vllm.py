@@ -7,7 +7,7 @@ what all of them read: every field at the top level, and the aux ids nested as w
 from collections.abc import Collection
 from typing import Any
 
-from fledge.checkpoints.finding import Finding, error
+from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.aux_ids import AUX_IDS, NUM_AUX, as_outputs
 from fledge.checkpoints.formats.names import EAGLE_1, EAGLE_3_MIDLAYER, NameTable
 from fledge.checkpoints.formats.shared import FLAGS, ParsedConfig, architecture_names, parse_drafter, write_layer_fields
@@ -52,26 +52,11 @@ def _parse_flags(fields: ConfigFields, nested: ConfigFields) -> tuple[dict[str, 
         if inner is None:
             continue
         if flag in fields and flags[flag] != inner:
-            findings.append(
-                error(
-                    "flag-contradiction",
-                    f"eagle_config.{flag}",
-                    found=str(inner).lower(),
-                    expected=f"{str(flags[flag]).lower()}, as at the top level",
-                    advice="remove the wrong one",
-                )
-            )
+            expected = f"{str(flags[flag]).lower()}, as at the top level"
+            findings.append(finding("flag-contradiction", f"eagle_config.{flag}", str(inner).lower(), expected))
         elif flag not in fields and inner and flag != _READ_NESTED_BY_VLLM:
-            findings.append(
-                error(
-                    "flag-nested",
-                    f"eagle_config.{flag}",
-                    found="true",
-                    expected=f"{flag} at the top level",
-                    advice="vLLM does not read it here, and would run a different drafter",
-                    fixed_by_convert=True,
-                )
-            )
+            expected = f"{flag} at the top level"
+            findings.append(finding("flag-nested", f"eagle_config.{flag}", "true", expected, fixed_by_convert=True))
     return flags, tuple(findings)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
@@ -35,6 +35,11 @@ _LLAMA3_ROPE = RopeConfig(
 )
 _YARN_ROPE = RopeConfig(type="yarn", factor=4.0, original_max_positions=16)
 
+_EXPERTS = ExpertsConfig(num_experts=6, num_experts_per_token=2, intermediate_size=48)
+_QWEN3_MOE_LAYER = replace(
+    TINY_LAYER, qk_norm=True, experts=replace(_EXPERTS, intermediate_size=20, num_experts_per_token=3, normalised=False)
+)
+
 TARGET_CONFIGS = {
     "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
     "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
@@ -50,6 +55,24 @@ TARGET_CONFIGS = {
     ),
     "qwen3": replace(TINY_TARGET, family="qwen3", layer=replace(TINY_LAYER, qk_norm=True, head_dim=16)),
     "qwen3-yarn": replace(TINY_TARGET, family="qwen3", layer=replace(TINY_LAYER, qk_norm=True, rope=_YARN_ROPE)),
+    "mixtral": replace(TINY_TARGET, family="mixtral", layer=replace(TINY_LAYER, experts=_EXPERTS)),
+    "qwen3-moe": replace(
+        TINY_TARGET,
+        family="qwen3_moe",
+        layer=_QWEN3_MOE_LAYER,
+        layers=(*[_QWEN3_MOE_LAYER] * 3, replace(_QWEN3_MOE_LAYER, experts=None), *[_QWEN3_MOE_LAYER] * 4),
+    ),
+    "olmo2": replace(
+        TINY_TARGET,
+        family="olmo2",
+        layer=replace(TINY_LAYER, norm_placement="post", qk_norm=True, qk_norm_whole=True),
+    ),
+    "phi3": replace(
+        TINY_TARGET,
+        family="phi3",
+        layer=replace(TINY_LAYER, rope=RopeConfig(partial_factor=0.5)),
+        sliding_windows=(9,) * 8,
+    ),
     "llama-linear-rope": replace(
         TINY_TARGET, layer=replace(TINY_LAYER, rope=RopeConfig(type="linear", factor=2.0, theta=20000.0))
     ),

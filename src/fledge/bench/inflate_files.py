@@ -16,7 +16,7 @@ from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import hf_config, hf_name, load_target
+from fledge.checkpoints.target import hf_config, load_target
 from fledge.checkpoints.tensors import refuse_existing
 from fledge.checkpoints.weights import unstack
 from fledge.files import atomic_directory, read_json, write_json
@@ -25,6 +25,7 @@ from fledge.layers.norm import RMSNorm
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetModel
+from fledge.models.target.llama import FAMILY as LLAMA
 from fledge.provenance import run_provenance
 
 _COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "*.model")
@@ -122,7 +123,7 @@ class _Shards:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         self._files += 1
         file = f"model-{self._files:05d}-of-{self._count:05d}.safetensors"
-        named = {hf_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
+        named = {LLAMA.stored_name(name): tensor.detach().contiguous() for name, tensor in tensors.items()}
         save_file(named, self._directory / file, {"format": "pt"})
         self._map |= dict.fromkeys(named, file)
         self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in named.values())

@@ -119,12 +119,13 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
         field = "target_hidden_size" if "target_hidden_size" in checkpoint.fields else "hidden_size"
         expected = f"{target.hidden_size}, the target's hidden size"
         yield error("target-hidden-size", field, found=config.target_hidden_size, expected=expected, advice=other)
-    if config.layer.rope != target.layer.rope:
+    rope = target.layer.as_drafter.rope
+    if config.layer.rope != rope:
         yield warning(
             "rope-differs",
             "rope_theta",
-            found=_rope_difference(config.layer.rope, target.layer.rope),
-            expected=f"{_rope_difference(target.layer.rope, config.layer.rope)}, as the target's",
+            found=_rope_difference(config.layer.rope, rope),
+            expected=f"{_rope_difference(rope, config.layer.rope)}, as the target's",
             advice="right only if the drafter was trained so",
         )
     if config.max_positions < target.max_positions:

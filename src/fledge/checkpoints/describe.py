@@ -92,11 +92,15 @@ def _aux_ids(config: DrafterConfig, target: TargetConfig | None) -> dict[str, An
 
 
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
-    values = asdict(layer)
+    """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
+    values, ordinary = asdict(layer), {"experts": None, "norm_placement": "pre", "qk_norm_whole": False}
     rope = {field: value for field, value in values.pop("rope").items() if value is not None}
     if rope["type"] == "default":
-        rope = {"theta": rope["theta"], "type": "default"}
-    return {**values, "rope": rope}
+        rope = {"theta": rope["theta"], "partial_factor": rope["partial_factor"], "type": "default"}
+    if rope["partial_factor"] == 1:
+        del rope["partial_factor"]
+    kept = {field: value for field, value in values.items() if field not in ordinary or value != ordinary[field]}
+    return {**kept, "rope": rope}
 
 
 def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def load_target(
     fields = ConfigFields.from_file(directory / "config.json")
     _warn_of_other_class(fields, FAMILIES[config.family].architecture)
     files = TensorFiles(directory)
-    names = {_our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
+    names = {FAMILIES[config.family].our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
     if config.tied_head:
         names.pop("lm_head.weight", None)
     with torch.device("meta"):
@@ -70,22 +70,15 @@ def _warn_of_other_class(fields: ConfigFields, architecture: str) -> None:
 
 def save_target(model: TargetModel, directory: Path) -> None:
     """Write a directory that transformers, vLLM and SGLang load. Refuses an existing destination."""
-    tensors = unstack(model.state_dict(), model.config.layer)
+    family = FAMILIES[model.config.family]
+    state = model.state_dict()
+    tensors = state if family.stores_joined else unstack(state, model.config.layer)
     if model.config.tied_head:
         del tensors["lm_head.weight"]
     refuse_existing(directory)
     with atomic_directory(directory) as temporary:
-        write_tensors(temporary, {hf_name(n): t for n, t in tensors.items()})
+        write_tensors(temporary, {family.stored_name(n): t for n, t in tensors.items()})
         write_json(temporary / "config.json", hf_config(model.config, str(next(model.parameters()).dtype)))
-
-
-def _our_name(name: str) -> str:
-    return name.removeprefix("model.")
-
-
-def hf_name(name: str) -> str:
-    """The name a tensor has in Hugging Face's files."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
@@ -104,13 +97,4 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
         values["bos_token_id"] = config.bos_id
     if config.eos_ids:
         values["eos_token_id"] = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids)
-    windows = set(config.sliding_windows) - {None}
-    if config.family == "mistral":
-        values["sliding_window"] = windows.pop() if windows else None
-    elif windows:
-        values |= {
-            "use_sliding_window": True,
-            "sliding_window": windows.pop(),
-            "layer_types": [("full" if w is None else "sliding") + "_attention" for w in config.sliding_windows],
-        }
-    return values
+    return values | FAMILIES[config.family].extra_fields(config)

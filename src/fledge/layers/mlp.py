@@ -22,32 +22,19 @@ class SwiGLU(nn.Module):
         return out
 
 
-class Experts(nn.Module):
-    """The matrices of all experts of a layer, stacked: one grouped product each for gate and up, and for down."""
-
-    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
-        super().__init__()
-        count, size = config.num_experts, config.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, size))
-
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [rows, hidden] sorted by expert; the rows of expert e are those before ends[e] int32 and not before e's."""
-        gated = swiglu(F.grouped_mm(x, self.gate_up_proj.mT, offs=ends))
-        return F.grouped_mm(gated, self.down_proj.mT, offs=ends)
-
-
 class SparseMLP(nn.Module):
     """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's probabilities.
 
-    Rows are grouped by expert on the device, with no look at them from the host, so a round can still be captured.
+    Rows are grouped by expert. On a GPU, without gradients, all experts are one grouped product that the host does not
+    look at, so a round can still be captured; everywhere else each expert that has rows is run for itself.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
         self.gate = Linear(hidden_size, config.num_experts, bias=False)
-        self.experts = Experts(hidden_size, config)
+        self.experts = nn.ModuleList(SwiGLU(hidden_size, config.intermediate_size) for _ in range(config.num_experts))
+        self._stacked: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, hidden]."""
@@ -55,8 +42,34 @@ class SparseMLP(nn.Module):
         weights, experts = self.gate(rows).float().softmax(-1).topk(chosen)  # each [rows, chosen]
         if self.config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        order = experts.flatten().argsort(stable=True)  # (row, choice) pairs by expert
-        counts = F.one_hot(experts.flatten(), self.config.num_experts).sum(0)
-        out = self.experts(rows[order // chosen], counts.cumsum(0).to(torch.int32))
-        out = out * weights.flatten()[order, None].to(out.dtype)
-        return torch.zeros_like(out).index_copy(0, order, out).view(-1, chosen, x.shape[-1]).sum(1).view(x.shape)
+        numbers, order = experts.flatten().sort(stable=True)  # (row, choice) pairs, by expert
+        ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=x.device), right=True)
+        grouped = rows[order // chosen]
+        out = self._all_at_once(grouped, ends) if self._is_fused(x) else self._one_by_one(grouped, ends)
+        out = out[order.argsort()].view(-1, chosen, x.shape[-1]) * weights[..., None].to(out.dtype)
+        mixed: Tensor = out.sum(1).view(x.shape)
+        return mixed
+
+    def _one_by_one(self, grouped: Tensor, ends: Tensor) -> Tensor:
+        """grouped [rows * chosen, hidden], sorted by expert; ends [experts]: where the rows of each end."""
+        parts = torch.tensor_split(grouped, ends[:-1].cpu())
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
+
+    def _is_fused(self, x: Tensor) -> bool:
+        return x.is_cuda and not torch.is_grad_enabled() and all(type(expert) is SwiGLU for expert in self.experts)
+
+    def _all_at_once(self, grouped: Tensor, ends: Tensor) -> Tensor:
+        if self._stacked is None:
+            self._stacked = self._stack("gate_up_proj"), self._stack("down_proj")
+        gate_up, down = self._stacked
+        ends = ends.to(torch.int32)
+        return F.grouped_mm(swiglu(F.grouped_mm(grouped, gate_up.mT, offs=ends)), down.mT, offs=ends)
+
+    @torch.inference_mode(False)
+    def _stack(self, name: str) -> Tensor:
+        """Return one matrix of all experts, [experts, ...]; their own become views of it, so that there is no copy."""
+        linears = [getattr(expert, name) for expert in self.experts]
+        stacked = torch.stack([linear.weight.detach() for linear in linears])
+        for linear, weight in zip(linears, stacked, strict=True):
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+        return stacked

@@ -5,13 +5,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from fledge.errors import CheckpointError
-from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
 
 _MISSING: Any = object()
 _DTYPES = ("float32", "float16", "bfloat16")
+
+
+class LayerKinds(TypedDict, total=False):
+    """The fields of `LayerConfig` that a family decides, not the shapes in its config."""
+
+    experts: ExpertsConfig | None
+    norm_placement: Literal["pre", "post"]
+    qk_norm: bool
+    qk_norm_whole: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,7 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
             theta = found
     scaling = new or old or ConfigFields({}, fields.where)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    rope = RopeConfig(theta=10000.0 if theta is None else theta)
+    rope = RopeConfig(theta=10000.0 if theta is None else theta, partial_factor=_partial_rotary_factor(fields))
     match kind:
         case "default":
             return rope
@@ -139,16 +151,28 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
             raise fields.error("rope_type", kind, "default, linear, llama3 or yarn")
 
 
+def _partial_rotary_factor(fields: ConfigFields) -> float:
+    """`partial_rotary_factor`: beside the other fields in transformers 4, among the rope's in 5."""
+    holders = (fields, fields.nested("rope_parameters"), fields.nested("rope_scaling"))
+    found = {
+        holder.number("partial_rotary_factor") for holder in holders if holder and "partial_rotary_factor" in holder
+    }
+    if len(found) > 1 or any(factor > 1 for factor in found):
+        raise fields.error("partial_rotary_factor", sorted(found), "one number of at most 1")
+    return found.pop() if found else 1.0
+
+
 def read_layer(
     fields: ConfigFields,
     *,
-    qk_norm: bool = False,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
     default_head_dim: int | None = None,
+    partial_rotary: bool = False,
+    **kinds: Unpack[LayerKinds],
 ) -> LayerConfig:
-    """The shape of a layer. What a family does without saying so in its config arrives as arguments."""
+    """The shape of a layer. What a family does without saying so in its config arrives as arguments.
+
+    A config that rotates a part of each head only is refused unless the family is `partial_rotary`.
+    """
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", activation, "silu")
@@ -163,8 +187,11 @@ def read_layer(
     head_dim = fields.integer("head_dim", default_head_dim)
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number")
-    if fields.values.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise fields.error("partial_rotary_factor", fields.values["partial_rotary_factor"], "1 (rotary on whole heads)")
+    rope = read_rope(fields)
+    if rope.partial_factor != 1 and not partial_rotary:
+        raise fields.error("partial_rotary_factor", rope.partial_factor, "1 (rotary on whole heads)")
+    if rope.rotary_dim(head_dim) < 2 or rope.rotary_dim(head_dim) % 2:
+        raise fields.error("partial_rotary_factor", rope.partial_factor, f"an even share of head_dim ({head_dim})")
     return LayerConfig(
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
@@ -172,11 +199,8 @@ def read_layer(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
+        rope=rope,
+        **kinds,
     )
 
 
@@ -191,6 +215,8 @@ def read_dtype(fields: ConfigFields) -> str:
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """The inverse of `read_rope`, in the transformers 4 spelling, which every engine of the field reads."""
     fields: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.partial_factor != 1:
+        fields["partial_rotary_factor"] = rope.partial_factor
     if rope.type == "default":
         return fields
     scaling: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}

@@ -61,7 +61,7 @@ class FitShape:
         split = self.processes if self.fit.parallel == "fsdp2" else 1
         copies = 0 if b == MASTER_BYTES else b
         kept_steps = 1 if self.fit.activation_checkpointing else self.fit.depth
-        step_inputs = n * (drafter.hidden_size + drafter.num_layers * 2 * drafter.layer.kv_size) * b
+        step_inputs = n * (drafter.hidden_size + drafter.num_layers * drafter.layer.kv_cache.numbers_per_token) * b
         ends = (1 if target.tied_head else 2) * target.vocab_size * target.hidden_size
         chunk = min(n, CHUNK_ROWS) * target.vocab_size
         return {
@@ -78,7 +78,12 @@ class FitShape:
     def _activations_per_slot(self) -> int:
         """Numbers that one draft step keeps for the backward pass, for each slot."""
         layer = self.drafter.layer
-        per_layer = 2 * layer.query_size + 2 * layer.kv_size + 3 * layer.intermediate_size + 6 * layer.hidden_size
+        per_layer = (
+            2 * layer.query_size
+            + layer.kv_cache.numbers_per_token
+            + 3 * layer.intermediate_size
+            + 6 * layer.hidden_size
+        )
         return self.drafter.num_layers * per_layer + 4 * layer.hidden_size  # layer 0 reads two states; the final norm
 
     def flops_per_slot(self) -> dict[str, float]:

@@ -84,7 +84,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
 
 def _layer(section: DrafterSection, target: TargetConfig) -> LayerConfig:
     """A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms."""
-    plain = replace(target.layer, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
+    plain = replace(target.layer.as_drafter, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
     heads = section.num_heads or plain.num_heads
     kv_heads = section.num_kv_heads or (plain.num_kv_heads if heads % plain.num_kv_heads == 0 else heads)
     if heads % kv_heads:

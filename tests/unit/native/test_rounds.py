@@ -68,11 +68,14 @@ def watched(engine: LLMEngine, asks: list[Ask]) -> tuple[list[list[int]], list[l
 ASKS = [greedy(prompt, max_tokens=25) for prompt in PROMPTS]
 
 
+NOT_LOWERED = ("mixtral", "qwen3-moe", "olmo2")
+
+
 @pytest.mark.parametrize("name", TARGET_CONFIGS)
 def test_every_target_answers_as_by_torch(name: str, without_native: Callable[[], None]) -> None:
     drafter = drafter_configs(TARGET_CONFIGS[name])["eagle3.1"]
     native = make_engine(TARGET_CONFIGS[name], drafter)
-    assert isinstance(native.runner.models.target, NativeTarget)
+    assert isinstance(native.runner.models.target, NativeTarget) == (name not in NOT_LOWERED)
     found = watched(native, ASKS)
     without_native()
     by_torch = make_engine(TARGET_CONFIGS[name], drafter)

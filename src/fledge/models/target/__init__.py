@@ -1,6 +1,15 @@
-"""The target models. Adding a family means one file that declares a `FAMILY`, and one line here."""
+"""The target models. Adding a family means one file here that declares a `FAMILY`."""
 
-from fledge.models.target import llama, mistral, qwen2, qwen3
+import importlib
+import pkgutil
+
 from fledge.models.target.family import Family
 
-FAMILIES: dict[str, Family] = {family.FAMILY.name: family.FAMILY for family in (llama, mistral, qwen2, qwen3)}
+
+def _families() -> dict[str, Family]:
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    found: list[Family] = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {family.name: family for family in found}
+
+
+FAMILIES = _families()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fledge.layers.config import LayerConfig
 from fledge.models.config import TargetConfig
@@ -10,19 +11,47 @@ from fledge.models.hf_config import ConfigFields, read_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A target family: its `model_type`, its class name in `architectures`, and how its config is read."""
+    """What differs from family to family. A file of this folder that declares a `FAMILY` is all that one takes.
 
-    name: str
-    architecture: str
+    `config_from_hf` reads a config.json, naming the kinds of parts that the layers have (`LayerConfig`), and
+    `extra_fields` writes what the fields that all families share do not say. `tensor_names` are pieces of the names in
+    Hugging Face's files and of ours, where they differ; `stores_joined`: query, key and value are one tensor there,
+    and gate and up.
+    """
+
+    name: str  # `model_type`
+    architecture: str  # its class in `architectures`
     config_from_hf: Callable[[ConfigFields], TargetConfig]
+    extra_fields: Callable[[TargetConfig], dict[str, Any]] = lambda _config: {}
+    tensor_names: tuple[tuple[str, str], ...] = ()
+    stores_joined: bool = False
+
+    def our_name(self, stored: str) -> str:
+        """The name that a stored tensor has here."""
+        name = stored.removeprefix("model.")
+        for theirs, ours in self.tensor_names:
+            name = name.replace(theirs, ours)
+        return name
+
+    def stored_name(self, name: str) -> str:
+        """The inverse of `our_name`."""
+        for theirs, ours in self.tensor_names:
+            name = name.replace(ours, theirs)
+        return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def target_config(
-    fields: ConfigFields, family: str, layer: LayerConfig, *, sliding_windows: tuple[int | None, ...] = ()
+    fields: ConfigFields,
+    family: str,
+    layer: LayerConfig,
+    *,
+    layers: tuple[LayerConfig, ...] = (),
+    sliding_windows: tuple[int | None, ...] = (),
 ) -> TargetConfig:
     return TargetConfig(
         family=family,
         layer=layer,
+        layers=layers,
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
         max_positions=fields.integer("max_position_embeddings"),
@@ -51,3 +80,15 @@ def windows_of_upper_layers(fields: ConfigFields) -> tuple[int | None, ...]:
     if unknown := set(types) - {"sliding_attention", "full_attention"}:
         raise fields.error("layer_types", sorted(map(str, unknown)), "sliding_attention or full_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def window_fields(config: TargetConfig) -> dict[str, Any]:
+    """The inverse of `windows_of_upper_layers`."""
+    windows = set(config.sliding_windows) - {None}
+    if not windows:
+        return {}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": windows.pop(),
+        "layer_types": [("full" if w is None else "sliding") + "_attention" for w in config.sliding_windows],
+    }

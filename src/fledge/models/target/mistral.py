@@ -1,5 +1,7 @@
 """Mistral: Llama with a sliding attention window in every layer (version 0.1; later ones say null)."""
 
+from typing import Any
+
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
 from fledge.models.target.family import Family, target_config
@@ -13,4 +15,10 @@ def config_from_hf(fields: ConfigFields) -> TargetConfig:
     return target_config(fields, "mistral", read_layer(fields), sliding_windows=windows)
 
 
-FAMILY = Family(name="mistral", architecture="MistralForCausalLM", config_from_hf=config_from_hf)
+def extra_fields(config: TargetConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window(0)}
+
+
+FAMILY = Family(
+    name="mistral", architecture="MistralForCausalLM", config_from_hf=config_from_hf, extra_fields=extra_fields
+)

@@ -2,7 +2,7 @@
 
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
-from fledge.models.target.family import Family, target_config, windows_of_upper_layers
+from fledge.models.target.family import Family, target_config, window_fields, windows_of_upper_layers
 
 
 def config_from_hf(fields: ConfigFields) -> TargetConfig:
@@ -11,4 +11,6 @@ def config_from_hf(fields: ConfigFields) -> TargetConfig:
     )
 
 
-FAMILY = Family(name="qwen2", architecture="Qwen2ForCausalLM", config_from_hf=config_from_hf)
+FAMILY = Family(
+    name="qwen2", architecture="Qwen2ForCausalLM", config_from_hf=config_from_hf, extra_fields=window_fields
+)

@@ -1,0 +1,50 @@
+"""Qwen3-MoE: Qwen3 with experts, but for the layers that the config makes dense."""
+
+from dataclasses import replace
+from typing import Any
+
+from fledge.layers.config import ExpertsConfig
+from fledge.models.config import TargetConfig
+from fledge.models.hf_config import ConfigFields, read_layer
+from fledge.models.target.family import Family, target_config, window_fields, windows_of_upper_layers
+
+
+def config_from_hf(fields: ConfigFields) -> TargetConfig:
+    experts = ExpertsConfig(
+        num_experts=fields.integer("num_experts"),
+        num_experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", False),
+    )
+    bias = fields.flag("attention_bias", False)
+    layer = read_layer(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts)
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers") or ()
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers"))]
+    return target_config(
+        fields,
+        "qwen3_moe",
+        layer,
+        layers=() if all(sparse) else tuple(layer if has else replace(layer, experts=None) for has in sparse),
+        sliding_windows=windows_of_upper_layers(fields),
+    )
+
+
+def extra_fields(config: TargetConfig) -> dict[str, Any]:
+    experts = config.layer.experts
+    assert experts is not None
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalised,
+        "mlp_only_layers": [i for i in range(config.num_layers) if config.layer_at(i).experts is None],
+        **window_fields(config),
+    }
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    config_from_hf=config_from_hf,
+    extra_fields=extra_fields,
+)

@@ -8,24 +8,22 @@ device busy for longer than they take to launch, and run as they are.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge.engine.prefill import PrefillInputs, PrefillOutcome, lay_out, run_prefill
-from fledge.engine.round import RoundOutcome, run_round
-from fledge.engine.round_models import RoundModels
+from fledge.engine.prefill import PrefillInputs, lay_out, run_prefill
+from fledge.engine.round import run_round
+from fledge.engine.round_models import PassOutcome, RoundModels
 from fledge.engine.row_state import RowState
-from fledge.engine.sampler import DeviceSampler, SamplingMode
+from fledge.engine.sampler import Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk
 
 MAX_GRAPHS = 512  # a bound on graph memory; what comes after it runs without
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)  # of which one at least is padding
 PROMPT_CHUNKS = (1, 4, 16)
 LEAST_TOKENS_PER_CHUNK = 16  # a graph is not captured ahead of time for shorter ones
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ GraphKey = RoundGraphKey | PromptGraphKey
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     inputs: Tensor  # written before each replay
-    replay: Callable[[], Any]
+    replay: Callable[[], PassOutcome]
 
 
 class GraphCache:
@@ -73,7 +71,9 @@ class GraphCache:
     def keys(self) -> Collection[GraphKey]:
         return self._graphs.keys()
 
-    def get(self, key: GraphKey, inputs: Callable[[], Tensor], program: Callable[[Tensor], Any]) -> Graph | None:
+    def get(
+        self, key: GraphKey, inputs: Callable[[], Tensor], program: Callable[[Tensor], PassOutcome]
+    ) -> Graph | None:
         """Return the graph of `program` on `inputs`, captured now if it was not; None: there is no more room."""
         graph = self._graphs.get(key)
         if graph is None and len(self._graphs) < self._capacity:
@@ -81,7 +81,7 @@ class GraphCache:
             graph = self._graphs[key] = Graph(inputs=fixed, replay=self.record(lambda: program(fixed)))
         return graph
 
-    def record(self, play: Callable[[], T]) -> Callable[[], T]:
+    def record(self, play: Callable[[], PassOutcome]) -> Callable[[], PassOutcome]:
         """Return what does the same as `play`, with one launch. Results of one call are overwritten by the next.
 
         Plays once aside first, so that kernels are compiled and libraries set up.
@@ -96,7 +96,7 @@ class GraphCache:
             outcome = play()
         self._pool = graph.pool()
 
-        def replay() -> T:
+        def replay() -> PassOutcome:
             graph.replay()
             return outcome
 
@@ -129,8 +129,8 @@ class GraphRunner:
         draft: int,
         sampling: SamplingMode,
         timed: bool = False,
-    ) -> RoundOutcome:
-        """Run a round for `rows`; return its outcome for those rows only.
+    ) -> PassOutcome:
+        """Run a round for `rows`; in its outcome, rows of padding come after theirs.
 
         A round is timed if its timed graph is there already: nobody waits for a capture to learn how fast a round is.
         """
@@ -140,19 +140,11 @@ class GraphRunner:
             key = replace(key, timed=False)
         padded = self._state.tensor([*rows, *[self._state.padding_row] * (size - len(rows))])
         graph = self._capture(models, key)
-        outcome = _replay(graph, padded) if graph is not None else self._play_round(models, key, padded)
-        used = len(rows)
-        return RoundOutcome(
-            tokens=outcome.tokens[:used],
-            accepted=outcome.accepted[:used],
-            drafted=outcome.drafted[:used],
-            health=outcome.health[:used],
-            stamps=outcome.stamps,
-        )
+        return _replay(graph, padded) if graph is not None else self._play_round(models, key, padded)
 
     def prefill(
         self, models: RoundModels, chunks: Sequence[Chunk], *, depth: int, sampling: SamplingMode
-    ) -> PrefillOutcome | None:
+    ) -> PassOutcome | None:
         """Read the chunks; None if there are too many, or they are too long, for a graph."""
         length = sum(chunk.end - chunk.start for chunk in chunks)
         tokens = next((size for size in PROMPT_TOKENS if size > length), 0)
@@ -163,13 +155,7 @@ class GraphRunner:
         graph = self._capture(models, key)
         if graph is None:
             return None
-        outcome, used = _replay(graph, self._lay_out(models, chunks, key)), len(chunks)
-        health = outcome.drafts_health
-        return PrefillOutcome(
-            first_tokens=outcome.first_tokens[:used],
-            health=outcome.health[:used],
-            drafts_health=None if health is None else health[:used],
-        )
+        return _replay(graph, self._lay_out(models, chunks, key))
 
     def missing(
         self, models: RoundModels, depths: Collection[int], *, max_batch: int, max_tokens: int
@@ -203,15 +189,15 @@ class GraphRunner:
             key, lambda: self._lay_out(models, [], key), lambda inputs: self._play_prefill(models, key, inputs)
         )
 
-    def _play_round(self, models: RoundModels, key: RoundGraphKey, rows: Tensor) -> RoundOutcome:
-        sampler = DeviceSampler(self._state, rows, key.sampling)
+    def _play_round(self, models: RoundModels, key: RoundGraphKey, rows: Tensor) -> PassOutcome:
+        sampler = Sampler(self._state, rows, key.sampling)
         outcome = run_round(models, self._state, rows, sampler, verify=key.verify, draft=key.draft, timed=key.timed)
         self._state.reset_padding()
         return outcome
 
-    def _play_prefill(self, models: RoundModels, key: PromptGraphKey, packed: Tensor) -> PrefillOutcome:
+    def _play_prefill(self, models: RoundModels, key: PromptGraphKey, packed: Tensor) -> PassOutcome:
         inputs = PrefillInputs.of(packed, tokens=key.tokens, chunks=key.chunks, max_chunk=key.tokens)
-        sampler = DeviceSampler(self._state, inputs.rows, key.sampling)
+        sampler = Sampler(self._state, inputs.rows, key.sampling)
         return run_prefill(models, self._state, inputs, sampler, depth=key.depth)
 
     def _lay_out(self, models: RoundModels, chunks: Sequence[Chunk], key: PromptGraphKey) -> Tensor:
@@ -225,7 +211,7 @@ class GraphRunner:
         return self._state.tensor(packed)
 
 
-def _replay(graph: Graph, inputs: Tensor) -> Any:
+def _replay(graph: Graph, inputs: Tensor) -> PassOutcome:
     graph.inputs.copy_(inputs, non_blocking=True)
     return graph.replay()
 

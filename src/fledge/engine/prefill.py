@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fledge.engine.draft_round import drafter_errors, extend_and_draft
-from fledge.engine.round_models import RoundModels
+from fledge.engine.round_models import PassOutcome, RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
@@ -19,15 +19,6 @@ from fledge.layers.paged_cache import ChunkPass, PagedCache
 from fledge.models.target.decoder import TargetStates
 
 ALIGNMENT = 16  # numbers: kernels are compiled anew for tensors that begin at odd addresses
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillOutcome:
-    """What the host reads, one launch late. What does not complete or choose has entries too, of no meaning."""
-
-    first_tokens: Tensor  # [chunks] the token after each
-    health: Tensor  # [chunks] sums of the target's hidden states: finite where it works
-    drafts_health: Tensor | None  # [chunks] the same for the drafter, where it drafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +62,7 @@ class PrefillInputs:
 
 def run_prefill(
     models: RoundModels, state: RowState, inputs: PrefillInputs, sampler: Sampler, *, depth: int
-) -> PrefillOutcome:
+) -> PassOutcome:
     """Read the chunks; draft `depth` tokens for those that complete. Updates the state of their rows."""
     drafter = models.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
     aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
@@ -88,23 +79,23 @@ def run_prefill(
     state.length[settled] = inputs.lengths
     state.last_token[settled] = first_tokens
     state.draft_count.index_fill_(0, settled, 0)  # assigning a number would copy it from the host, which graphs cannot
-    drafts_health = None
+    health = [final.sum(-1, dtype=torch.float32)]
     if drafter is not None:
         with drafter_errors():
-            drafts_health = _extend_drafter(models, state, inputs, tables, states, depth)
+            health += _extend_drafter(models, state, inputs, tables, states, depth)
     state.reset_padding()
-    health = final.sum(-1, dtype=torch.float32)
-    return PrefillOutcome(first_tokens=first_tokens, health=health, drafts_health=drafts_health)
+    return PassOutcome(tokens=first_tokens[:, None], health=torch.stack(health, dim=1))
 
 
 def _extend_drafter(
     models: RoundModels, state: RowState, inputs: PrefillInputs, tables: Tensor, states: TargetStates, depth: int
-) -> Tensor | None:
+) -> list[Tensor]:
+    """Let the drafter read along and draft; return the health of its drafts, [chunks], if there are any."""
     drafter, cache = models.require_drafter()
     storage = _storage(models, cache, inputs, tables)
     if depth == 0:
         drafter(inputs.following, drafter.fuse(states), inputs.positions, storage)
-        return None
+        return []
     rows = inputs.settled_rows
     length = state.length[rows]
     places = draft_places(length, state.block_tables[rows], depth=depth, block_size=models.block_size)
@@ -113,7 +104,7 @@ def _extend_drafter(
     )
     room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
     state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
-    return deepest.sum(-1, dtype=torch.float32)
+    return [deepest.sum(-1, dtype=torch.float32)]
 
 
 def _storage(models: RoundModels, cache: PagedCache, inputs: PrefillInputs, tables: Tensor) -> ChunkPass:

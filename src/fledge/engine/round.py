@@ -14,7 +14,7 @@ from fledge.decoding.acceptance import accept_rejection, accept_tree
 from fledge.decoding.tree import visibility
 from fledge.engine.draft_round import drafter_errors, extend_and_draft
 from fledge.engine.protocol import PhaseSeconds
-from fledge.engine.round_models import RoundModels
+from fledge.engine.round_models import PassOutcome, RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.sampler import Sampler
 from fledge.kernels.accept import accept_chain, accept_greedy
@@ -23,17 +23,6 @@ from fledge.kernels.settle_round import SettledRound, settle_round
 from fledge.kernels.timestamp import timestamp
 from fledge.layers.paged_cache import RoundPass
 from fledge.models.target.decoder import TargetStates
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundOutcome:
-    """What the host reads, one round late."""
-
-    tokens: Tensor  # [batch, depth + 1]: emitted tokens, then PADDING
-    accepted: Tensor  # [batch]
-    drafted: Tensor  # [batch]: how many drafts there were to accept
-    health: Tensor  # [batch, depth + 1 (+ 1 if it drafted)] sums of hidden states: finite where the models work
-    stamps: Tensor | None  # [4] nanoseconds: begun, verified, accepted, drafted; None in rounds that are not timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +74,7 @@ def run_round(
     verify: int,
     draft: int,
     timed: bool = False,
-) -> RoundOutcome:
+) -> PassOutcome:
     """Verify `verify` drafts (levels of a tree) of each of `rows` [batch], then draft `draft` more.
 
     Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
@@ -130,7 +119,7 @@ def run_round(
             head = _draft_next(models, state, rows, opened, verified, settled, draft)
             torch.sum(head, -1, dtype=torch.float32, out=health[:, width])
     clock.mark()
-    return RoundOutcome(
+    return PassOutcome(
         tokens=verified.tokens,
         accepted=verified.accepted,
         drafted=opened.drafted,

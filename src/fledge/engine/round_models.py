@@ -1,4 +1,4 @@
-"""What a round works with: the models, their caches, and how drafts are made."""
+"""What rounds and prompts work with (the models, their caches, how drafts are made), and what they give."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,20 @@ from fledge.engine.row_state import RowState
 from fledge.layers.paged_cache import PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassOutcome:
+    """What the host reads of a round or of prompts, one launch late: a row for each request or chunk.
+
+    Rows of padding, and of chunks that choose no token, mean nothing.
+    """
+
+    tokens: Tensor  # [rows, width]: emitted tokens, then PADDING; a prompt has one, the first of its answer
+    health: Tensor  # [rows, width (+ 1 if it drafted)] sums of hidden states: finite where the models work
+    accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
+    drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
+    stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None if it is not timed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 from fledge.decoding.tree import DraftTree
 from fledge.engine.graphs import GraphRunner
 from fledge.engine.outputs import TokenLogprobs
-from fledge.engine.prefill import PrefillInputs, PrefillOutcome, lay_out, run_prefill
+from fledge.engine.prefill import PrefillInputs, lay_out, run_prefill
 from fledge.engine.protocol import RoundReport
 from fledge.engine.request import Request
-from fledge.engine.round import RoundOutcome, phase_seconds, run_round
-from fledge.engine.round_models import RoundModels
+from fledge.engine.round import phase_seconds, run_round
+from fledge.engine.round_models import PassOutcome, RoundModels
 from fledge.engine.row_state import RowState
-from fledge.engine.sampler import DeviceSampler, HostSampler, LogprobsTensors, SamplingMode
+from fledge.engine.sampler import HostSampler, LogprobsTensors, Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk, ScheduledBatch
 
 TIMED_ROUND = 16  # of rounds that are replayed from graphs, every so many are timed
@@ -39,23 +39,25 @@ class RequestResult:
 
 
 class Readback:
-    """Tensors on their way to the host. `ready` waits for them; until then nobody waits for anything."""
+    """An outcome on its way to the host. `ready` waits for it; until then nobody waits for anything."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, outcome: PassOutcome, logprobs: LogprobsTensors | None = None) -> None:
+        self.logprobs = logprobs
+        self._host = outcome
         self._event: torch.cuda.Event | None = None
-        if tensors[0].is_cuda:
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
+        if outcome.tokens.is_cuda:
+            self._host = PassOutcome(**{name: _to_host(one) for name, one in vars(outcome).items() if one is not None})
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
-        else:
-            self._host = list(tensors)
 
-    def ready(self) -> list[Tensor]:
+    def ready(self) -> PassOutcome:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(kw_only=True)
@@ -63,10 +65,8 @@ class Launch:
     """One step on the device: what was scheduled, and where its results arrive."""
 
     batch: ScheduledBatch
-    round: Readback | None = None  # tokens [batch, verify + 1], accepted [batch], drafted [batch], health [batch, ...]
-    round_logprobs: LogprobsTensors | None = None
-    first: Readback | None = None  # [chunks] each: first tokens, the target's health and, if it drafted, the drafter's
-    first_logprobs: LogprobsTensors | None = None
+    round: Readback | None = None
+    prefill: Readback | None = None
 
 
 @dataclass(kw_only=True)
@@ -106,58 +106,86 @@ class Runner:
         self._place_blocks(batch.requests)
         launch = Launch(batch=batch)
         if batch.decoding:
-            self._launch_round(launch)
+            launch.round = self._launch_round(batch)
         if batch.chunks:
-            self._launch_prefill(launch)
+            launch.prefill = self._launch_prefill(batch)
         return launch
 
     def read(self, launch: Launch) -> StepResults:
         """Wait for a launch and return its results."""
-        results = StepResults()
+        batch, results = launch.batch, StepResults()
         if launch.round is not None:
-            self._read_round(launch, launch.round.ready(), results)
-        if launch.first is not None:
-            self._read_first(launch, launch.first.ready(), results)
+            outcome = self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
+            assert outcome.accepted is not None
+            size = len(batch.decoding)
+            chosen = size + sum(outcome.accepted[:size].tolist())
+            seconds = None if outcome.stamps is None else phase_seconds(outcome.stamps)
+            results.report = RoundReport(size, batch.verify, batch.draft, chosen, seconds)
+        if launch.prefill is not None:
+            chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
+            self._read(launch.prefill, chunks, results)
         return results
 
-    def _launch_round(self, launch: Launch) -> None:
-        requests, verify, draft = launch.batch.decoding, launch.batch.verify, launch.batch.draft
+    def _read(self, readback: Readback, entries: list[tuple[Request, bool, bool]], results: StepResults) -> PassOutcome:
+        """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did)."""
+        outcome = readback.ready()
+        width, nothing = outcome.tokens.shape[1], [0] * len(entries)
+        tokens, health = outcome.tokens.tolist(), outcome.health.tolist()
+        accepted = nothing if outcome.accepted is None else outcome.accepted.tolist()
+        drafted = nothing if outcome.drafted is None else outcome.drafted.tolist()
+        for i, (request, chose, drafts) in enumerate(entries):
+            kept = tokens[i][: accepted[i] + 1]
+            is_finite = all(map(math.isfinite, health[i][: len(kept)]))
+            if chose:
+                result = RequestResult(
+                    request=request,
+                    tokens=kept,
+                    drafted=drafted[i],
+                    accepted=accepted[i],
+                    in_flight=width,
+                    is_finite=is_finite,
+                    logprobs=[] if readback.logprobs is None else readback.logprobs.of(request, i * width, kept),
+                )
+                results.requests.append(result)
+            # Behind a target that has gone wrong, a drafter cannot be right.
+            if drafts and request.draft_until and is_finite and not all(map(math.isfinite, health[i][width:])):
+                results.drafts_finite = False
+        return outcome
+
+    def _launch_round(self, batch: ScheduledBatch) -> Readback:
+        requests, verify, draft = batch.decoding, batch.verify, batch.draft
         rows = [request.running_row for request in requests]
-        mode = SamplingMode.needed_by(requests)
-        outcome: RoundOutcome
-        if any(request.needs_host for request in requests):
-            index = self.state.tensor(rows)
-            sampler = HostSampler(requests, self.state, self.vocab_size, self._drafts(index, verify))
-            outcome = run_round(self.models, self.state, index, sampler, verify=verify, draft=draft, timed=True)
-            launch.round_logprobs = sampler.logprobs
-        elif self.graphs is not None:
+        mode, needs_host = SamplingMode.needed_by(requests), any(request.needs_host for request in requests)
+        if self.graphs is not None and not needs_host:
             self._rounds += 1
             timed = self._rounds % TIMED_ROUND == 0  # stamps cost a few microseconds in a round of perhaps a thousand
-            outcome = self.graphs.round(self.models, rows, verify=verify, draft=draft, sampling=mode, timed=timed)
+            return Readback(
+                self.graphs.round(self.models, rows, verify=verify, draft=draft, sampling=mode, timed=timed)
+            )
+        index = self.state.tensor(rows)
+        if needs_host:
+            sampler: Sampler = HostSampler(requests, self.state, self.vocab_size, self._drafts(index, verify))
         else:
-            index = self.state.tensor(rows)
-            on_device = DeviceSampler(self.state, index, mode)
-            outcome = run_round(self.models, self.state, index, on_device, verify=verify, draft=draft, timed=True)
-        read = [outcome.tokens, outcome.accepted, outcome.drafted, outcome.health]
-        launch.round = Readback(read if outcome.stamps is None else [*read, outcome.stamps])
+            sampler = Sampler(self.state, index, mode)
+        outcome = run_round(self.models, self.state, index, sampler, verify=verify, draft=draft, timed=True)
+        return Readback(outcome, sampler.logprobs)
 
-    def _launch_prefill(self, launch: Launch) -> None:
-        chunks, requests = launch.batch.chunks, [chunk.request for chunk in launch.batch.chunks]
-        depth = launch.batch.draft if any(chunk.completes for chunk in chunks) else 0
+    def _launch_prefill(self, batch: ScheduledBatch) -> Readback:
+        chunks, requests = batch.chunks, [chunk.request for chunk in batch.chunks]
+        depth = batch.draft if any(chunk.completes for chunk in chunks) else 0
         mode = SamplingMode.needed_by(requests)
-        outcome: PrefillOutcome | None = None
-        if any(chunk.chooses and chunk.request.needs_host for chunk in chunks):
-            sampler = HostSampler(requests, self.state, self.vocab_size)
-            outcome = run_prefill(self.models, self.state, self._prefill_inputs(chunks), sampler, depth=depth)
-            launch.first_logprobs = sampler.logprobs
-        elif self.graphs is not None:
+        needs_host = any(chunk.chooses and chunk.request.needs_host for chunk in chunks)
+        if self.graphs is not None and not needs_host:
             outcome = self.graphs.prefill(self.models, chunks, depth=depth, sampling=mode)
-        if outcome is None:
-            inputs = self._prefill_inputs(chunks)
-            on_device = DeviceSampler(self.state, inputs.rows, mode)
-            outcome = run_prefill(self.models, self.state, inputs, on_device, depth=depth)
-        read = [outcome.first_tokens, outcome.health]
-        launch.first = Readback(read if outcome.drafts_health is None else [*read, outcome.drafts_health])
+            if outcome is not None:
+                return Readback(outcome)
+        inputs = self._prefill_inputs(chunks)
+        if needs_host:
+            sampler: Sampler = HostSampler(requests, self.state, self.vocab_size)
+        else:
+            sampler = Sampler(self.state, inputs.rows, mode)
+        outcome = run_prefill(self.models, self.state, inputs, sampler, depth=depth)
+        return Readback(outcome, sampler.logprobs)
 
     def _prefill_inputs(self, chunks: Sequence[Chunk]) -> PrefillInputs:
         lengths = [chunk.end - chunk.start for chunk in chunks]
@@ -165,48 +193,6 @@ class Runner:
         return PrefillInputs.of(
             self.state.tensor(packed), tokens=sum(lengths), chunks=len(chunks), max_chunk=max(lengths)
         )
-
-    def _read_round(self, launch: Launch, tensors: list[Tensor], results: StepResults) -> None:
-        batch, width = launch.batch, launch.batch.verify + 1
-        tokens, accepted, drafted, health = (tensor.tolist() for tensor in tensors[:4])
-        seconds = phase_seconds(tensors[4]) if len(tensors) > 4 else None
-        chosen = len(batch.decoding) + sum(accepted)
-        results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds)
-        for i, request in enumerate(batch.decoding):
-            kept = tokens[i][: accepted[i] + 1]
-            logprobs = launch.round_logprobs
-            result = RequestResult(
-                request=request,
-                tokens=kept,
-                drafted=drafted[i],
-                accepted=accepted[i],
-                in_flight=width,
-                is_finite=all(map(math.isfinite, health[i][: len(kept)])),
-                logprobs=[] if logprobs is None else logprobs.of(request, i * width, kept),
-            )
-            results.requests.append(result)
-            # Behind a target that has gone wrong, a drafter cannot be right.
-            if batch.draft and request.draft_until and result.is_finite and not math.isfinite(health[i][width]):
-                results.drafts_finite = False
-
-    def _read_first(self, launch: Launch, tensors: list[Tensor], results: StepResults) -> None:
-        """Add the first tokens of what was read. Entries of chunks that chose none mean nothing."""
-        first, is_finite = tensors[0].tolist(), tensors[1].isfinite().tolist()
-        drafts_finite = tensors[2].isfinite().tolist() if len(tensors) > 2 else [True] * len(first)
-        for i, chunk in enumerate(launch.batch.chunks):
-            request, logprobs = chunk.request, launch.first_logprobs
-            if chunk.chooses:
-                results.requests.append(
-                    RequestResult(
-                        request=request,
-                        tokens=[first[i]],
-                        in_flight=1,
-                        is_finite=is_finite[i],
-                        logprobs=[] if logprobs is None else logprobs.of(request, i, [first[i]]),
-                    )
-                )
-            if chunk.completes and request.draft_until and is_finite[i] and not drafts_finite[i]:
-                results.drafts_finite = False
 
     def _place_blocks(self, requests: list[Request]) -> None:
         placements: list[tuple[int, int, int]] = []

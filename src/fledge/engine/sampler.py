@@ -1,6 +1,6 @@
 """Which tokens the target chooses in a round.
 
-`DeviceSampler` needs nothing from the host and is what fast rounds use. `HostSampler` adds what only the host knows:
+`Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` adds what only the host knows:
 penalties, biases, stop ids held back, grammars, log-probabilities. Both end in `decoding.sampling`, as the reference
 loop does.
 """
@@ -8,7 +8,6 @@ loop does.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,36 +45,6 @@ class LogprobsTensors:
         ]
 
 
-class Sampler(Protocol):
-    """Decides the target's tokens. Logits are [batch * width, vocab]; positions [batch, width] of what they decide."""
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the choice is the argmax of the logits and nothing else, for every row."""
-        ...
-
-    def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return the target's own choice, [batch * width]."""
-        ...
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the distributions it chooses from, [batch * width, vocab]."""
-        ...
-
-    def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width]."""
-        ...
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether `note` does anything."""
-        ...
-
-    def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
-        """Keep the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them."""
-        ...
-
-
 class SamplingMode(StrEnum):
     """What a round needs to sample on the device."""
 
@@ -92,16 +61,23 @@ class SamplingMode(StrEnum):
         return cls.FILTERED if filtered else cls.SAMPLED
 
 
-class DeviceSampler:
-    """Chooses for `rows` by their settings in the row state. Can be captured in a graph."""
+class Sampler:
+    """Decides the target's tokens for `rows` by their settings in the row state. Can be captured in a graph.
+
+    Logits are [batch * width, vocab]; positions [batch, width] of what they decide.
+    """
+
+    wants_logprobs = False  # whether `record_logprobs` does anything
+    logprobs: LogprobsTensors | None = None  # what it recorded
 
     def __init__(self, state: RowState, rows: Tensor, mode: SamplingMode) -> None:
-        self.is_greedy = mode is SamplingMode.GREEDY
+        self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
         self._state = state
         self._rows = rows
         self._mode = mode
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Return the target's own choice, [batch * width]."""
         if self.is_greedy:
             return argmax_rows(logits)
         repeated = self._rows.repeat_interleave(positions.shape[1])
@@ -112,32 +88,37 @@ class DeviceSampler:
         return choose(self.probabilities(logits), uniforms)
 
     def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the distributions it chooses from, [batch * width, vocab]."""
         repeated = self._rows.repeat_interleave(logits.shape[0] // len(self._rows))
         filtered = self._mode is SamplingMode.FILTERED
         return distribution(logits, self._state.sampling_rows(repeated, filtered=filtered, vocab_size=logits.shape[1]))
 
     def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
-        return rejection_uniforms(self._state.seed[self._rows], positions, draft_counts)
+        """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width].
 
-    wants_logprobs = False
+        A row without drafts draws as in a round without drafts: what others do must not change its tokens.
+        """
+        seeds = self._state.seed[self._rows][:, None]
+        accept = uniform(seeds, positions[:, :-1], Stream.ACCEPT)
+        residual = uniform(seeds, positions, Stream.RESIDUAL)
+        choice = uniform(seeds, positions, Stream.CHOICE)
+        return accept, torch.where(draft_counts[:, None] > 0, residual, choice)
 
     def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
-        """Nobody has asked for them, or there would be a HostSampler."""
+        """Keep the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them."""
 
 
-class HostSampler:
-    """Chooses for `requests`, whose whole text the host knows: nothing of theirs may be in flight.
+class HostSampler(Sampler):
+    """Decides for `requests`, whose whole text the host knows: nothing of theirs may be in flight.
 
     `drafts` are those being verified, if any: a chain [requests, depth], or a batch of trees.
     """
 
-    is_greedy = False  # there is always something to add to the argmax
-
     def __init__(
         self, requests: list[Request], state: RowState, vocab_size: int, drafts: Tensor | DraftTree | None = None
     ) -> None:
-        self.logprobs: LogprobsTensors | None = None
-        self._seeds = state.tensor([request.seed for request in requests])
+        rows = state.tensor([request.running_row for request in requests])
+        super().__init__(state, rows, SamplingMode.FILTERED)  # there is always something to add to the argmax
         depths = torch.zeros(len(requests), 1, dtype=torch.int64, device=state.device)
         if isinstance(drafts, DraftTree):
             depths = torch.cat([depths, drafts.depths], dim=1)
@@ -154,6 +135,7 @@ class HostSampler:
         self._forbidden = _outside_grammar(masks_of(requests, drafts), early_stops, state, rows=depths.shape[1])
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         self._top = max(wanted, default=None)
+        self.wants_logprobs = self._top is not None
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         sampling = self._sampling
@@ -164,27 +146,12 @@ class HostSampler:
     def probabilities(self, logits: Tensor) -> Tensor:
         return distribution(logits, self._sampling, history=self._history, forbidden=self._forbidden)
 
-    def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
-        return rejection_uniforms(self._seeds, positions, draft_counts)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self._top is not None
-
     def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
         if self._top is not None:
             logprobs = logits.float().log_softmax(-1)
             best = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
             chosen = logprobs.gather(1, tokens.flatten().clamp(min=0)[:, None]).squeeze(1)  # padding is never read
             self.logprobs = LogprobsTensors(chosen=chosen, top_values=best.values, top_tokens=best.indices)
-
-
-def rejection_uniforms(seeds: Tensor, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """A row without drafts draws as in a round without drafts: what others do must not change its tokens."""
-    accept = uniform(seeds[:, None], positions[:, :-1], Stream.ACCEPT)
-    residual = uniform(seeds[:, None], positions, Stream.RESIDUAL)
-    choice = uniform(seeds[:, None], positions, Stream.CHOICE)
-    return accept, torch.where(draft_counts[:, None] > 0, residual, choice)
 
 
 def _history(

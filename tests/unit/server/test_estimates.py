@@ -57,32 +57,6 @@ def _texts(**seen: Any) -> str:
     return "\n".join(note.text for note in _explain(**seen))
 
 
-def test_a_cost_is_the_mean_of_what_was_measured_and_follows_changes():
-    table = CostTable()
-    for seconds in (0.010, 0.020, 0.030):
-        table.add(batch=1, depth=3, seconds=seconds)
-    assert table.cost(1, 3) == pytest.approx(0.020)
-    for _ in range(100):
-        table.add(batch=1, depth=3, seconds=0.050)
-    assert table.cost(1, 3) == pytest.approx(0.050, rel=1e-3)
-
-
-def test_a_cost_between_two_measured_sizes_is_interpolated_but_never_extrapolated():
-    table = _costs((4, 0, 0.010), (16, 0, 0.022))
-    assert table.cost(10, 0) == pytest.approx(0.016)
-    assert table.cost(5, 0) == pytest.approx(0.011)
-    assert table.cost(18, 0) == pytest.approx(0.022)  # nearly the same size
-    assert table.cost(64, 0) is None
-    assert table.cost(1, 0) is None
-    assert table.cost(4, 3) is None
-
-
-def test_a_cost_is_not_believed_from_one_sample():
-    table = CostTable()
-    table.add(batch=1, depth=0, seconds=0.01)
-    assert table.cost(1, 0) is None
-
-
 def test_speed_up_weighs_tokens_against_cost():
     costs = _costs((8, 0, 0.010), (8, 3, 0.015))
     # 8 requests, 100 rounds, 2.4 tokens each: 240 plain steps' worth in the time of 150.

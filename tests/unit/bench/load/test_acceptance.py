@@ -72,7 +72,7 @@ def test_at_one_depth_the_very_tally_comes_back(accepted: list[int]) -> None:
 
 def test_our_servers_own_exposition_is_understood() -> None:
     metrics = Metrics(model_name="m", has_drafter=True)
-    metrics._totals.tally.update({(3, 1): 4, (3, 3): 2, (2, 0): 1})
+    metrics.stats.acceptance.tally.update({(3, 1): 4, (3, 3): 2, (2, 0): 1})
     found = read_metrics(metrics.render().decode())
     assert found == SpeculationCounters(rounds=7, accepted=(6, 2, 2), drafted=(7, 7, 6))
 

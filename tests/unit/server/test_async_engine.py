@@ -63,7 +63,7 @@ async def at_rest(engine: AsyncEngine) -> None:
     while await engine.call(lambda inner: inner.has_unfinished):
         await asyncio.sleep(0.002)
     await engine.call(LLMEngine.check_integrity)
-    assert await engine.call(lambda inner: inner.pool.used) == 0
+    assert await engine.call(lambda inner: inner.block_manager.used) == 0
     assert engine.active == 0
 
 

@@ -31,14 +31,6 @@ class TargetEnds:
     head_weight: Tensor  # [vocab, hidden]
     head_bias: Tensor | None = None  # [vocab]
 
-    @property
-    def device(self) -> torch.device:
-        return self.head_weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head_weight.dtype
-
 
 class CaptureModel(Protocol):
     """A frozen target, whichever library runs it."""
@@ -64,8 +56,7 @@ class FledgeCapture:
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
         storage = TttStorage(DocumentLayout(batch), keep=False)
-        states: TargetStates = self.model(batch.tokens, batch.positions, storage, aux_layer_ids)
-        return states
+        return self.model(batch.tokens, batch.positions, storage, aux_layer_ids)  # type: ignore[no-any-return]
 
 
 def target_config(section: TargetSection) -> TargetConfig:
@@ -91,8 +82,6 @@ def open_target(section: TargetSection, device: torch.device | str) -> CaptureMo
     directory, config = resolve(section.path), target_config(section)
     if config.family in FAMILIES and section.backend != "transformers":
         return FledgeCapture(load_target(directory, dtype=DTYPES[config.dtype], device=device))
-    from fledge.training.capture_transformers import TransformersCapture  # noqa: PLC0415 - slow to import
+    from fledge.training.capture_transformers import load_capture  # noqa: PLC0415 - slow to import
 
-    return TransformersCapture.load(
-        directory, config, device=torch.device(device), trust_remote_code=section.trust_remote_code
-    )
+    return load_capture(directory, config, device, trust_remote_code=section.trust_remote_code)

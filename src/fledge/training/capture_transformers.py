@@ -6,17 +6,19 @@ What a model calls its hidden states, and whether the last of them is normed, th
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fledge.errors import CheckpointError, CheckpointWarning
+from fledge.errors import CheckpointError, CheckpointWarning, describe
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_rope
@@ -93,12 +95,14 @@ class TransformersCapture:
     def __init__(self, model: Any, config: TargetConfig, where: str) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = config
-        self._blocks = _find_blocks(model, config.num_layers, where)
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_layers]
+        if not lists:
+            raise CheckpointError(f"{where}: no list of {config.num_layers} decoder blocks in {type(model).__name__}")
+        # Of the lists with one entry for each layer, the one with the most parameters.
+        self._blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
         self._head: nn.Module = self.model.get_output_embeddings()
         if self._head is None:
             raise CheckpointError(f"{where}: has no output head; a causal language model is needed")
-        if softcap := getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
-            raise self._not_linear(where, f" (final_logit_softcapping {softcap})")
         bias = getattr(self._head, "bias", None)
         self.ends = TargetEnds(
             embedding_weight=self.model.get_input_embeddings().weight.detach(),
@@ -111,91 +115,78 @@ class TransformersCapture:
                     f"{where}: its {name} is {tuple(weight.shape)}, expected vocabulary and hidden size "
                     f"{(config.vocab_size, config.hidden_size)}; such targets are not supported"
                 )
-        self._scale_head(where)
-
-    @classmethod
-    def load(
-        cls, directory: Path, config: TargetConfig, *, device: torch.device, trust_remote_code: bool = False
-    ) -> "TransformersCapture":
-        with _in_one_line(directory, "cannot be loaded by transformers"):
-            model = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=trust_remote_code,
+        softcap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        if softcap or not self._scale_head():
+            reason = f" (final_logit_softcapping {softcap})" if softcap else ""
+            raise CheckpointError(
+                f"{where}: its logits are not a linear function of its final hidden state{reason}; "
+                "such a target cannot teach a drafter here"
             )
-        return cls(model.to(device), config, str(directory))
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
-        hidden, wanted = self.config.hidden_size, (*aux_layer_ids, "final")
-        out = torch.zeros(
-            batch.rows * batch.length, len(wanted), hidden, dtype=self.ends.dtype, device=self.ends.device
-        )
+        wanted, head = (*aux_layer_ids, "final"), self.ends.head_weight
+        out = head.new_zeros(batch.rows, batch.length, len(wanted), self.config.hidden_size)
         for tokens, mask, slots in _documents(batch):
-            seen, _ = self._run(tokens, mask, aux_layer_ids, keep_logits=False)
+            seen, _ = self._run(tokens, mask, aux_layer_ids)
             for i, name in enumerate(wanted):
-                out[slots, i] = seen[name][mask]
-        aux, final = out[:, :-1].flatten(1), out[:, -1]
-        lead = (batch.rows, batch.length)
-        return TargetStates(
-            final=final.reshape(*lead, -1), aux=aux.reshape(*lead, -1).contiguous() if aux_layer_ids else None
-        )
+                out.flatten(0, 1)[slots, i] = seen[name][mask]
+        aux = out[:, :, :-1].flatten(2).contiguous() if aux_layer_ids else None
+        return TargetStates(final=out[:, :, -1], aux=aux)
 
     def _run(
-        self, tokens: Tensor, mask: Tensor, aux_layer_ids: tuple[int, ...], *, keep_logits: bool
+        self, tokens: Tensor, mask: Tensor, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[dict[Any, Tensor], Tensor]:
-        """Run tokens [documents, length], padded on the right. Returns states by id and "final", and the logits."""
+        """Run tokens [documents, length], padded on the right. Returns states by id and "final", and logits.
+
+        The logits are those of each document's first token: of the whole vocabulary, more would cost too much.
+        """
         seen: dict[Any, Tensor] = {}
 
-        def input_of_block(k: int) -> Any:
-            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[k] = args[0] if args else kwargs["hidden_states"]
+        def input_of(k: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[k] = args[0] if args else kwargs["hidden_states"]
 
-            return hook
-
-        def output_of_last_block(_module: nn.Module, _args: Any, out: Any) -> None:
+        def output_of_last(_module: nn.Module, _args: Any, out: Any) -> None:
             seen[self.config.num_layers] = out if isinstance(out, Tensor) else out[0]
 
         def input_of_head(_module: nn.Module, args: tuple[Any, ...]) -> Any:
             seen["final"] = args[0]
-            # The logits of the whole vocabulary are not needed here; those of one position cost nothing.
-            return args if keep_logits else (args[0][:, :1], *args[1:])
+            return (args[0][:, :1], *args[1:])
 
-        handles = [self._head.register_forward_pre_hook(input_of_head)]
-        for k in aux_layer_ids:
-            if k == self.config.num_layers:
-                handles.append(self._blocks[-1].register_forward_hook(output_of_last_block))
-            else:
-                handles.append(self._blocks[k].register_forward_pre_hook(input_of_block(k), with_kwargs=True))
-        try:
-            out = self.model(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return seen, out.logits
+        with ExitStack() as hooks:
+            hooks.callback(self._head.register_forward_pre_hook(input_of_head).remove)
+            hooks.callback(self._blocks[-1].register_forward_hook(output_of_last).remove)
+            for k in aux_layer_ids:
+                if k < self.config.num_layers:
+                    hook = self._blocks[k].register_forward_pre_hook(partial(input_of, k), with_kwargs=True)
+                    hooks.callback(hook.remove)
+            return seen, self.model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).logits
 
     @torch.no_grad()
-    def _scale_head(self, where: str) -> None:
-        """Make sure that head(final) are the logits: teachers compute them so. A constant factor is put in the head."""
-        ends = self.ends
-        tokens = torch.arange(_PROBE_TOKENS, device=ends.device)[None] % self.config.vocab_size
-        seen, logits = self._run(tokens, torch.ones_like(tokens, dtype=torch.bool), (), keep_logits=True)
+    def _scale_head(self) -> bool:
+        """Whether head(final) are the logits: teachers compute them so. A constant factor is put in the head."""
+        ends, head = self.ends, self.ends.head_weight
+        tokens = torch.arange(_PROBE_TOKENS, device=head.device)[:, None] % self.config.vocab_size
+        seen, logits = self._run(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        logits = logits.float()
         bias = None if ends.head_bias is None else ends.head_bias.float()
-        ours = F.linear(seen["final"].float(), ends.head_weight.float(), bias)
-        factor = (logits.float() * ours).sum() / ours.square().sum()  # least squares
-        tolerance = (1e-4 if ends.dtype == torch.float32 else 0.02) * logits.float().abs().max()
-        if not bool(((logits.float() - factor * ours).abs() <= tolerance).all()):
-            raise self._not_linear(where)
+        ours = F.linear(seen["final"].float(), head.float(), bias)
+        factor = (logits * ours).sum() / ours.square().sum()  # least squares
         if abs(float(factor) - 1.0) > 1e-3:
-            scaled = map_tensors(ends, lambda x: x * factor.to(ends.dtype))
+            scaled = map_tensors(ends, lambda x: x * factor.to(head.dtype))
             self.ends = replace(scaled, embedding_weight=ends.embedding_weight)
+        tolerance = (1e-4 if head.dtype == torch.float32 else 0.02) * logits.abs().max()
+        return bool(((logits - factor * ours).abs() <= tolerance).all())
 
-    @staticmethod
-    def _not_linear(where: str, reason: str = "") -> CheckpointError:
-        return CheckpointError(
-            f"{where}: its logits are not a linear function of its final hidden state{reason}; "
-            "such a target cannot teach a drafter here"
+
+def load_capture(
+    directory: Path, config: TargetConfig, device: torch.device | str, *, trust_remote_code: bool = False
+) -> TransformersCapture:
+    with _in_one_line(directory, "cannot be loaded by transformers"):
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, config.dtype), trust_remote_code=trust_remote_code
         )
+    return TransformersCapture(model.to(device), config, str(directory))
 
 
 def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -204,39 +195,22 @@ def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     Yields tokens [documents, length] padded on the right, the mask of the real ones, and for each of these its slot in
     the flat batch.
     """
-    flat = batch.document.flatten()
-    real = (flat >= 0).nonzero().squeeze(1)
-    row = torch.arange(batch.rows, device=flat.device).repeat_interleave(batch.length)
-    _, counts = torch.unique_consecutive((row * (batch.length + 1) + flat)[real], return_counts=True)
-    starts = counts.cumsum(0) - counts
-    order = counts.argsort(descending=True, stable=True)
-    room, at, tokens = batch.rows * batch.length, 0, batch.tokens.flatten()
-    while at < len(order):
-        longest = int(counts[order[at]])
-        chosen = order[at : at + room // longest]
-        at += len(chosen)
-        column = torch.arange(longest, device=flat.device)
-        mask = column < counts[chosen, None]
-        slots = real[(starts[chosen, None] + column)[mask]]
-        padded = tokens.new_zeros(mask.shape)
-        padded[mask] = tokens[slots]
-        yield padded, mask, slots
-
-
-def _find_blocks(model: nn.Module, num_layers: int, where: str) -> nn.ModuleList:
-    """The list of decoder blocks: of the lists with one entry for each layer, the one with the most parameters."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if not lists:
-        raise CheckpointError(f"{where}: no list of {num_layers} decoder blocks in {type(model).__name__}")
-    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    document, tokens = batch.document.flatten(), batch.tokens.flatten()
+    real = (document >= 0).nonzero().squeeze(1)
+    number = real // batch.length * (batch.length + 1) + document[real]
+    _, counts = torch.unique_consecutive(number, return_counts=True)
+    left = sorted(torch.split(real, counts.tolist()), key=len, reverse=True)
+    while left:
+        count = batch.rows * batch.length // len(left[0])
+        chosen, left = left[:count], left[count:]
+        masks = [torch.ones_like(slots, dtype=torch.bool) for slots in chosen]
+        padded, mask = (pad_sequence(x, batch_first=True) for x in ([tokens[slots] for slots in chosen], masks))
+        yield padded, mask, torch.cat(chosen)
 
 
 @contextmanager
 def _in_one_line(directory: Path, what: str) -> Iterator[None]:
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as error:  # transformers fails in as many ways as there are models
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{directory}: {what}: {reason}") from None
+        raise CheckpointError(f"{directory}: {what}: {describe(error)}") from None

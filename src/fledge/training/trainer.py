@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,33 +57,29 @@ class _ForwardBackward(nn.Module):
         return TttOutputs(loss.detach(), metrics)
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer:
     """Trains `drafter` in place, in `directory`."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        fit: FitSection,
-        loader: StepLoader,
-        teacher: Teacher,
-        *,
-        capture: CaptureModel | None,  # None: the loader brings the states
-        compute: torch.dtype,
-        workers: Workers,
-        directory: Path,
-        key: str,
-        progress: Progress,
-        run_name: str = "drafter",
-        provenance: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.drafter, self.fit, self.loader, self.teacher, self.capture = drafter, fit, loader, teacher, capture
-        self.compute, self.workers, self.directory, self.key = compute, workers, directory, key
-        self.progress, self.run_name, self.provenance = progress, run_name, dict(provenance or {})
-        self.total_steps = loader.total_steps
-        self.model = workers.wrap(TttModel(drafter, fit), fit.parallel, compute)
+    drafter: Drafter
+    fit: FitSection
+    loader: StepLoader
+    teacher: Teacher
+    capture: CaptureModel | None  # None: the loader brings the states
+    compute: torch.dtype
+    workers: Workers
+    directory: Path
+    key: str  # of all that the run's result depends on
+    progress: Progress
+    run_name: str = "drafter"
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.total_steps = self.loader.total_steps
+        self.model = self.workers.wrap(TttModel(self.drafter, self.fit), self.fit.parallel, self.compute)
         self._passes = _ForwardBackward(self.model)
-        self.optimisation = Optimisation(self.model.parameters(), fit, self.total_steps)
-        self.sums = TttMetrics.zeros(fit.depth, workers.device)  # since the last line of the log
+        self.optimisation = Optimisation(self.model.parameters(), self.fit, self.total_steps)
+        self.sums = TttMetrics.zeros(self.fit.depth, self.workers.device)  # since the last line of the log
         self.done, self.tokens, self.position = 0, 0, (0, 0)
         self._log: TrainingLog | None = None
 
@@ -195,7 +192,7 @@ class Trainer:
             if self.done in candidate_steps(self.fit, self.total_steps):
                 self._write_candidate(model)
             state = {
-                "key": self.key,  # of all that the run's result depends on
+                "key": self.key,
                 "step": self.done,
                 "position": self.position,  # where the next step's rows begin
                 "tokens": self.tokens,

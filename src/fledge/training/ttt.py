@@ -12,6 +12,7 @@ Slots do not move: what shifts with k are tokens, teachers and the mask of what 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ class TttModel(nn.Module):
         step_of: Any = functools.partial(self._step, DocumentLayout(batch, backend=self.backend), teacher, record)
         if fit.activation_checkpointing:
             step_of = functools.partial(checkpoint, step_of, use_reentrant=False)
-        feature: Tensor = (compiled(_fuse) if self.compiled else _fuse)(self.drafter, states)
+        feature: Tensor = self._run(type(self.drafter).fuse, states)
         blocks: Blocks = ()
         losses, taught, correct, metrics = [], [], [], TttMetrics.zeros(fit.depth, device)
         for step in range(fit.depth):
@@ -173,6 +174,10 @@ class TttModel(nn.Module):
         metrics.tally = rounds_by_length(torch.stack(taught), torch.stack(correct))
         return TttOutputs(loss=torch.stack(losses).sum(), metrics=metrics)
 
+    def _run(self, method: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a method of the drafter, compiled if so."""
+        return (compiled(method) if self.compiled else method)(self.drafter, *inputs)
+
     def _step(
         self,
         layout: DocumentLayout,
@@ -191,8 +196,7 @@ class TttModel(nn.Module):
         """
         drafter, fit, taught = self.drafter, self.fit, inputs.taught.flatten()
         storage = TttStorage(layout, record=record, earlier=blocks)
-        draft = compiled(_draft) if self.compiled else _draft
-        states: DraftStates = draft(drafter, inputs.tokens, feature, inputs.positions, storage)
+        states: DraftStates = self._run(type(drafter).forward, inputs.tokens, feature, inputs.positions, storage)
         inside = taught & teacher.choice_in_draft[inputs.target_rows]
         result = draft_loss(
             drafter.logits(states.head).flatten(0, 1),
@@ -221,15 +225,6 @@ class TttModel(nn.Module):
                 slot_values["sink_attention"] = torch.stack([mass.sink for mass in masses]).mean(0)
             sums |= {name: x.flatten().double().where(taught, 0.0).sum() for name, x in slot_values.items()}
         return states.feature, storage.blocks, loss, correct, sums
-
-
-def _draft(drafter: Drafter, tokens: Tensor, feature: Tensor, positions: Tensor, storage: TttStorage) -> DraftStates:
-    states: DraftStates = drafter(tokens, feature, positions, storage)
-    return states
-
-
-def _fuse(drafter: Drafter, states: TargetStates) -> Tensor:
-    return drafter.fuse(states)
 
 
 @torch.no_grad()

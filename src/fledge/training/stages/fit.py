@@ -91,10 +91,10 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     parameters = sum(p.numel() for p in drafter.parameters())
     ids = None if vocabulary is None else vocabulary.target_ids.tolist()
     trainer = Trainer(
-        drafter,
-        fit,
-        loader,
-        Teacher(ends.head_weight, vocabulary, head_bias=ends.head_bias),
+        drafter=drafter,
+        fit=fit,
+        loader=loader,
+        teacher=Teacher(ends.head_weight, vocabulary, head_bias=ends.head_bias),
         capture=capture,
         compute=compute,
         workers=workers,

@@ -37,8 +37,7 @@ from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetStates
 from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import FitSection
-from fledge.training.teacher import Teacher, TeacherLogits
-from fledge.training.ttt import StepInputs, TttModel
+from fledge.training.ttt import StepInputs, Teacher, TeacherLogits, TttModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 PYTHONPATH=src:. python tests/gpu/test_fit.py [check ...]
 """
 
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -89,19 +91,19 @@ def from_disk() -> None:
 def interrupted_and_resumed() -> None:
     run = recipe(compile="off")
     run_fit(run, "whole")
-    original = Trainer._loop
+    original = Trainer.run
 
-    def stopping(self: Trainer, _asked: Any, *rest: Any) -> None:
-        original(self, lambda: self.done == 5, *rest)
+    def stopping(self: Trainer) -> int:
+        return original(self, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None)
 
-    Trainer._loop = stopping  # type: ignore[method-assign]
+    Trainer.run = stopping  # type: ignore[method-assign, assignment]
     try:
         run_fit(run, "parts")
         raise AssertionError("it did not stop")
     except TrainingInterrupted:
         pass
     finally:
-        Trainer._loop = original  # type: ignore[method-assign]
+        Trainer.run = original  # type: ignore[method-assign]
     run_fit(run, "parts")
     assert_near(losses(run, "whole"), losses(run, "parts"), 0.01)
 

@@ -21,8 +21,7 @@ from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import Backend, DocumentLayout, TttStorage
 from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import FitSection
-from fledge.training.teacher import Teacher, TeacherLogits
-from fledge.training.ttt import TttModel, TttOutputs
+from fledge.training.ttt import Teacher, TeacherLogits, TttModel, TttOutputs
 from tests.gpu.script import run_checks
 from tests.unit.training.ttt_cases import Document, pack
 

@@ -3,9 +3,10 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import typer
+
+from fledge.cli.command import options
 
 
 class Destination(StrEnum):
@@ -15,18 +16,15 @@ class Destination(StrEnum):
     SPECULATORS = "speculators"
 
 
+@options("convert")
 def convert(
-    source: Annotated[str, typer.Argument(help="The drafter's directory, or its Hugging Face name.")],
-    destination: Annotated[Path, typer.Argument(help="The directory to write; it must not exist yet.")],
+    source: str,
+    destination: Path,
     *,
-    to: Annotated[Destination, typer.Option(help="vllm is the layout that SGLang reads too.")],
-    target: Annotated[
-        str | None, typer.Option(help="The target model: checks the fit, and settles what the source leaves open.")
-    ] = None,
-    num_speculative_tokens: Annotated[
-        int, typer.Option(min=1, help="Default draft length, which the speculators format stores.")
-    ] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    to: Destination,
+    target: str | None = None,
+    num_speculative_tokens: int = 3,
+    as_json: bool = False,
 ) -> None:
     """Write a drafter checkpoint in another format, repairing what is evidently meant.
 
@@ -45,14 +43,8 @@ def convert(
         num_speculative_tokens=num_speculative_tokens,
     )
     if as_json:
-        result = {
-            "source": source,
-            "destination": str(destination),
-            "to": to.value,
-            "fixed": [finding.as_dict() for finding in conversion.fixed],
-            "remaining": [finding.as_dict() for finding in conversion.remaining],
-        }
-        typer.echo(json.dumps(result))
+        found = {name: [finding.as_dict() for finding in getattr(conversion, name)] for name in ("fixed", "remaining")}
+        typer.echo(json.dumps({"source": source, "destination": str(destination), "to": to.value, **found}))
         return
     for finding in conversion.fixed:
         typer.echo(f"fixed: {finding.message()}")

@@ -1,11 +1,10 @@
 """`fledge demo`: the bundled models, with and without speculation."""
 
 import json
-from typing import Annotated
 
 import typer
 
-from fledge.cli.options import Device, MaxTokens, Threads
+from fledge.cli.command import options
 from fledge.errors import ConfigError
 
 INTRODUCTION = (
@@ -14,17 +13,16 @@ INTRODUCTION = (
 )
 
 
+@options("demo")
 def demo(
-    prompt: Annotated[
-        list[str] | None, typer.Argument(help="What to ask; a few questions of our own if left out.")
-    ] = None,
+    prompt: list[str] | None = None,
     *,
-    depth: Annotated[int, typer.Option(help="Tokens to draft ahead, 1 to 16.")] = 3,
-    max_tokens: MaxTokens = 120,
-    repeats: Annotated[int, typer.Option(help="How often the answers are timed.")] = 3,
-    device: Device = "auto",
-    threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    depth: int = 3,
+    max_tokens: int = 120,
+    repeats: int = 3,
+    device: str = "auto",
+    threads: int | None = None,
+    as_json: bool = False,
 ) -> None:
     """Answer a few questions with the bundled models, with and without speculation, and compare; transformers too."""
     for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
@@ -57,8 +55,8 @@ def demo(
     if identical:
         others = ", and from transformers" if figures["identical_to_transformers"] else ""
         console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters{others}.")
-        return
-    if figures["device"] == "cpu":
+    elif figures["device"] == "cpu":
         console.print("[red]Not lossless: the tokens differ.[/red] This is a bug; please report it.")
         raise typer.Exit(1)
-    console.print("Some tokens differ: in bfloat16 a batch of another size may round a near-tie the other way.")
+    else:
+        console.print("Some tokens differ: in bfloat16 a batch of another size may round a near-tie the other way.")

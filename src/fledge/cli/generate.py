@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from fledge.cli.options import MaxTokens, engine_options, read_speculation
+from fledge.cli.command import options
+from fledge.cli.options import engine_options, read_speculation
 from fledge.errors import PromptError
 
 if TYPE_CHECKING:
@@ -21,45 +20,39 @@ if TYPE_CHECKING:
 DRAFTED_STYLE = "green"
 
 
+@options("generate")
 @engine_options("dtype", "device", "max_model_len")
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt. Or use --prompts.")] = None,
+    prompt: str | None = None,
     *,
-    target: Annotated[str, typer.Option(help="Target model: a directory or a Hugging Face name.")],
-    drafter: Annotated[
-        str | None, typer.Option(help="Drafter checkpoint; without one there is no speculation.")
-    ] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(help="vLLM's JSON, instead of --drafter, --depth and the --tree options.")
-    ] = None,
-    depth: Annotated[int | None, typer.Option(help="Tokens to draft ahead, 1 to 16 (3 if not given).")] = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Draft EAGLE-2 trees instead of chains.")] = False,
-    tree_width: Annotated[int, typer.Option(help="Nodes that go on at each level of a tree.")] = 8,
-    tree_budget: Annotated[int, typer.Option(help="Nodes of a tree that are verified.")] = 32,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="JSON lines, each with 'prompt', 'messages' or 'prompt_token_ids'; '-' for standard input."),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a user turn through the chat template.")
-    ] = False,
-    max_tokens: MaxTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    target: str,
+    drafter: str | None = None,
+    speculative_config: str | None = None,
+    depth: int | None = None,
+    tree: bool = False,
+    tree_width: int = 8,
+    tree_budget: int = 32,
+    prompts: Path | None = None,
+    chat: bool = False,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: list[str] | None = None,
+    ignore_eos: bool = False,
+    as_json: bool = False,
     engine: Mapping[str, Any],
 ) -> None:
     """Generate text, with accepted draft tokens in colour, and say how the speculation went."""
     speculation = read_speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
     requests = _read_requests(prompt, prompts, chat)
 
-    from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
+    from rich.console import Console  # noqa: PLC0415 - torch takes seconds, and --help should not
+
+    from fledge import LLM, SamplingParams  # noqa: PLC0415
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -75,11 +68,20 @@ def generate(
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
     started = time.perf_counter()
     if as_json:
-        outputs = _answer_together(llm, encoded, params)
-        print(json.dumps(_report(outputs, time.perf_counter() - started)))
-    else:
-        outputs = list(_answer_in_turn(llm, encoded, params))
-        _print_summary(_total(outputs, time.perf_counter() - started))
+        with Console(stderr=True).status(f"answering {len(encoded)} prompts") as status:
+            outputs = llm.generate(
+                encoded, params, progress=lambda done, total: status.update(f"answered {done} of {total} prompts")
+            )
+        total = _total(outputs, time.perf_counter() - started)
+        print(json.dumps({"outputs": [_as_dict(output) for output in outputs], "total": total}))
+        return
+    total = _total(list(_answer_in_turn(llm, encoded, params)), time.perf_counter() - started)
+    lines = [f"{total['tokens']} tokens, {total['tokens_per_second']:.1f} tokens/s"]
+    if total["acceptance_length"] is not None:
+        rates = ", ".join(f"{rate:.0%}" for rate in total["rate_by_depth"])
+        lines.append(f"acceptance length {total['acceptance_length']:.2f} over {total['rounds']} rounds")
+        lines.append(f"accepted by depth: {rates}")
+    Console(stderr=True, highlight=False).print("\n" + "\n".join(lines), style="dim")
 
 
 def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[dict[str, Any]]:
@@ -109,16 +111,6 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
     raise PromptError(f"{where}: expected an object with 'prompt', 'messages' or 'prompt_token_ids'")
 
 
-def _answer_together(llm: "LLM", requests: list[Any], params: "SamplingParams") -> "list[RequestOutput]":
-    """All prompts at once, in continuous batches, with a progress line on standard error."""
-    from rich.console import Console  # noqa: PLC0415
-
-    with Console(stderr=True).status(f"answering {len(requests)} prompts") as status:
-        return llm.generate(
-            requests, params, progress=lambda done, total: status.update(f"answered {done} of {total} prompts")
-        )
-
-
 def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
     """One prompt after another, streamed for a person to read."""
     from rich.console import Console  # noqa: PLC0415
@@ -128,35 +120,26 @@ def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -
         if len(requests) > 1:
             console.rule(f"{number} of {len(requests)}", align="left")
         for event in llm.stream(request, params):
-            _print_event(console, event)
+            for piece in event.pieces:
+                console.print(piece.text, style=DRAFTED_STYLE if piece.drafted else None, end="", markup=False)
             if event.output is not None:
+                answer = event.output.outputs[0]
+                if not event.pieces and not answer.text:  # a target without tokenizer
+                    console.print(" ".join(map(str, answer.token_ids)), end="")
                 yield event.output
         console.print()
 
 
-def _print_event(console: Any, event: Any) -> None:
-    for piece in event.pieces:
-        console.print(piece.text, style=DRAFTED_STYLE if piece.drafted else None, end="", markup=False)
-    if not event.pieces and event.output is not None and not event.output.outputs[0].text:
-        console.print(" ".join(map(str, event.output.outputs[0].token_ids)), end="")  # a target without tokenizer
-
-
-def _report(outputs: "list[RequestOutput]", seconds: float) -> dict[str, Any]:
-    """Everything --json prints."""
+def _as_dict(output: "RequestOutput") -> dict[str, Any]:
+    answer = output.outputs[0]
     return {
-        "outputs": [
-            {
-                "prompt": output.prompt,
-                "prompt_tokens": len(output.prompt_token_ids),
-                "text": output.outputs[0].text,
-                "token_ids": list(output.outputs[0].token_ids),
-                "finish_reason": output.outputs[0].finish_reason,
-                "stop_reason": output.outputs[0].stop_reason,
-                **output.metrics.to_dict(len(output.outputs[0].token_ids)),
-            }
-            for output in outputs
-        ],
-        "total": _total(outputs, seconds),
+        "prompt": output.prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        **output.metrics.to_dict(len(answer.token_ids)),
     }
 
 
@@ -165,14 +148,3 @@ def _total(outputs: "list[RequestOutput]", seconds: float) -> dict[str, Any]:
 
     pooled = replace(RequestMetrics.pooled([output.metrics for output in outputs]), seconds=seconds)
     return pooled.to_dict(sum(len(output.outputs[0].token_ids) for output in outputs))
-
-
-def _print_summary(total: dict[str, Any]) -> None:
-    from rich.console import Console  # noqa: PLC0415
-
-    lines = [f"{total['tokens']} tokens, {total['tokens_per_second']:.1f} tokens/s"]
-    if total["acceptance_length"] is not None:
-        rates = ", ".join(f"{rate:.0%}" for rate in total["rate_by_depth"])
-        lines.append(f"acceptance length {total['acceptance_length']:.2f} over {total['rounds']} rounds")
-        lines.append(f"accepted by depth: {rates}")
-    Console(stderr=True, highlight=False).print("\n" + "\n".join(lines), style="dim")

@@ -39,16 +39,9 @@ def _engine_option(name: str) -> Any:
     return typer.Option(*flags.get(name, ()), help=_FIELDS[name].metadata["help"], **more)
 
 
-# For verbs that pass them on one by one.
-Dtype = Annotated[str, _engine_option("dtype")]
-Device = Annotated[str, _engine_option("device")]
-MaxModelLen = Annotated[int | None, _engine_option("max_model_len")]
-EnforceEager = Annotated[bool, _engine_option("enforce_eager")]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads; torch's choice if left out. Use 1 on a busy machine.", min=1)
 ]
-MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 
 
 def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -10,28 +10,31 @@ drafted before:
     slot 2      x x x .              . . x .     . . x .
     slot 3      x x x x              . . . x     . . . x
 
-Block 0 goes through attention that also returns its logsumexp; each later block is one score per slot and head; an
-online softmax joins them. So no mask and no score matrix over all blocks ever exists.
+Block 0 goes through attention that also returns its logsumexp: flex attention on a GPU, `document_attention` in plain
+torch elsewhere. Each later block is one score per slot and head; an online softmax joins them. So no mask and no score
+matrix over all blocks ever exists.
 """
 
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.training.data.packing import PackedBatch
-from fledge.training.document_attention import document_attention
 
 Backend = Literal["auto", "reference", "flex"]
 MASK_BLOCK = 128  # slots; flex attention skips or takes whole blocks of them
 MIN_FLEX_HEAD_DIM = 16
+MAX_SCORES = 1 << 22  # elements of the largest tensor of `document_attention`
 
+# What passes left, by layer, then by pass: key [rows, length, kv_heads, head_dim], value [.., kv_heads, value_dim].
+Blocks = tuple[tuple[tuple[Tensor, Tensor], ...], ...]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -42,9 +45,6 @@ def _untraced(function: Callable[_P, _T], *, recursive: bool = True) -> Callable
     return untraced
 
 
-_document_attention = _untraced(document_attention)
-
-
 @_untraced
 @functools.cache
 def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
@@ -53,23 +53,11 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = False) -> Callable
     return torch.compile(function, dynamic=dynamic)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeyValueBlock:
-    """What one pass left in one layer."""
-
-    key: Tensor  # [rows, length, kv_heads, head_dim]
-    value: Tensor  # [rows, length, kv_heads, value_dim]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionMass:
+class AttentionMass(NamedTuple):
     """Where the attention of one layer went in one pass, mean over heads. Each float32 [rows, length], no gradient."""
 
     sink: Tensor  # on the first token of the slot's document
     own: Tensor  # on what the drafter itself drafted: the later blocks
-
-
-Blocks = tuple[tuple[KeyValueBlock, ...], ...]  # by layer, then by pass
 
 
 class DocumentLayout:
@@ -81,27 +69,50 @@ class DocumentLayout:
 
     def __init__(self, batch: PackedBatch, *, backend: Backend = "auto") -> None:
         self.backend: Backend = backend
-        slots = torch.arange(batch.length, device=batch.document.device).expand_as(batch.document)
+        self.slots = torch.arange(batch.length, device=batch.document.device).expand_as(batch.document)
         before = torch.nn.functional.pad(batch.document[:, :-1], (1, 0), value=-2)
-        starts = torch.where(batch.document != before, slots, 0).cummax(dim=1).values
-        self.slots = slots
-        self.start = torch.where(batch.document < 0, slots, starts)  # [rows, length] int64: the document's first slot
-        self._first_visible: dict[int | None, Tensor] = {None: self.start}
+        starts = torch.where(batch.document != before, self.slots, 0).cummax(dim=1).values
+        self.start = starts.where(batch.document >= 0, self.slots)  # [rows, length] int64: the document's first slot
         self._block_masks: dict[int | None, BlockMask] = {}
 
     @_untraced
     def first_visible(self, window: int | None) -> Tensor:
         """[rows, length] int64: the first slot that each slot sees. Never decreases along a row."""
-        if window not in self._first_visible:
-            assert window is not None
-            self._first_visible[window] = torch.maximum(self.start, self.slots - (window - 1))
-        return self._first_visible[window]
+        return self.start if window is None else torch.maximum(self.start, self.slots - (window - 1))
 
     @_untraced
     def block_mask(self, window: int | None) -> BlockMask:
-        if window not in self._block_masks:
-            self._block_masks[window] = _block_mask(self.first_visible(window))
-        return self._block_masks[window]
+        """The mask of flex attention.
+
+        Of the blocks of keys, those from the first query's first key to the queries' own block are seen at all; those
+        from the last query's first key to the block before their own are seen whole (but nothing is whole to a cut
+        block).
+        """
+        if window in self._block_masks:
+            return self._block_masks[window]
+        first = self.first_visible(window)
+        length = first.shape[1]
+        blocks = torch.arange(-(-length // MASK_BLOCK), device=first.device)
+        begins = blocks * MASK_BLOCK
+        lowest = first[:, begins]  # [rows, blocks]
+        highest = first[:, (begins + MASK_BLOCK - 1).clamp(max=length - 1)]
+        inside = blocks < blocks[:, None]  # [query blocks, key blocks]: before the queries' own
+        seen = (inside | (blocks == blocks[:, None])) & (begins + MASK_BLOCK > lowest[..., None])
+        whole = inside & (begins >= highest[..., None]) & (begins + MASK_BLOCK <= length)[:, None]
+
+        def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+            chosen = chosen[:, None].int()  # [rows, 1 for all heads, query blocks, key blocks]
+            return chosen.sum(-1, dtype=torch.int32), chosen.argsort(stable=True, dim=-1, descending=True).int()
+
+        narrow = first.int()
+
+        def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key >= narrow[row, query])
+
+        parts = (*ordered(seen & ~whole), *ordered(whole))
+        mask = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=MASK_BLOCK, mask_mod=visible, seq_lengths=(length, length))
+        self._block_masks[window] = mask
+        return mask
 
     @_untraced
     def uses_flex(self, query: Tensor) -> bool:
@@ -109,13 +120,14 @@ class DocumentLayout:
         if self.backend == "reference" or (self.backend == "auto" and not query.is_cuda):
             return False
         head_dim, length = query.shape[-1], query.shape[1]
-        if head_dim < MIN_FLEX_HEAD_DIM or length < MASK_BLOCK:
-            _say_once(
-                f"head_dim {head_dim} and rows of {length} tokens: flex attention takes head_dim from "
-                f"{MIN_FLEX_HEAD_DIM} and rows from {MASK_BLOCK} tokens; plain torch is used, which is slower"
-            )
-            return False
-        return True
+        if head_dim >= MIN_FLEX_HEAD_DIM and length >= MASK_BLOCK:
+            return True
+        warnings.warn(
+            f"head_dim {head_dim} and rows of {length} tokens: flex attention takes head_dim from "
+            f"{MIN_FLEX_HEAD_DIM} and rows from {MASK_BLOCK} tokens; plain torch is used, which is slower",
+            stacklevel=2,
+        )
+        return False
 
 
 class TttStorage:
@@ -130,11 +142,9 @@ class TttStorage:
     def __init__(
         self, layout: DocumentLayout, *, record: bool = False, earlier: Blocks = (), keep: bool = True
     ) -> None:
-        self.layout = layout
-        self.record = record
+        self.layout, self.record, self._keep = layout, record, keep
         self.masses: dict[int, list[AttentionMass]] = {}  # by layer, one entry for each pass of this storage
-        self._blocks: dict[int, tuple[KeyValueBlock, ...]] = dict(enumerate(earlier))
-        self._keep = keep
+        self._blocks = dict(enumerate(earlier))
 
     @property
     def blocks(self) -> Blocks:
@@ -147,25 +157,24 @@ class TttStorage:
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query, key, value = heads.finished()
         query, key = query.to(value.dtype), key.to(value.dtype)  # head norms in float32 leave them wider under autocast
-        blocks = (*self._blocks.get(spec.layer, ()), KeyValueBlock(key=key, value=value))
+        blocks = (*self._blocks.get(spec.layer, ()), (key, value))
         assert len(blocks) == 1 or spec.sliding_window is None, "only targets have windows, and they make one pass"
         if self._keep:
             self._blocks[spec.layer] = blocks
-        first, later = blocks[0], blocks[1:]
+        keys, values = zip(*blocks, strict=True)
         mixed: Tensor
         uses_flex = self.layout.uses_flex(query)
         if uses_flex:
             mask = self.layout.block_mask(spec.sliding_window)
-            mixed, lse = compiled(_flex)(query, first.key, first.value, mask, spec.scale)
+            mixed, lse = compiled(_flex)(query, keys[0], values[0], mask, spec.scale)
         else:
-            mixed, lse = _document_attention(
-                query, first.key, first.value, self.layout.first_visible(spec.sliding_window), spec.scale
-            )
-        if later:
+            first = self.layout.first_visible(spec.sliding_window)
+            mixed, lse = document_attention(query, keys[0], values[0], first, spec.scale)
+        if len(blocks) > 1:
             merge = compiled(merge_own) if uses_flex else merge_own
-            mixed, lse = merge(query, mixed, lse, [b.key for b in later], [b.value for b in later], spec.scale)
+            mixed, lse = merge(query, mixed, lse, list(keys[1:]), list(values[1:]), spec.scale)
         if self.record:
-            mass = attention_mass(query, lse, first.key, [b.key for b in later], self.layout.start, spec.scale)
+            mass = attention_mass(query, lse, keys, self.layout.start, spec.scale)
             self.masses.setdefault(spec.layer, []).append(mass)
         return mixed
 
@@ -178,35 +187,34 @@ def merge_own(
     query, mixed [rows, length, heads, head_dim], lse [rows, length, heads] (natural logarithm) of block 0, keys and
     values each [rows, length, kv_heads, head_dim]. Returns the same for all blocks together. Computed in float32.
     """
-    wide = _at_least_float32(_grouped(query, keys[0]))  # [rows, length, kv_heads, group, head_dim]
+    wide = _wide(_grouped(query, keys[0]))  # [rows, length, kv_heads, group, head_dim]
     lse = lse.view(wide.shape[:-1])
-    scores = [(wide * _at_least_float32(key)[..., None, :]).sum(-1) * scale for key in keys]
+    scores = [(wide * _wide(key)[..., None, :]).sum(-1) * scale for key in keys]
     highest = functools.reduce(torch.maximum, scores, lse).detach()
     first = (lse - highest).exp()
     weights = [(score - highest).exp() for score in scores]
     total = functools.reduce(torch.add, weights, first)
-    joined = first[..., None] * _at_least_float32(_grouped(mixed, keys[0]))
+    joined = first[..., None] * _wide(_grouped(mixed, keys[0]))
     for weight, value in zip(weights, values, strict=True):
-        joined = joined + weight[..., None] * _at_least_float32(value)[..., None, :]
+        joined = joined + weight[..., None] * _wide(value)[..., None, :]
     joined = joined / total[..., None]
     return joined.to(mixed.dtype).flatten(2, 3), (highest + total.log()).flatten(2, 3)
 
 
 @_untraced
 @torch.no_grad()
-def attention_mass(
-    query: Tensor, lse: Tensor, first: Tensor, own: Sequence[Tensor], start: Tensor, scale: float
-) -> AttentionMass:
+def attention_mass(query: Tensor, lse: Tensor, keys: Sequence[Tensor], start: Tensor, scale: float) -> AttentionMass:
     """Attention on the sink and on the slot's own drafts, from the logsumexp over all that a slot sees."""
-    wide = _at_least_float32(_grouped(query, first))
+    first, *own = keys
+    wide = _wide(_grouped(query, first))
     lse = lse.view(wide.shape[:-1])
 
     def mass(key: Tensor) -> Tensor:
-        scores = (wide * _at_least_float32(key)[..., None, :]).sum(-1) * scale
+        scores = (wide * _wide(key)[..., None, :]).sum(-1) * scale
         return (scores - lse).exp().mean((-2, -1)).float()
 
-    sinks = first.gather(1, start[..., None, None].expand_as(first))
-    return AttentionMass(sink=mass(sinks), own=sum((mass(key) for key in own), torch.zeros_like(mass(sinks))))
+    sink = mass(first.gather(1, start[..., None, None].expand_as(first)))
+    return AttentionMass(sink=sink, own=sum(map(mass, own), torch.zeros_like(sink)))
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
@@ -214,37 +222,9 @@ def _grouped(x: Tensor, key: Tensor) -> Tensor:
     return x.view(*x.shape[:2], key.shape[2], -1, x.shape[-1])
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _block_mask(first: Tensor) -> BlockMask:
-    """The mask of flex attention from the first visible slot of each slot, [rows, length], never decreasing.
-
-    Of the blocks of keys, those from the first query's first key to the queries' own block are seen at all; those from
-    the last query's first key to the block before their own are seen whole (but nothing is whole to a cut block).
-    """
-    length = first.shape[1]
-    blocks = torch.arange(-(-length // MASK_BLOCK), device=first.device)
-    begins = blocks * MASK_BLOCK
-    lowest = first[:, begins]  # [rows, blocks]
-    highest = first[:, (begins + MASK_BLOCK - 1).clamp(max=length - 1)]
-    inside = blocks < blocks[:, None]  # [query blocks, key blocks]: before the queries' own
-    seen = (inside | (blocks == blocks[:, None])) & (begins + MASK_BLOCK > lowest[..., None])
-    whole = inside & (begins >= highest[..., None]) & (begins + MASK_BLOCK <= length)[:, None]
-
-    def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        chosen = chosen[:, None].int()  # [rows, 1 for all heads, query blocks, key blocks]
-        return chosen.sum(-1, dtype=torch.int32), chosen.argsort(stable=True, dim=-1, descending=True).int()
-
-    first = first.int()
-
-    def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first[row, query])
-
-    return BlockMask.from_kv_blocks(
-        *ordered(seen & ~whole), *ordered(whole), BLOCK_SIZE=MASK_BLOCK, mask_mod=visible, seq_lengths=(length, length)
-    )
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or float64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -262,6 +242,97 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: flo
     return mixed.transpose(1, 2), aux.lse.transpose(1, 2)
 
 
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+@_untraced
+def document_attention(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Slot t attends to slots first[t] .. t of its row: what flex attention is on a GPU, in plain torch.
+
+    query [rows, length, heads, head_dim], key and value [rows, length, kv_heads, head_dim], first [rows, length] int64,
+    never decreasing along a row. Returns attention like query, and the logsumexp of the scores [rows, length, heads],
+    both differentiable. Computed in float32, or float64 where the inputs are: a row and a run of its queries at a time,
+    so that the largest tensor has a bounded size; only inputs, output and logsumexp are kept for the backward pass.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        mixed, lse = _DocumentAttention.apply(query, key, value, first, scale)  # type: ignore[no-untyped-call]
+    return mixed, lse
+
+
+class _DocumentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.scale, ctx.chunks = scale, _chunks(query, first)
+        mixed = query.new_empty(*query.shape[:-1], value.shape[-1])
+        lse = _wide(query.new_empty(query.shape[:-1]))
+        for chunk in ctx.chunks:
+            scores = _scores(chunk, query, key, first, scale)
+            highest = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(highest).exp_()
+            total = weights.sum(-1, keepdim=True)
+            row, low, high, _ = chunk
+            mixed[row, low:high] = _slots(torch.bmm(weights, _keys(chunk, value)) / total, high - low)
+            lse[row, low:high] = _slots(highest + total.log(), high - low).squeeze(-1)
+        ctx.save_for_backward(query, key, value, first, mixed, lse)
+        return mixed, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_mixed: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, first, mixed, lse = ctx.saved_tensors
+        kv_heads, grad_query = key.shape[2], torch.empty_like(query)
+        grad_key, grad_value = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (key, value))
+        # d score = weight * (d weight - sum(d out * out) + d lse)
+        offset = _wide(grad_lse) - (_wide(grad_mixed) * _wide(mixed)).sum(-1)  # [rows, length, heads]
+        with torch.autocast(query.device.type, enabled=False):
+            for chunk in ctx.chunks:
+                row, low, high, start = chunk
+                scores = _scores(chunk, query, key, first, ctx.scale)  # [kv_heads, group * queries, keys]
+                weights = scores.sub_(_queries(chunk, lse[..., None], kv_heads)).exp_()
+                grad_out = _queries(chunk, grad_mixed, kv_heads)
+                grad_value[row, start:high] += torch.bmm(weights.mT, grad_out).transpose(0, 1)
+                grad_scores = torch.bmm(grad_out, _keys(chunk, value).mT)
+                grad_scores.add_(_queries(chunk, offset[..., None], kv_heads)).mul_(weights).mul_(ctx.scale)
+                grad_query[row, low:high] = _slots(torch.bmm(grad_scores, _keys(chunk, key)), high - low)
+                grad_key[row, start:high] += torch.bmm(grad_scores.mT, _queries(chunk, query, kv_heads)).transpose(0, 1)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+
+
+Chunk = tuple[int, int, int, int]  # row, first query, end of queries, first key
+
+
+def _chunks(query: Tensor, first: Tensor) -> list[Chunk]:
+    """Queries [low, high) of a row see keys [start, high). On a GPU `start` is 0: asking would wait for the device."""
+    rows, length, heads, _ = query.shape
+    step = max(1, min(length, MAX_SCORES // (heads * length)))
+    lows = range(0, length, step)
+    starts = first[:, ::step].tolist() if first.device.type == "cpu" else [[0] * len(lows)] * rows
+    return [(row, low, min(low + step, length), starts[row][i]) for row in range(rows) for i, low in enumerate(lows)]
+
+
+def _scores(chunk: Chunk, query: Tensor, key: Tensor, first: Tensor, scale: float) -> Tensor:
+    """[kv_heads, group * queries, keys], -inf where a key is not seen."""
+    row, low, high, start = chunk
+    scores = torch.bmm(_queries(chunk, query, key.shape[2]) * scale, _keys(chunk, key).mT)
+    keys = torch.arange(start, high, device=query.device)
+    queries = torch.arange(low, high, device=query.device)[:, None]
+    hidden = (keys > queries) | (keys < first[row, low:high, None])
+    scores.view(len(scores), -1, *hidden.shape).masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def _queries(chunk: Chunk, x: Tensor, kv_heads: int) -> Tensor:
+    """x [rows, length, heads, n] -> [kv_heads, group * queries, n] of the chunk: heads that share keys are rows."""
+    row, low, high, _ = chunk
+    some = _wide(x[row, low:high])
+    return some.view(high - low, kv_heads, -1, x.shape[-1]).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _slots(x: Tensor, queries: int) -> Tensor:
+    """The way back: [kv_heads, group * queries, n] -> [queries, heads, n]."""
+    return x.view(len(x), -1, queries, x.shape[-1]).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _keys(chunk: Chunk, x: Tensor) -> Tensor:
+    """x [rows, length, kv_heads, head_dim] -> [kv_heads, keys, head_dim] of the chunk."""
+    row, _, high, start = chunk
+    return _wide(x[row, start:high]).transpose(0, 1)

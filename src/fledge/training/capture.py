@@ -1,26 +1,37 @@
 """The target's hidden states for training: what the drafter reads, and what its teacher's logits are made of.
 
 Two backends, one meaning. Aux id k is the input of block k (the number of layers: the output of the last block), and
-`final` is what the output head reads, after the final norm.
+`final` is what the output head reads, after the final norm. Of the models of transformers, whatever their blocks look
+like, states are taken where they pass: what a model calls its hidden states does not matter.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target, read_target_config
 from fledge.devices import DTYPES
-from fledge.errors import CheckpointError
+from fledge.errors import CheckpointError, CheckpointWarning, describe
+from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields
+from fledge.models.hf_config import ConfigFields, read_rope
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import DocumentLayout, TttStorage
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.packing import PackedBatch, map_tensors
 from fledge.training.recipe import TargetSection
+
+_PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +41,6 @@ class TargetEnds:
     embedding_weight: Tensor  # [vocab, hidden]
     head_weight: Tensor  # [vocab, hidden]
     head_bias: Tensor | None = None  # [vocab]
-
-    @property
-    def device(self) -> torch.device:
-        return self.head_weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head_weight.dtype
 
 
 class CaptureModel(Protocol):
@@ -64,8 +67,97 @@ class FledgeCapture:
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
         storage = TttStorage(DocumentLayout(batch), keep=False)
-        states: TargetStates = self.model(batch.tokens, batch.positions, storage, aux_layer_ids)
-        return states
+        return self.model(batch.tokens, batch.positions, storage, aux_layer_ids)  # type: ignore[no-any-return]
+
+
+class TransformersCapture:
+    """A causal language model of transformers. Documents are unpacked from their rows, and their states put back."""
+
+    def __init__(self, model: Any, config: TargetConfig, where: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config = config
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_layers]
+        if not lists:
+            raise CheckpointError(f"{where}: no list of {config.num_layers} decoder blocks in {type(model).__name__}")
+        # Of the lists with one entry for each layer, the one with the most parameters.
+        self._blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+        self._head: nn.Module = self.model.get_output_embeddings()
+        if self._head is None:
+            raise CheckpointError(f"{where}: has no output head; a causal language model is needed")
+        bias = getattr(self._head, "bias", None)
+        self.ends = TargetEnds(
+            embedding_weight=self.model.get_input_embeddings().weight.detach(),
+            head_weight=self._head.weight.detach(),
+            head_bias=None if bias is None else bias.detach(),
+        )
+        for name, weight in (("output head", self.ends.head_weight), ("embedding", self.ends.embedding_weight)):
+            if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
+                raise CheckpointError(
+                    f"{where}: its {name} is {tuple(weight.shape)}, expected vocabulary and hidden size "
+                    f"{(config.vocab_size, config.hidden_size)}; such targets are not supported"
+                )
+        softcap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        if softcap or not self._scale_head():
+            reason = f" (final_logit_softcapping {softcap})" if softcap else ""
+            raise CheckpointError(
+                f"{where}: its logits are not a linear function of its final hidden state{reason}; "
+                "such a target cannot teach a drafter here"
+            )
+
+    @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
+    def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
+        wanted, head = (*aux_layer_ids, "final"), self.ends.head_weight
+        out = head.new_zeros(batch.rows, batch.length, len(wanted), self.config.hidden_size)
+        for tokens, mask, slots in _documents(batch):
+            seen, _ = self._run(tokens, mask, aux_layer_ids)
+            for i, name in enumerate(wanted):
+                out.flatten(0, 1)[slots, i] = seen[name][mask]
+        aux = out[:, :, :-1].flatten(2).contiguous() if aux_layer_ids else None
+        return TargetStates(final=out[:, :, -1], aux=aux)
+
+    def _run(
+        self, tokens: Tensor, mask: Tensor, aux_layer_ids: tuple[int, ...] = ()
+    ) -> tuple[dict[Any, Tensor], Tensor]:
+        """Run tokens [documents, length], padded on the right. Returns states by id and "final", and logits.
+
+        The logits are those of each document's first token: of the whole vocabulary, more would cost too much.
+        """
+        seen: dict[Any, Tensor] = {}
+
+        def input_of(k: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[k] = args[0] if args else kwargs["hidden_states"]
+
+        def output_of_last(_module: nn.Module, _args: Any, out: Any) -> None:
+            seen[self.config.num_layers] = out if isinstance(out, Tensor) else out[0]
+
+        def input_of_head(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+            seen["final"] = args[0]
+            return (args[0][:, :1], *args[1:])
+
+        with ExitStack() as hooks:
+            hooks.callback(self._head.register_forward_pre_hook(input_of_head).remove)
+            hooks.callback(self._blocks[-1].register_forward_hook(output_of_last).remove)
+            for k in aux_layer_ids:
+                if k < self.config.num_layers:
+                    hook = self._blocks[k].register_forward_pre_hook(partial(input_of, k), with_kwargs=True)
+                    hooks.callback(hook.remove)
+            return seen, self.model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).logits
+
+    @torch.no_grad()
+    def _scale_head(self) -> bool:
+        """Whether head(final) are the logits: teachers compute them so. A constant factor is put in the head."""
+        ends, head = self.ends, self.ends.head_weight
+        tokens = torch.arange(_PROBE_TOKENS, device=head.device)[:, None] % self.config.vocab_size
+        seen, logits = self._run(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        logits = logits.float()
+        bias = None if ends.head_bias is None else ends.head_bias.float()
+        ours = F.linear(seen["final"].float(), head.float(), bias)
+        factor = (logits * ours).sum() / ours.square().sum()  # least squares
+        if abs(float(factor) - 1.0) > 1e-3:
+            scaled = map_tensors(ends, lambda x: x * factor.to(head.dtype))
+            self.ends = replace(scaled, embedding_weight=ends.embedding_weight)
+        tolerance = (1e-4 if head.dtype == torch.float32 else 0.02) * logits.abs().max()
+        return bool(((logits - factor * ours).abs() <= tolerance).all())
 
 
 def target_config(section: TargetSection) -> TargetConfig:
@@ -80,19 +172,108 @@ def target_config(section: TargetSection) -> TargetConfig:
             "set target.backend to auto or transformers"
         )
     else:
-        from fledge.training.capture_transformers import foreign_config  # noqa: PLC0415 - slow to import
-
-        config = foreign_config(directory, trust_remote_code=section.trust_remote_code)
+        config = _foreign_config(directory, trust_remote_code=section.trust_remote_code)
     return config if section.dtype == "auto" else replace(config, dtype=section.dtype)
 
 
 def open_target(section: TargetSection, device: torch.device | str) -> CaptureModel:
     """Load the target: by our own code where the family is ours, else through transformers."""
     directory, config = resolve(section.path), target_config(section)
+    dtype = DTYPES[config.dtype]
     if config.family in FAMILIES and section.backend != "transformers":
-        return FledgeCapture(load_target(directory, dtype=DTYPES[config.dtype], device=device))
-    from fledge.training.capture_transformers import TransformersCapture  # noqa: PLC0415 - slow to import
+        return FledgeCapture(load_target(directory, dtype=dtype, device=device))
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
 
-    return TransformersCapture.load(
-        directory, config, device=torch.device(device), trust_remote_code=section.trust_remote_code
+    with _in_one_line(directory, "cannot be loaded by transformers"):
+        remote = section.trust_remote_code
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=remote)
+    return TransformersCapture(model.to(device), config, str(directory))
+
+
+def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig:
+    """Describe a model of any family; `layer` is the shape a drafter of one ordinary layer should have for it."""
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import
+
+    with _in_one_line(directory, "has a config that transformers cannot read"):
+        whole = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    if getattr(whole, "is_encoder_decoder", False):
+        raise CheckpointError(f"{directory}: is an encoder-decoder; a drafter needs a decoder-only language model")
+    config = whole.get_text_config(decoder=True)
+
+    def number(*names: str, default: Any = None) -> Any:
+        for name in names:
+            if (value := getattr(config, name, None)) is not None:
+                return value
+        if default is None:
+            raise CheckpointError(f"{directory / 'config.json'}: none of {', '.join(names)} is there")
+        return default
+
+    hidden, heads = number("hidden_size", "n_embd", "d_model"), number("num_attention_heads", "n_head")
+    kv_heads = number("num_key_value_heads", default=heads)
+    layer = LayerConfig(
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
+        num_heads=heads,
+        num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=number("head_dim", default=hidden // heads),
+        norm_eps=float(number("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6)),
+        rope=_rope(config, directory),
     )
+    eos = getattr(config, "eos_token_id", None)
+    dtype = str(getattr(whole, "dtype", None) or getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return TargetConfig(
+        family=config.model_type,
+        layer=layer,
+        num_layers=number("num_hidden_layers", "n_layer"),
+        vocab_size=number("vocab_size"),
+        max_positions=number("max_position_embeddings", "n_positions", "max_seq_len", default=4096),
+        tied_head=bool(getattr(whole, "tie_word_embeddings", False)),
+        dtype=dtype if dtype in ("float32", "float16", "bfloat16") else "bfloat16",
+        bos_id=getattr(config, "bos_token_id", None),
+        eos_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
+    )
+
+
+def _rope(config: Any, directory: Path) -> RopeConfig:
+    """The rotation of the target's global attention. transformers 5 nests it, for some families by layer type."""
+    values = {k: v for k, v in config.to_dict().items() if v is not None}
+    nested = values.get("rope_parameters")
+    if isinstance(nested, dict) and "full_attention" in nested:
+        values["rope_parameters"] = nested["full_attention"]
+    where = str(directory / "config.json")
+    try:
+        return read_rope(ConfigFields(values, where))
+    except CheckpointError as error:
+        parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        theta = float(parameters.get("rope_theta") or values.get("rope_theta") or RopeConfig.theta)
+        warnings.warn(
+            f"{error}; the drafter gets plain rotary positions with theta {theta:g}", CheckpointWarning, stacklevel=2
+        )
+        return RopeConfig(theta=theta)
+
+
+def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The documents of packed rows, longest first, in groups of at most as many slots as the batch has.
+
+    Yields tokens [documents, length] padded on the right, the mask of the real ones, and for each of these its slot in
+    the flat batch.
+    """
+    document, tokens = batch.document.flatten(), batch.tokens.flatten()
+    real = (document >= 0).nonzero().squeeze(1)
+    number = real // batch.length * (batch.length + 1) + document[real]
+    _, counts = torch.unique_consecutive(number, return_counts=True)
+    left = sorted(torch.split(real, counts.tolist()), key=len, reverse=True)
+    while left:
+        count = batch.rows * batch.length // len(left[0])
+        chosen, left = left[:count], left[count:]
+        masks = [torch.ones_like(slots, dtype=torch.bool) for slots in chosen]
+        padded, mask = (pad_sequence(x, batch_first=True) for x in ([tokens[slots] for slots in chosen], masks))
+        yield padded, mask, torch.cat(chosen)
+
+
+@contextmanager
+def _in_one_line(directory: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # transformers fails in as many ways as there are models
+        raise CheckpointError(f"{directory}: {what}: {describe(error)}") from None

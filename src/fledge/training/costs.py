@@ -16,7 +16,7 @@ from fledge.models.drafter.variants import build
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.training.recipe import FitSection, TargetSection
-from fledge.training.teacher import CHUNK_ROWS
+from fledge.training.ttt import CHUNK_ROWS
 
 MASTER_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8  # float32 weights, gradients, and Adam's two averages
 

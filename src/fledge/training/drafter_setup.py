@@ -115,7 +115,8 @@ def make_drafter(
         if config.own_embedding and drafter.embed_tokens is not None:
             drafter.embed_tokens.weight.copy_(ends.embedding_weight)
         if config.own_head and drafter.lm_head is not None and section.head_from_target:
-            drafter.lm_head.weight.copy_(_rows(ends.head_weight, drafter.vocabulary))
+            head, ids = ends.head_weight, None if drafter.vocabulary is None else drafter.vocabulary.target_ids
+            drafter.lm_head.weight.copy_(head if ids is None else head[ids.to(head.device)])
         if section.init_from is not None:
             _load_weights(drafter, resolve(section.init_from), target)
     drafter = drafter.to(device)
@@ -140,10 +141,6 @@ def _initialise(drafter: Drafter, seed: int) -> None:
             nn.init.zeros_(parameter)
         else:
             nn.init.ones_(parameter)
-
-
-def _rows(matrix: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
-    return matrix if vocabulary is None else matrix[vocabulary.target_ids.to(matrix.device)]
 
 
 def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig) -> None:
@@ -182,9 +179,6 @@ class BorrowedEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight).to(self.compute)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, the target's"
 
 
 class BorrowedHead(Linear):

@@ -49,18 +49,17 @@ class StateFormat(Record):
     def width(self) -> int:
         return (len(self.aux_layer_ids) + 1) * self.hidden_size
 
+    def bytes_of(self, tokens: int) -> int:
+        return tokens * self.width * DTYPES[self.dtype].itemsize
+
     @property
     def raw(self) -> torch.dtype:
         """numpy has no bfloat16: numbers are kept as they are, and only their width is told."""
         return torch.int32 if DTYPES[self.dtype].itemsize == 4 else torch.int16
 
-    def bytes_of(self, tokens: int) -> int:
-        return tokens * self.width * DTYPES[self.dtype].itemsize
-
     def mapped(self, path: Path, tokens: int, mode: Any) -> np.memmap[Any, Any]:
         """A shard's numbers [tokens, width]."""
-        kind = np.int32 if self.raw == torch.int32 else np.int16
-        return np.memmap(path, dtype=kind, mode=mode, shape=(tokens, self.width))
+        return np.memmap(path, dtype=str(self.raw).removeprefix("torch."), mode=mode, shape=(tokens, self.width))
 
 
 def plan_states(
@@ -94,9 +93,9 @@ def write_states(
         for old in (*directory.glob("shard-*"), directory / _ENDS):
             old.unlink(missing_ok=True)
         write_json(directory / _HEADER, form.to_dict())
-    tokens = [int(store.offsets[last] - store.offsets[first]) for first, last in pairwise(form.shards)]
-    missing = [i for i, count in enumerate(tokens) if not _is_complete(_shard(directory, i), form.bytes_of(count))]
-    needed, free = sum(form.bytes_of(tokens[i]) for i in missing), shutil.disk_usage(directory).free
+    shards = _shards(directory, form, store.offsets)
+    needed = sum(form.bytes_of(tokens) for _, tokens, complete in shards if not complete)
+    free = shutil.disk_usage(directory).free
     progress.say(
         f"capture: {store.total_tokens:,} tokens, {form.bytes_of(store.total_tokens):,} bytes of hidden states "
         f"({needed:,} to write, {free:,} free on the disk)"
@@ -106,18 +105,27 @@ def write_states(
             f"{directory}: {needed:,} bytes of hidden states do not fit on this disk ({free:,} bytes free, "
             f"{_FREE_BYTES_TO_LEAVE:,} of them left alone); use capture.mode=online, or another output directory"
         )
+    ends = capture.ends
     if not (directory / _ENDS).is_file():
-        _write_ends(directory / _ENDS, capture.ends)
+        tied = ends.head_weight.data_ptr() == ends.embedding_weight.data_ptr()
+        tensors = {name: x for name, x in vars(ends).items() if x is not None and not (tied and name == "head_weight")}
+        with atomic_path(directory / _ENDS) as temporary:
+            save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temporary)
     with progress.task("capture", total=store.total_tokens) as advance:
-        for i, count in enumerate(tokens):
-            if i not in missing:
-                advance(count)
+        for (path, tokens, complete), examples in zip(shards, pairwise(form.shards), strict=True):
+            if complete:
+                advance(tokens)
                 continue
-            with atomic_path(_shard(directory, i)) as temporary:
-                out = form.mapped(temporary, count, "w+")
-                first, last = form.shards[i], form.shards[i + 1]
-                for rows in _passes(store.lengths, first, last, batch_tokens):
-                    advance(_capture_pass(out, int(store.offsets[first]), store, capture, form, rows))
+            with atomic_path(path) as temporary:
+                out, done = form.mapped(temporary, tokens, "w+"), 0
+                for rows in _passes(store.lengths, *examples, batch_tokens):
+                    batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
+                    states = capture.states(batch.to(ends.head_weight.device), form.aux_layer_ids)
+                    both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
+                    numbers = both.view(form.raw).cpu()[batch.document >= 0]  # rows hold the examples in order
+                    out[done : done + len(numbers)] = numbers.numpy()
+                    done += len(numbers)
+                    advance(len(numbers))
                 out.flush()
                 del out
 
@@ -125,61 +133,33 @@ def write_states(
 def _passes(lengths: np.ndarray, first: int, last: int, batch_tokens: int) -> list[list[tuple[int, ...]]]:
     """Examples `first`..`last` as the rows of each pass: about `batch_tokens` places, rows as long as the longest."""
     width = int(lengths[first:last].max())
-    rows: list[tuple[int, ...]] = []
-    row: list[int] = []
-    used = 0
-    for example in range(first, last):
-        if row and used + lengths[example] > width:
-            rows.append(tuple(row))
-            row, used = [], 0
-        row.append(example)
-        used += int(lengths[example])
-    rows.append(tuple(row))
+    rows: list[list[int]] = []
+    room = 0
+    for example, length in enumerate(lengths[first:last].tolist(), start=first):
+        if length > room:
+            rows.append([])
+            room = width
+        rows[-1].append(example)
+        room -= length
     per_pass = max(1, batch_tokens // width)
-    return [rows[i : i + per_pass] for i in range(0, len(rows), per_pass)]
+    return [[tuple(row) for row in rows[i : i + per_pass]] for i in range(0, len(rows), per_pass)]
 
 
-def _capture_pass(
-    out: np.memmap[Any, Any],
-    start: int,  # the shard's first token
-    store: TokenStore,
-    capture: CaptureModel,
-    form: StateFormat,
-    rows: Sequence[tuple[int, ...]],
-) -> int:
-    """Run the target over some rows and put the states of their examples in the shard. Returns their tokens."""
-    width = max(sum(int(store.offsets[e + 1] - store.offsets[e]) for e in row) for row in rows)
-    states = capture.states(collate(store, rows, width).to(capture.ends.device), form.aux_layer_ids)
-    both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
-    numbers = both.view(form.raw).cpu().numpy()  # [rows, width, form.width]
-    done = 0
-    for i, row in enumerate(rows):
-        used = 0
-        for example in row:
-            low, high = int(store.offsets[example]), int(store.offsets[example + 1])
-            out[low - start : high - start] = numbers[i, used : used + high - low]
-            used += high - low
-        done += used
-    return done
+def _shards(directory: Path, form: StateFormat, offsets: np.ndarray) -> list[tuple[Path, int, bool]]:
+    """Each shard's file, its tokens, and whether it is whole."""
+    shards = []
+    for i, (first, last) in enumerate(pairwise(form.shards)):
+        path, tokens = directory / f"shard-{i:05}.bin", int(offsets[last] - offsets[first])
+        shards.append((path, tokens, path.is_file() and path.stat().st_size == form.bytes_of(tokens)))
+    return shards
 
 
 class HiddenStateStore:
     """States of a token store's examples, read from disk as rows of training want them."""
 
-    def __init__(self, directory: Path, form: StateFormat, offsets: np.ndarray) -> None:
-        self.form = form
-        self._directory, self._offsets = directory, offsets
-        self._shards: list[np.ndarray] = []
-        for i, (first, last) in enumerate(pairwise(form.shards)):
-            tokens, path = int(offsets[last] - offsets[first]), _shard(directory, i)
-            if not _is_complete(path, form.bytes_of(tokens)):
-                raise FledgeError(f"{path}: missing or incomplete; run the capture stage again")
-            self._shards.append(form.mapped(path, tokens, "r"))
-
-    @classmethod
-    def open(
-        cls, directory: Path, store: TokenStore, *, target: str, aux_layer_ids: tuple[int, ...] | None
-    ) -> "HiddenStateStore":
+    def __init__(
+        self, directory: Path, store: TokenStore, *, target: str, aux_layer_ids: tuple[int, ...] | None
+    ) -> None:
         """Open and check that these are the states of `store` from `target`, with the aux layers the drafter reads."""
         header = read_json(directory / _HEADER)
         if header is None:
@@ -191,7 +171,13 @@ class HiddenStateStore:
                     f"{directory / _HEADER}: {name} is {header.get(name)!r}, expected {value!r}; "
                     "these states are of another run: capture again"
                 )
-        return cls(directory, StateFormat.from_dict(header, str(directory / _HEADER)), store.offsets)
+        self.form = StateFormat.from_dict(header, str(directory / _HEADER))
+        self._directory, self._offsets = directory, store.offsets
+        self._shards: list[np.ndarray] = []
+        for path, tokens, complete in _shards(directory, self.form, store.offsets):
+            if not complete:
+                raise FledgeError(f"{path}: missing or incomplete; run the capture stage again")
+            self._shards.append(self.form.mapped(path, tokens, "r"))
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
         """States [rows, length, ...] on the CPU, laid out as `collate` lays out tokens; zeros at padding."""
@@ -215,18 +201,3 @@ class HiddenStateStore:
         with safe_open(str(self._directory / _ENDS), framework="pt") as file:
             tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - not a dict
         return TargetEnds(**{"head_weight": tensors["embedding_weight"], **tensors})
-
-
-def _write_ends(path: Path, ends: TargetEnds) -> None:
-    tied = ends.head_weight.data_ptr() == ends.embedding_weight.data_ptr()
-    tensors = {name: x for name, x in vars(ends).items() if x is not None and not (tied and name == "head_weight")}
-    with atomic_path(path) as temporary:
-        save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temporary)
-
-
-def _shard(directory: Path, number: int) -> Path:
-    return directory / f"shard-{number:05}.bin"
-
-
-def _is_complete(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size

@@ -4,7 +4,7 @@ Sums over micro-batches, processes and steps just add up; means are made when a 
 JSONL file always, TensorBoard and Weights & Biases too where the recipe asks for them.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ LOG_FILE = "log.jsonl"
 class TttMetrics:
     """Sums over taught slots by draft step. Tensors [depth] unless said otherwise; nothing here waits for the device.
 
-    `+` gives a new one; `tensors()` are the sums themselves, for an all-reduce in place.
+    `tensors()` are the sums themselves, for an all-reduce in place.
     """
 
     supervised: Tensor  # int64: taught slots
@@ -41,20 +41,19 @@ class TttMetrics:
     head_rms: Tensor  # float64: of what the head reads
     own_attention: Tensor  # float64: mass on the drafter's own earlier drafts
     sink_attention: Tensor  # float64: mass on the document's first token
+    steps: Tensor  # float64 [3]: loss and gradient norm of whole optimizer steps, and their number
 
     @classmethod
     def zeros(cls, depth: int, device: torch.device | str = "cpu") -> "TttMetrics":
-        counts = {"supervised", "outside", "correct", "recorded"}
-        made = {
-            f.name: torch.zeros(depth, dtype=torch.int64 if f.name in counts else torch.float64, device=device)
-            for f in fields(cls)
-        }
-        made["tally"] = torch.zeros(depth + 1, depth + 1, dtype=torch.int64, device=device)
-        return cls(**made)
+        counts = {"supervised", "outside", "correct", "tally", "recorded"}
+        shapes = {"tally": (depth + 1, depth + 1), "steps": (3,)}
+        kinds = {f.name: torch.int64 if f.name in counts else torch.float64 for f in fields(cls)}
+        return cls(**{n: torch.zeros(shapes.get(n, (depth,)), dtype=kinds[n], device=device) for n in kinds})
 
-    def __add__(self, other: "TttMetrics") -> "TttMetrics":
-        pairs = zip(fields(self), self.tensors(), other.tensors(), strict=True)
-        return TttMetrics(**{f.name: mine + theirs for f, mine, theirs in pairs})
+    def add(self, other: "TttMetrics", good: Tensor | None = None) -> None:
+        """Add in place. What is not good (bool scalar) adds nothing, or its numbers would spoil the sums."""
+        for total, part in zip(self.tensors(), other.tensors(), strict=True):
+            total.add_(part if good is None else part.where(good, 0))
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, f.name) for f in fields(self)]
@@ -70,9 +69,11 @@ class TttMetrics:
     def report(self) -> dict[str, Any]:
         """Return means as JSON values; None where nothing was taught. Waits for the device."""
         supervised, recorded = self.supervised.tolist(), self.recorded.tolist()
-        acceptance = self.acceptance()
-        total = sum(supervised)
+        acceptance, total = self.acceptance(), sum(supervised)
+        loss, norm, steps = self.steps.tolist()
         report: dict[str, Any] = {
+            "loss": loss / steps if steps else None,
+            "grad_norm": norm / steps if steps else None,
             "loss_by_depth": _means(self.loss, supervised),
             "accuracy_by_depth": _means(self.correct, supervised),
             "overlap_by_depth": _means(self.overlap, supervised),
@@ -93,33 +94,6 @@ def _means(sums: Tensor, counts: list[int]) -> list[float | None]:
     return [value / count if count else None for value, count in zip(sums.tolist(), counts, strict=True)]
 
 
-@dataclass(kw_only=True)
-class LogSums:
-    """Sums since the last line of the log, on the device."""
-
-    metrics: TttMetrics
-    scalars: Tensor  # float64 [3]: loss and gradient norm of the steps that counted, and their number
-
-    @classmethod
-    def zeros(cls, depth: int, device: torch.device) -> "LogSums":
-        return cls(metrics=TttMetrics.zeros(depth, device), scalars=torch.zeros(3, dtype=torch.float64, device=device))
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.metrics.tensors(), self.scalars]
-
-    def add(self, metrics: TttMetrics, loss: Tensor, norm: Tensor, good: Tensor) -> None:
-        """Add a step; one that was left out adds nothing, or its numbers would spoil the sums."""
-        scalars = torch.stack([loss.double(), norm.double(), good.double()])
-        for total, part in zip(self.tensors(), [*metrics.tensors(), scalars], strict=True):
-            total.add_(torch.where(good, part, torch.zeros_like(part)))
-
-    def report(self) -> dict[str, Any]:
-        """Return means as JSON values. Waits for the device."""
-        loss, norm, steps = self.scalars.tolist()
-        means = {"loss": loss / steps, "grad_norm": norm / steps} if steps else {"loss": None, "grad_norm": None}
-        return {**means, **self.metrics.report()}
-
-
 class TrainingLog:
     """One object for each line. `position` bytes of an earlier log are kept and the rest is written again."""
 
@@ -129,8 +103,18 @@ class TrainingLog:
         if os.fstat(self._file.fileno()).st_size < position:
             raise FledgeError(f"{self.path}: shorter than when the state was saved; remove resume.pt to start again")
         self._file.truncate(position)
-        self._tensorboard = _tensorboard(directory, step) if fit.tensorboard else None
-        self._wandb = _wandb(directory, fit.wandb_project, run_name) if fit.wandb_project else None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if fit.tensorboard:
+            module = importlib.import_module("torch.utils.tensorboard")
+            self._tensorboard = module.SummaryWriter(directory / "tensorboard", purge_step=step + 1)
+        if fit.wandb_project:
+            wandb = importlib.import_module("wandb")
+            kept = directory / "wandb-run"  # the same run again after an interruption
+            if not kept.is_file():
+                kept.write_text(wandb.util.generate_id())
+            names = {"project": fit.wandb_project, "id": kept.read_text(), "name": run_name}
+            self._wandb = wandb.init(**names, dir=directory, resume="allow", config={"run": run_name})
 
     @property
     def position(self) -> int:
@@ -180,28 +164,6 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 def check_available(fit: FitSection) -> None:
     """Raise ConfigError where the recipe asks for a logger that is not installed."""
-    for wanted, module, key in (
-        (fit.tensorboard, "tensorboard", "fit.tensorboard"),
-        (fit.wandb_project is not None, "wandb", "fit.wandb_project"),
-    ):
-        if wanted:
-            try:
-                importlib.import_module(module)
-            except ImportError:
-                raise ConfigError(f"{key}: {module} is not installed; `pip install {module}`, or unset it") from None
-
-
-def _tensorboard(directory: Path, step: int) -> Any:
-    module = importlib.import_module("torch.utils.tensorboard")
-    return module.SummaryWriter(directory / "tensorboard", purge_step=step + 1)
-
-
-def _wandb(directory: Path, project: str | None, run_name: str) -> Any:
-    """The same run again after an interruption: its name is kept in a file."""
-    wandb = importlib.import_module("wandb")
-    path = directory / "wandb-run"
-    if not path.is_file():
-        path.write_text(wandb.util.generate_id())
-    return wandb.init(
-        project=project, id=path.read_text(), name=run_name, dir=directory, resume="allow", config={"run": run_name}
-    )
+    for key, module in (("tensorboard", "tensorboard"), ("wandb_project", "wandb")):
+        if getattr(fit, key) and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"fit.{key}: {module} is not installed; `pip install {module}`, or unset it")

@@ -21,9 +21,8 @@ class Optimisation:
     """The optimizer of a run, over float32 master weights."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], fit: FitSection, total_steps: int) -> None:
-        self.fit = fit
-        self.total_steps = total_steps
-        trained = [p for p in parameters if p.requires_grad]
+        self.fit, self.total_steps = fit, total_steps
+        self.parameters = trained = [p for p in parameters if p.requires_grad]
         assert all(p.dtype == torch.float32 for p in trained), "master weights are float32"
         matrices = [p for p in trained if p.dim() >= 2]
         others = [p for p in trained if p.dim() < 2]  # norms and biases: decay would only pull them to zero
@@ -33,12 +32,8 @@ class Optimisation:
             betas=fit.betas,
             fused=True,
         )
-        self.parameters = trained
-        device = trained[0].device
-        self._sharded = any(isinstance(p, DTensor) for p in trained)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # steps left out so far
-        self.bad_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        self.longest_bad_run = torch.zeros((), dtype=torch.int64, device=device)
+        zeros = torch.zeros(3, dtype=torch.int64, device=trained[0].device)
+        self.skipped, self.bad_in_a_row, self.longest_bad_run = zeros.unbind()  # steps left out so far
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: up along a line, then down along half a cosine."""
@@ -55,12 +50,12 @@ class Optimisation:
         `loss` is the step's, of all processes: all of them must decide the same.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.fit.clip, foreach=True)
-        if isinstance(norm, DTensor):
+        if is_sharded := isinstance(norm, DTensor):
             norm = norm.full_tensor()
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step)
-        if self._sharded:  # sharded tensors do not mix with the flag: here the host waits, once in a step
+        if is_sharded:  # sharded tensors do not mix with the flag: here the host waits, once in a step
             if not bool(bad):
                 self.optimizer.step()
         else:

@@ -1,7 +1,7 @@
 """Training in several processes: who we are, what the first one tells the others, how gradients and states are shared.
 
 Every process has its own rows of each step. Losses are divided by what the whole step supervises, so gradients must be
-summed over processes; DDP and FSDP2 average them, which `Workers.scale` undoes.
+summed over processes; DDP and FSDP2 average them, so losses are multiplied by the number of processes.
 """
 
 import inspect
@@ -17,29 +17,17 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from fledge.devices import choose_device
 from fledge.errors import ConfigError
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.1
-
-# Buffers never change in training. Torch 2.13 has a new name for the option, and warns of the old one.
-_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
-_KEEP_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +56,10 @@ class Processes:
 
     def share(self, name: str, value: Callable[[], _T]) -> _T:
         """Return the first process's `value()`, JSON values, in every process. The others wait for it."""
-        if self.world == 1:
-            return value()
-        if self.is_first:
+        if self.rank == 0:
             result = value()
-            self.store.set(name, json.dumps(result))
+            if self.world > 1:
+                self.store.set(name, json.dumps(result))
             return result
         self._wait(name)
         shared: _T = json.loads(self.store.get(name))
@@ -91,24 +78,20 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workers:
+class Workers(Processes):
     """Describes this process among those that train together. Methods that speak of all must be called by all."""
 
     device: torch.device
-    rank: int = 0
-    world: int = 1
     control: Any = None  # a process group of CPU messages, so that agreeing on something does not wait for the device
 
     @classmethod
-    def start(cls, device: str = "auto", *, timeout: timedelta = timedelta(minutes=30)) -> "Workers":
+    def start(cls, device: str = "auto") -> "Workers":
         """Join the other processes of a torchrun; without one this process is alone."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        kind = choose_device(device).type
-        if world == 1:
-            return cls(device=choose_device(device))
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-        place = torch.device("cpu")
-        if kind == "cuda":
+        place = choose_device(device)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls(device=place)
+        local, timeout = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))), timedelta(minutes=30)
+        if place.type == "cuda":
             if local >= torch.cuda.device_count():
                 raise ConfigError(
                     f"process {local} of this machine has no GPU of its own ({torch.cuda.device_count()} here); "
@@ -116,28 +99,16 @@ class Workers:
                 )
             place = torch.device("cuda", local)
             torch.cuda.set_device(place)
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if kind == "cuda" else "gloo",
-                timeout=timeout,
-                device_id=place if kind == "cuda" else None,
-            )
+            dist.init_process_group("nccl", timeout=timeout, device_id=place)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(device=place, rank=dist.get_rank(), world=dist.get_world_size(), control=control)
 
     def stop(self) -> None:
         """Leave the other processes."""
-        if self.world > 1 and dist.is_initialized():
+        if self.world > 1:
             dist.destroy_process_group()
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def scale(self) -> int:
-        """What a loss is multiplied with, so that averaged gradients are the sum over all processes."""
-        return self.world
 
     def share_of(self, rows: int) -> slice:
         """Which of a step's rows this process has."""
@@ -154,11 +125,10 @@ class Workers:
 
     def any(self, flag: bool) -> bool:
         """Whether any process says so. Does not wait for devices."""
-        if self.world == 1:
-            return flag
-        said = torch.tensor([int(flag)])
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.control)
-        return bool(said.item())
+        said = torch.tensor(int(flag))
+        if self.world > 1:
+            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(said)
 
     def wait(self) -> None:
         """Return when all processes are here."""
@@ -171,12 +141,14 @@ class Workers:
             return model
         if kind == "ddp":
             devices = [self.device.index] if self.device.type == "cuda" else None
-            options: dict[str, Any] = {_KEEP_BUFFERS: False, "gradient_as_bucket_view": True}
+            # Buffers never change in training. Torch 2.13 has a new name for the option, and warns of the old one.
+            known = inspect.signature(DistributedDataParallel.__init__).parameters
+            buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+            options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True}
             return DistributedDataParallel(model, device_ids=devices, **options)
         # One group: a drafter is a layer or two, and draft steps use every one of them several times in a pass.
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        mesh = init_device_mesh(self.device.type, (self.world,))
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh(self.device.type, (self.world,)), mp_policy=policy)
         return model
 
     @contextmanager
@@ -187,22 +159,3 @@ class Workers:
         quiet = isinstance(model, DistributedDataParallel) and not now
         with model.no_sync() if quiet else nullcontext():  # type: ignore[operator]
             yield
-
-
-# Whole states on the CPU, by parameter name, whatever the model is wrapped in; only the first process need have them.
-_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
-
-
-def gather_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all weights and the optimizer's state. Every process must call it."""
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_GATHER)
-    return get_model_state_dict(model, options=_GATHER), dict(optimizer_state)
-
-
-def load_state(
-    model: nn.Module, optimizer: Optimizer, weights: dict[str, Any], optimizer_state: dict[str, Any]
-) -> None:
-    """Take up what `gather_state` returned, in every process."""
-    set_model_state_dict(model, weights, options=_SCATTER)
-    set_optimizer_state_dict(model, optimizer, optimizer_state, options=_SCATTER)

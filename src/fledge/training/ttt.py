@@ -1,5 +1,7 @@
 """Training-time test: the drafter is unrolled as serving unrolls it, from every slot at once, and taught at each step.
 
+What it is taught, `Teacher` computes: what the target would say after every token of a batch.
+
 Draft step k of slot t, for a text x0 x1 x2 ... of one document:
 
     reads       token x[t+1+k], the real one; the fused target feature at k = 0, its own state of step k - 1 afterwards
@@ -10,6 +12,7 @@ Slots do not move: what shifts with k are tokens, teachers and the mask of what 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +24,71 @@ from torch.utils.checkpoint import checkpoint
 from fledge.kernels.draft_loss import draft_loss
 from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter, DraftStates
+from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetStates
 from fledge.training.attention import Backend, Blocks, DocumentLayout, TttStorage, compiled
 from fledge.training.data.packing import PackedBatch, map_tensors, shifted
 from fledge.training.metrics import TttMetrics
 from fledge.training.recipe import FitSection
-from fledge.training.teacher import TeacherLogits
 
 HARMLESS_TOKEN = 0  # read by slots that have run past their document
+CHUNK_ROWS = 2048  # of the teacher's logits over the full vocabulary, at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherLogits:
+    """The target's view of a batch, N = rows * length, flat."""
+
+    draft_logits: Tensor  # [N, draft_vocab]: of the draft vocabulary's tokens
+    log_total: Tensor  # [N] float32: logsumexp over the full vocabulary
+    choice: Tensor  # [N] int64: the target's best token, full vocabulary
+    choice_in_draft: Tensor  # [N] bool
+
+
+class Teacher:
+    """Turns final hidden states into `TeacherLogits`, some rows at a time.
+
+    With a draft vocabulary, the full vocabulary's logits of a whole batch never exist at once.
+    """
+
+    def __init__(
+        self, head_weight: Tensor, vocabulary: DraftVocabulary | None, *, head_bias: Tensor | None = None
+    ) -> None:
+        self._weight, self._bias = head_weight, head_bias  # [vocab, hidden], [vocab]
+        self._ids = self._in_draft = None
+        if vocabulary is not None:
+            self._ids, self._in_draft = (x.to(head_weight.device) for x in (vocabulary.target_ids, vocabulary.in_draft))
+
+    @torch.no_grad()
+    def __call__(self, final: Tensor) -> TeacherLogits:
+        """Final states [rows, length, hidden], after the target's last norm."""
+        states = final.flatten(0, -2)
+        # Compiled, it makes no float32 copy of the logits.
+        summary = compiled(_summary, dynamic=True) if states.is_cuda else _summary
+        draft_size = len(self._weight if self._ids is None else self._ids)
+        draft_logits = torch.empty(len(states), draft_size, dtype=self._weight.dtype, device=states.device)
+        totals, choices = [], []
+        with torch.autocast(states.device.type, enabled=False):
+            for rows, place in zip(torch.split(states, CHUNK_ROWS), torch.split(draft_logits, CHUNK_ROWS), strict=True):
+                logits = F.linear(rows.to(self._weight.dtype), self._weight, self._bias)
+                # Taken from the same product as the total, so that the probabilities agree to the last bit.
+                if self._ids is None:
+                    place.copy_(logits)
+                else:
+                    torch.index_select(logits, 1, self._ids, out=place)
+                total, best = summary(logits)
+                totals.append(total)
+                choices.append(best)
+        choice = torch.cat(choices)
+        inside = torch.ones_like(choice, dtype=torch.bool) if self._in_draft is None else self._in_draft[choice]
+        return TeacherLogits(
+            draft_logits=draft_logits, log_total=torch.cat(totals), choice=choice, choice_in_draft=inside
+        )
+
+
+def _summary(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, vocab] -> logsumexp [rows] float32 and best token [rows]."""
+    return logits.float().logsumexp(-1), logits.argmax(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +112,6 @@ class StepInputs:
             taught=batch.supervised(step),
             target_rows=(rows + teachers).flatten(),
         )
-
-
-class StepOutputs(NamedTuple):
-    """What one draft step leaves: the next one's inputs, its loss, and figures without gradient."""
-
-    feature: Tensor  # [rows, length, hidden]
-    blocks: Blocks
-    loss: Tensor  # scalar, weighted
-    correct: Tensor  # bool [rows * length]: taught, and the drafter's choice is the target's
-    sums: dict[str, Tensor]  # scalars, by the names of `TttMetrics`
 
 
 class TttOutputs(NamedTuple):
@@ -97,21 +147,25 @@ class TttModel(nn.Module):
         record: bool = False,
     ) -> TttOutputs:
         fit, device = self.fit, batch.tokens.device
-        dtype = self._compute_dtype(device)
+        dtype = next(self.drafter.parameters()).dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
         states = map_tensors(states, lambda x: x.to(dtype))
         step_of: Any = functools.partial(self._step, DocumentLayout(batch, backend=self.backend), teacher, record)
         if fit.activation_checkpointing:
             step_of = functools.partial(checkpoint, step_of, use_reentrant=False)
-        feature: Tensor = (compiled(_fuse) if self.compiled else _fuse)(self.drafter, states)
+        feature: Tensor = self._run(type(self.drafter).fuse, states)
         blocks: Blocks = ()
         losses, taught, correct, metrics = [], [], [], TttMetrics.zeros(fit.depth, device)
         for step in range(fit.depth):
             inputs = StepInputs.of(batch, step)
             weight = fit.depth_decay**step / denominators[step].to(torch.float32).clamp(min=1)
+            wanted = None
+            if self.drafter.config.architecture is Architecture.EAGLE1:
+                # It imitates the target's final state after the token that the slot reads: [rows, length, hidden].
+                wanted = shifted(states.final.detach(), step + 1, fill=0.0)
             # The state is rounded as serving rounds it. Wider, it would also make every later activation wider.
-            feature, blocks, loss, right, sums = step_of(
-                inputs, weight, feature.to(dtype), blocks, self._wanted_state(states, step)
-            )
+            feature, blocks, loss, right, sums = step_of(inputs, weight, feature.to(dtype), blocks, wanted)
             losses.append(loss)
             taught.append(inputs.taught.flatten())
             correct.append(right)
@@ -119,6 +173,10 @@ class TttModel(nn.Module):
                 getattr(metrics, name)[step] = value
         metrics.tally = rounds_by_length(torch.stack(taught), torch.stack(correct))
         return TttOutputs(loss=torch.stack(losses).sum(), metrics=metrics)
+
+    def _run(self, method: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a method of the drafter, compiled if so."""
+        return (compiled(method) if self.compiled else method)(self.drafter, *inputs)
 
     def _step(
         self,
@@ -130,12 +188,15 @@ class TttModel(nn.Module):
         feature: Tensor,
         blocks: Blocks,
         wanted: Tensor | None,
-    ) -> StepOutputs:
-        """One draft step of every slot. Changes nothing, so that checkpointing can run it twice."""
+    ) -> tuple[Tensor, Blocks, Tensor, Tensor, dict[str, Tensor]]:
+        """One draft step of every slot. Changes nothing, so that checkpointing can run it twice.
+
+        Returns the next step's feature [rows, length, hidden] and blocks, the weighted loss, which slots are taught and
+        right, bool [rows * length], and sums without gradient by their names in `TttMetrics`.
+        """
         drafter, fit, taught = self.drafter, self.fit, inputs.taught.flatten()
         storage = TttStorage(layout, record=record, earlier=blocks)
-        draft = compiled(_draft) if self.compiled else _draft
-        states: DraftStates = draft(drafter, inputs.tokens, feature, inputs.positions, storage)
+        states: DraftStates = self._run(type(drafter).forward, inputs.tokens, feature, inputs.positions, storage)
         inside = taught & teacher.choice_in_draft[inputs.target_rows]
         result = draft_loss(
             drafter.logits(states.head).flatten(0, 1),
@@ -157,40 +218,13 @@ class TttModel(nn.Module):
             sums = {"supervised": count, "outside": (taught & ~inside).sum(), "correct": correct.sum()}
             if record:
                 sums["recorded"] = count
-                slot_values |= _drift_signals(states, storage)
+                masses = [passes[-1] for passes in storage.masses.values()]  # one for each layer
+                for name, state in (("hidden_rms", states.feature), ("head_rms", states.head)):
+                    slot_values[name] = state.float().square().mean(-1).sqrt()
+                slot_values["own_attention"] = torch.stack([mass.own for mass in masses]).mean(0)
+                slot_values["sink_attention"] = torch.stack([mass.sink for mass in masses]).mean(0)
             sums |= {name: x.flatten().double().where(taught, 0.0).sum() for name, x in slot_values.items()}
-        return StepOutputs(states.feature, storage.blocks, loss, correct, sums)
-
-    def _compute_dtype(self, device: torch.device) -> torch.dtype:
-        if torch.is_autocast_enabled(device.type):
-            return torch.get_autocast_dtype(device.type)
-        return next(self.drafter.parameters()).dtype
-
-    def _wanted_state(self, states: TargetStates, step: int) -> Tensor | None:
-        """EAGLE-1 imitates the target's final state after the token that the slot reads: [rows, length, hidden]."""
-        if self.drafter.config.architecture is not Architecture.EAGLE1:
-            return None
-        return shifted(states.final.detach(), step + 1, fill=0.0)
-
-
-def _draft(drafter: Drafter, tokens: Tensor, feature: Tensor, positions: Tensor, storage: TttStorage) -> DraftStates:
-    states: DraftStates = drafter(tokens, feature, positions, storage)
-    return states
-
-
-def _fuse(drafter: Drafter, states: TargetStates) -> Tensor:
-    return drafter.fuse(states)
-
-
-def _drift_signals(states: DraftStates, storage: TttStorage) -> dict[str, Tensor]:
-    """Signs of drift, each [rows, length]. Attention is the mean over layers."""
-    masses = [passes[-1] for passes in storage.masses.values()]  # one for each layer
-    return {
-        "hidden_rms": states.feature.float().square().mean(-1).sqrt(),
-        "head_rms": states.head.float().square().mean(-1).sqrt(),
-        "own_attention": torch.stack([mass.own for mass in masses]).mean(0),
-        "sink_attention": torch.stack([mass.sink for mass in masses]).mean(0),
-    }
+        return states.feature, storage.blocks, loss, correct, sums
 
 
 @torch.no_grad()

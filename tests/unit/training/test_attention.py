@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.layers.attention import AttentionSpec
-from fledge.training import document_attention
+from fledge.training import attention
 from fledge.training.attention import MASK_BLOCK, DocumentLayout, TttStorage
 from fledge.training.data.packing import PackedBatch
 from tests.tiny_models import TARGET_CONFIGS, make_target
@@ -53,7 +53,7 @@ def seeded() -> None:
 def test_outputs_and_gradients_are_those_of_the_written_out_mask(
     heads: int, kv_heads: int, head_dim: int, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document_attention, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     batch = usual_batch()
     passes = [random_heads(batch, heads, kv_heads, head_dim) for _ in range(4)]
     leaves = [leaf for given in passes for leaf in given.finished()]
@@ -171,7 +171,7 @@ def test_block_masks_are_those_that_looking_at_all_pairs_gives(window: int | Non
 
 def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 1 << 15
-    monkeypatch.setattr(document_attention, "MAX_SCORES", bound)
+    monkeypatch.setattr(attention, "MAX_SCORES", bound)
     batch = pack([[Document(length=1000, answer_from=3), Document(length=24, answer_from=3)]], 1024)
     passes = [random_heads(batch, 2, 1, 8, torch.float32) for _ in range(3)]
     with LargestTensor() as largest:
@@ -195,7 +195,7 @@ def test_what_flex_attention_refuses_goes_another_way_and_says_so() -> None:
     batch = usual_batch()
     given = random_heads(batch, 2, 1, 8, torch.float32)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         out = TttStorage(DocumentLayout(batch, backend="flex")).attend(given, SPEC)
         TttStorage(DocumentLayout(batch, backend="flex")).attend(given, SPEC)
     assert torch.equal(out, TttStorage(DocumentLayout(batch, backend="reference")).attend(given, SPEC))

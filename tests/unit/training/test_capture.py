@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Co
 from fledge.checkpoints.target import save_target
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.target.decoder import TargetStates
-from fledge.training.capture import FledgeCapture, open_target, target_config
-from fledge.training.capture_transformers import TransformersCapture
+from fledge.training.capture import FledgeCapture, TransformersCapture, open_target, target_config
 from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import TargetSection
 from tests.fit_cases import TARGET, packed
@@ -142,7 +141,7 @@ def test_rope_scaling_of_an_unknown_kind_keeps_its_theta(tmp_path: Path) -> None
 
     config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 7e4})
     config.model_type = "llama_dynamic"
-    from fledge.training.capture_transformers import _rope
+    from fledge.training.capture import _rope
 
     with pytest.warns(CheckpointWarning, match="dynamic"):
         assert _rope(config, tmp_path).theta == 7e4

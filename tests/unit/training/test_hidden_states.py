@@ -38,7 +38,7 @@ def fill(directory: Path, store: TokenStore, capture: FledgeCapture, aux: tuple[
     """Write states; returns what was said."""
     said = StringIO()
     progress = Progress(Console(file=said, width=200, highlight=False))
-    config = replace(capture.config, dtype=str(capture.ends.dtype).removeprefix("torch."))
+    config = replace(capture.config, dtype=str(capture.ends.head_weight.dtype).removeprefix("torch."))
     form = plan_states(store, config, "a target", aux, shard_tokens=200)
     write_states(directory, store, capture, form, batch_tokens=100, progress=progress)
     return said.getvalue()
@@ -54,7 +54,7 @@ def test_states_from_disk_are_those_of_the_target(
     """
     capture = FledgeCapture(make_target().to(dtype))
     fill(directory, store, capture, aux)
-    states = HiddenStateStore.open(directory, store, target="a target", aux_layer_ids=aux)
+    states = HiddenStateStore(directory, store, target="a target", aux_layer_ids=aux)
     for length in (64, 24):
         rows = packed_rows(store.lengths, length=length, seed=3, epoch=1)
         batch = collate(store, rows, length)
@@ -114,18 +114,18 @@ def test_an_interrupted_capture_goes_on_with_the_missing_shards(
 def test_states_of_something_else_are_refused(directory: Path, store: TokenStore, tmp_path: Path) -> None:
     capture = FledgeCapture(make_target())
     with pytest.raises(FledgeError, match="run the capture stage first"):
-        HiddenStateStore.open(directory, store, target="a target", aux_layer_ids=AUX)
+        HiddenStateStore(directory, store, target="a target", aux_layer_ids=AUX)
     fill(directory, store, capture)
     with pytest.raises(FledgeError, match="target is 'a target', expected 'another'"):
-        HiddenStateStore.open(directory, store, target="another", aux_layer_ids=AUX)
+        HiddenStateStore(directory, store, target="another", aux_layer_ids=AUX)
     with pytest.raises(FledgeError, match=r"aux_layer_ids is \[2, 4, 5\], expected \[1, 4, 5\]"):
-        HiddenStateStore.open(directory, store, target="a target", aux_layer_ids=(1, 4, 5))
+        HiddenStateStore(directory, store, target="a target", aux_layer_ids=(1, 4, 5))
     other = write_store(tmp_path / "other", examples=39)
     with pytest.raises(FledgeError, match=r"examples is .* capture again"):
-        HiddenStateStore.open(directory, other, target="a target", aux_layer_ids=AUX)
+        HiddenStateStore(directory, other, target="a target", aux_layer_ids=AUX)
     (directory / "shard-00000.bin").write_bytes(b"cut")
     with pytest.raises(FledgeError, match=r"shard-00000\.bin: missing or incomplete"):
-        HiddenStateStore.open(directory, store, target="a target", aux_layer_ids=AUX)
+        HiddenStateStore(directory, store, target="a target", aux_layer_ids=AUX)
 
 
 def test_states_of_another_target_are_written_anew(directory: Path, store: TokenStore) -> None:
@@ -133,14 +133,14 @@ def test_states_of_another_target_are_written_anew(directory: Path, store: Token
     before = (directory / "shard-00000.bin").read_bytes()
     fill(directory, store, FledgeCapture(make_target(seed=5)), aux=(1, 4, 5))
     assert (directory / "shard-00000.bin").read_bytes() != before
-    HiddenStateStore.open(directory, store, target="a target", aux_layer_ids=(1, 4, 5))
+    HiddenStateStore(directory, store, target="a target", aux_layer_ids=(1, 4, 5))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_kept_with_the_states(directory: Path, store: TokenStore, tied: bool) -> None:
     target = make_target(replace(TINY_TARGET, tied_head=tied))
     fill(directory, store, FledgeCapture(target))
-    ends = HiddenStateStore.open(directory, store, target="a target", aux_layer_ids=AUX).ends("cpu")
+    ends = HiddenStateStore(directory, store, target="a target", aux_layer_ids=AUX).ends("cpu")
     torch.testing.assert_close(ends.embedding_weight, target.embed_tokens.weight, atol=0, rtol=0)
     torch.testing.assert_close(ends.head_weight, target.lm_head.weight, atol=0, rtol=0)
 

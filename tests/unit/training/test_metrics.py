@@ -54,7 +54,9 @@ def test_sums_of_parts_are_the_figures_of_the_whole() -> None:
     """Unlike means of means: a part of twice the size weighs twice as much."""
     first, second = filled(1), filled(2)
     second.correct[0] += 10
-    joined = first + second
+    joined = TttMetrics.zeros(2)
+    joined.add(first)
+    joined.add(second)
     assert joined.report()["accuracy_by_depth"][0] == pytest.approx((5 + 20) / 30)
     assert first.report()["accuracy_by_depth"][0] == 0.5  # unchanged
     for tensor, other in zip(first.tensors(), second.tensors(), strict=True):

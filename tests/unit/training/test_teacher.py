@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fledge.models.drafter.vocab import DraftVocabulary
-from fledge.training.teacher import Teacher
+from fledge.training import ttt
+from fledge.training.ttt import Teacher
 
 VOCAB, HIDDEN = 37, 16
 
@@ -13,14 +14,17 @@ VOCAB, HIDDEN = 37, 16
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_make_no_difference(chunk_rows: int, reduced: bool, bias: bool, dtype: torch.dtype) -> None:
+def test_chunks_make_no_difference(
+    chunk_rows: int, reduced: bool, bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ttt, "CHUNK_ROWS", chunk_rows)
     torch.manual_seed(0)
     weight = torch.randn(VOCAB, HIDDEN).to(dtype)
     head_bias = torch.randn(VOCAB).to(dtype) if bias else None
     ids = torch.tensor([0, 3, 4, 9, 20, 36])
     vocabulary = DraftVocabulary.from_target_ids(ids, VOCAB) if reduced else None
     final = torch.randn(2, 5, HIDDEN).to(dtype)
-    taught = Teacher(weight, vocabulary, head_bias=head_bias, chunk_rows=chunk_rows)(final)
+    taught = Teacher(weight, vocabulary, head_bias=head_bias)(final)
     logits = torch.nn.functional.linear(final.flatten(0, 1), weight, head_bias)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     expected = logits[:, ids] if reduced else logits

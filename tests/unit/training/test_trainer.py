@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig
 from fledge.checkpoints.drafter import load_drafter, read_drafter
 from fledge.checkpoints.target import load_target
 from fledge.errors import ConfigError, FledgeError
-from fledge.training.metrics import LogSums
+from fledge.training.metrics import TttMetrics
 from fledge.training.recipe import DrafterSection, FitSection, Recipe, TargetSection, VocabSection
 from fledge.training.stages import fit as fit_stage
 from fledge.training.trainer import Trainer, TrainingInterrupted, candidate_steps
@@ -290,11 +290,10 @@ def test_what_cannot_be_trained_is_refused_before_any_stage_runs(
 
 
 def test_bad_steps_add_nothing_to_the_sums() -> None:
-    sums = LogSums.zeros(2, torch.device("cpu"))
-    other = LogSums.zeros(2, torch.device("cpu"))
-    other.metrics.loss.fill_(float("nan"))
-    nan = torch.tensor(float("nan"))
-    sums.add(other.metrics, nan, nan, torch.tensor(False))
+    sums, other = TttMetrics.zeros(2), TttMetrics.zeros(2)
+    other.loss.fill_(float("nan"))
+    other.steps.fill_(float("nan"))
+    sums.add(other, torch.tensor(False))
     assert all(not tensor.any() for tensor in sums.tensors())
 
 

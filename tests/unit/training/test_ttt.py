@@ -146,7 +146,8 @@ def test_any_split_of_a_batch_gives_the_same_gradient(target: TargetModel) -> No
     grads = [gradients(part.loss, drafter) for part in parts]
     for key in right:
         torch.testing.assert_close(grads[0][key] + grads[1][key], right[key], rtol=1e-4, atol=1e-6)
-    joined = parts[0].metrics + parts[1].metrics
+    joined = parts[0].metrics
+    joined.add(parts[1].metrics)
     for mine, all_at_once in zip(joined.tensors(), whole.metrics.tensors(), strict=True):
         torch.testing.assert_close(mine, all_at_once, rtol=1e-5, atol=1e-5)
 

@@ -16,8 +16,3 @@ bench.command()(inflate)
 bench.command()(serve)
 bench.command()(report)
 bench.command()(compare)
-
-
-@bench.callback()
-def _group() -> None:
-    pass

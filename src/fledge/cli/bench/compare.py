@@ -1,55 +1,37 @@
 """`fledge bench compare`: what changed between two results, beyond noise."""
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from fledge.cli.bench.options import AsJson
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.cli.command import leave, one_of, options
+from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
     from fledge.bench.compare import ResultsDiff
 
-FAIL_ON = ("regression", "change")
 
-
+@options("bench compare")
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="Results from before.")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="Results from after.")],
+    a: Path,
+    b: Path,
     *,
-    metric: Annotated[
-        list[str] | None, typer.Option(help="per-user, total, ttft or acceptance; may be given several times. All.")
-    ] = None,
-    threshold: Annotated[
-        float, typer.Option(min=0.0, max=10.0, help="A change up to this share is none, whatever its interval.")
-    ] = 0.05,
-    level: Annotated[
-        float, typer.Option(min=0.5, max=0.999, help="Of the intervals that tell changes from noise.")
-    ] = 0.95,
-    relative: Annotated[
-        bool,
-        typer.Option("--relative", help="Compare speeds as ratios to each file's own baseline, as across machines."),
-    ] = False,
-    across_machines: Annotated[
-        bool, typer.Option("--across-machines", help="Compare speeds as they are, though the machines differ.")
-    ] = False,
-    fail_on: Annotated[
-        str | None,
-        typer.Option(help="Exit with 1 on a 'regression', or on any 'change'. What is missing in B is both."),
-    ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Also list what stayed the same.")] = False,
-    as_json: AsJson = False,
+    metric: list[str] | None = None,
+    threshold: float = 0.05,
+    level: float = 0.95,
+    relative: bool = False,
+    across_machines: bool = False,
+    fail_on: str | None = None,
+    show_all: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Say what changed from A to B beyond noise, what is missing, and what makes the two hard to compare.
 
     Cells are matched by contender, workload and load. A change is one whose interval leaves out 1 and that is larger
     than the threshold. Results of different machines are compared by their ratios, each to its own baseline.
     """
-    if fail_on is not None and fail_on not in FAIL_ON:
-        raise ConfigError(f"--fail-on: unknown choice '{fail_on}'.{nearest_name_hint(fail_on, FAIL_ON)}")
+    if fail_on is not None:
+        one_of("fail-on", fail_on, ("regression", "change"))
     if relative and across_machines:
         raise ConfigError("--relative and --across-machines contradict each other; leave one out")
 
@@ -58,8 +40,7 @@ def compare(
     from fledge.evaluation.results import read_results  # noqa: PLC0415
 
     for name in metric or ():
-        if name not in METRICS:
-            raise ConfigError(f"--metric: unknown metric '{name}'.{nearest_name_hint(name, METRICS)}")
+        one_of("metric", name, METRICS)
     found = find_changes(
         read_results(a),
         read_results(b),
@@ -74,9 +55,7 @@ def compare(
     else:
         _print(found, show_all=show_all)
     if failures:
-        for line in failures:
-            print(f"failed: {line}", file=sys.stderr)
-        raise typer.Exit(1)
+        leave(1, *(f"failed: {line}" for line in failures))
 
 
 def _print(found: "ResultsDiff", *, show_all: bool) -> None:

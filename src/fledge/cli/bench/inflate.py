@@ -2,31 +2,23 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from fledge.cli.bench.options import Quiet
+from fledge.cli.command import options
 from fledge.errors import ConfigError
 
 
+@options("bench inflate")
 def inflate(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Target: a directory, a hub or a bundled name.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the enlarged target goes; must be new.")],
+    source: str,
+    destination: Path,
     *,
-    shape: Annotated[str, typer.Option(help="Named shape to enlarge to: 8b, 3b, 1b, ... (see bench rounds).")],
-    drafter: Annotated[
-        list[str] | None, typer.Option(help="A drafter of the target to enlarge with it. Repeat it.")
-    ] = None,
-    drafter_out: Annotated[
-        list[Path] | None, typer.Option(metavar="DST", help="Where it goes: one for each --drafter, in order.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, float16 or bfloat16.")] = "auto",
-    small_vocab: Annotated[
-        bool, typer.Option("--small-vocab", help="Keep the small vocabulary instead of the shape's.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the extra weights.")] = 0,
-    quiet: Quiet = False,
+    shape: str,
+    drafter: list[str] | None = None,
+    drafter_out: list[Path] | None = None,
+    dtype: str = "auto",
+    small_vocab: bool = False,
+    seed: int = 0,
+    quiet: bool = False,
 ) -> None:
     """Enlarge a trained Llama target and its EAGLE-3 drafters without changing what they say.
 

@@ -2,75 +2,40 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
-from fledge.cli.bench.options import (
-    AsJson,
-    Device,
-    Eager,
-    IgnoreEos,
-    MaxTokens,
-    Out,
-    Quiet,
-    Repeats,
-    Sample,
-    Temperature,
-    Workloads,
-    finish,
-    integers,
-)
+from fledge.cli.command import finish_bench, numbers, options
 from fledge.errors import ConfigError
 
 
+@options("bench offline")
 def offline(
     *,
-    target: Annotated[
-        str | None, typer.Option(help="Target model: a directory or a Hugging Face name. The bundled one if left out.")
-    ] = None,
-    drafter: Annotated[
-        list[str] | None, typer.Option(help="Drafter checkpoint. Repeat it. Or the bundled ones.")
-    ] = None,
-    depth: Annotated[str, typer.Option(help="Draft depths, comma-separated.")] = "3,5",
-    tree: Annotated[
-        str, typer.Option(metavar="WIDTHxNODES", help="Also draft trees of these shapes at each depth, such as 4x16.")
-    ] = "",
-    schedule: Annotated[
-        list[str] | None,
-        typer.Option(metavar="N-N:K,...", help="Also a depth by running requests, such as 1-4:5,5-64:3. Repeat it."),
-    ] = None,
-    concurrency: Annotated[str, typer.Option(help="Requests in flight at all times, comma-separated.")] = "1,4,16",
-    workload: Workloads = None,
-    sample: Sample = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests per cell. Default: 2 for each in flight, at least 8.")
-    ] = None,
-    repeats: Repeats = 3,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    seed: Annotated[
-        int, typer.Option(help="Of samples, of sampling, and of what an inflated model has at random.")
-    ] = 0,
-    ignore_eos: IgnoreEos = False,
-    inflate: Annotated[
-        str | None, typer.Option(metavar="SHAPE", help="Enlarge the pair to this shape first; see bench inflate.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Device = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of prompt and answer. Default: what the prompts need.")
-    ] = None,
-    enforce_eager: Eager = False,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.0, help="Begin no cell after this many minutes, and say what is missing.")
-    ] = None,
-    title: Annotated[str, typer.Option(help="Of the results.")] = "Fledge, offline",
-    note: Annotated[list[str] | None, typer.Option(help="What a reader of the results must know. Repeat it.")] = None,
-    out: Out = None,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    target: str | None = None,
+    drafter: list[str] | None = None,
+    depth: str = "3,5",
+    tree: str = "",
+    schedule: list[str] | None = None,
+    concurrency: str = "1,4,16",
+    workload: list[str] | None = None,
+    sample: int | None = None,
+    requests: int | None = None,
+    repeats: int = 3,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    inflate: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    enforce_eager: bool = False,
+    minutes: float | None = None,
+    title: str = "Fledge, offline",
+    note: list[str] | None = None,
+    out: Path | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Measure no speculation against drafters, depths and trees in one engine, and find the best depth.
 
@@ -92,11 +57,11 @@ def offline(
     settings = OfflineSettings(
         target=target or TARGET,
         drafters=names,
-        modes=tuple(draft_modes(integers("depth", depth, 1, MAX_DEPTH), tree, schedule or ())),
+        modes=tuple(draft_modes(numbers("depth", depth, int, 1, MAX_DEPTH), tree, schedule or ())),
         workloads=distinct_workloads(
             load_workload(name, sample=sample, seed=seed) for name in workload or ("mt_bench",)
         ),
-        loads=tuple(Load(concurrency=one) for one in integers("concurrency", concurrency, 1, 512)),
+        loads=tuple(Load(concurrency=one) for one in numbers("concurrency", concurrency, int, 1, 512)),
         requests=requests,
         repeats=repeats,
         max_tokens=max_tokens,
@@ -117,7 +82,7 @@ def offline(
     run = OfflineRun(settings=settings, out=file, progress=Progress(quiet=quiet))
     results = run.run()
     summary = Summary(results, results.baseline)
-    finish(
+    finish_bench(
         summary,
         file,
         is_interrupted=run.interrupted,

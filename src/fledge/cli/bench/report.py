@@ -1,35 +1,24 @@
 """`fledge bench report`: results as a page, as Markdown and as pictures."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from fledge.cli.command import options
 from fledge.errors import ConfigError
 
 
+@options("bench report")
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="Results of serve, offline or eval.")],
+    files: list[Path],
     *,
-    out: Annotated[Path, typer.Option(help="The page: one HTML file that needs nothing else.")] = Path(
-        "bench-report.html"
-    ),
-    markdown: Annotated[Path | None, typer.Option(help="Also write the tables as Markdown; - prints them.")] = None,
-    png_dir: Annotated[Path | None, typer.Option(help="Also write every picture here.")] = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="Contender that ratios are taken against, if not the one of the files.")
-    ] = None,
-    title: Annotated[str | None, typer.Option(help="Of the page.")] = None,
-    reference: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:C=RATIO,...",
-            help="Ratios that others reported by concurrency, such as 'Paper:1=2.03,4=1.71', drawn and labelled so.",
-        ),
-    ] = None,
-    note: Annotated[list[str] | None, typer.Option(help="A paragraph for 'Where it disappoints, and why'.")] = None,
-    note_file: Annotated[Path | None, typer.Option(help="The same from a text file; blank lines part.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no verdict.")] = False,
+    out: Path = Path("bench-report.html"),
+    markdown: Path | None = None,
+    png_dir: Path | None = None,
+    baseline: str | None = None,
+    title: str | None = None,
+    reference: list[str] | None = None,
+    note: list[str] | None = None,
+    note_file: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """Turn results into one HTML page: a verdict in plain words, pictures, tables, warnings and where it disappoints.
 

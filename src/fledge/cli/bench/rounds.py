@@ -2,24 +2,23 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from fledge.cli.bench.options import Device, Eager, integers
+from fledge.cli.command import numbers, options
 
 
+@options("bench rounds")
 def rounds(
     *,
-    shape: Annotated[str, typer.Option(help="Shapes of random models, comma-separated: 8b, 1b, 120m, 29m.")] = "29m",
-    depth: Annotated[str, typer.Option(help="Draft depths, comma-separated; 0 is plain decoding.")] = "0,3",
-    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16",
-    dtype: Annotated[str, typer.Option(help="auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16.")] = "auto",
-    device: Device = "auto",
-    count: Annotated[int, typer.Option("--rounds", min=10, help="Rounds to time in each cell.")] = 100,
-    prefill: Annotated[bool, typer.Option("--prefill", help="Also time 8 prompts of 4,096 tokens.")] = False,
-    long_context: Annotated[int, typer.Option(help="Also decode at the end of a context this long.")] = 0,
-    enforce_eager: Eager = False,
+    shape: str = "29m",
+    depth: str = "0,3",
+    concurrency: str = "1,4,16",
+    dtype: str = "auto",
+    device: str = "auto",
+    count: int = 100,
+    prefill: bool = False,
+    long_context: int = 0,
+    enforce_eager: bool = False,
 ) -> None:
     """Time whole-engine rounds of random models: a table, then one JSON line."""
     import torch  # noqa: PLC0415 - `fledge --help` must not import torch
@@ -33,7 +32,7 @@ def rounds(
     place = choose_device(device)
     on_gpu = place.type == "cuda"
     precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
-    depths, sizes = integers("depth", depth, 0, MAX_DEPTH), integers("concurrency", concurrency, 1, 512)
+    depths, sizes = numbers("depth", depth, int, 0, MAX_DEPTH), numbers("concurrency", concurrency, int, 1, 512)
     console = Console(stderr=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     if on_gpu:

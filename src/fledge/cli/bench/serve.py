@@ -5,25 +5,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from fledge.cli.bench.options import (
-    AsJson,
-    IgnoreEos,
-    MaxTokens,
-    Out,
-    Quiet,
-    Repeats,
-    Sample,
-    Temperature,
-    Workloads,
-    finish,
-    integers,
-)
+from fledge.cli.command import finish_bench, numbers, options
 from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,55 +19,32 @@ if TYPE_CHECKING:
 SECRETS = ("--api-key", "--header")
 
 
+@options("bench serve")
 def serve(
     *,
-    url: Annotated[
-        list[str], typer.Option(metavar="[NAME=]URL", help="A server, such as ours=http://127.0.0.1:8000. Repeat it.")
-    ],
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[NAME=]MODEL", help="Model to ask for. Default: the first that each server names."),
-    ] = None,
-    baseline: Annotated[str | None, typer.Option(help="Server that ratios are taken to. Default: the first.")] = None,
-    workload: Workloads = None,
-    sample: Sample = None,
-    concurrency: Annotated[
-        str | None, typer.Option(help="Requests in flight at all times, comma-separated. 1,4,16,64 without --rate.")
-    ] = None,
-    rate: Annotated[
-        str | None, typer.Option(help="Requests per second that arrive at random, comma-separated.")
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prompts per cell. Default: 4 for each in flight, 20 s of a rate; at least 16."),
-    ] = None,
-    repeats: Repeats = 3,
-    warmup: Annotated[
-        int | None,
-        typer.Option(min=0, help="Prompts that are not measured, before each load. Default: as many as are in flight."),
-    ] = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Of samples and arrival times; if given, also sent with every request.")
-    ] = None,
-    ignore_eos: IgnoreEos = False,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without an event until a request is given up.")
-    ] = 120,
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
-    api_key: Annotated[
-        list[str] | None, typer.Option(metavar="[NAME=]KEY", help="Key to send. Or OPENAI_API_KEY.")
-    ] = None,
-    header: Annotated[list[str] | None, typer.Option(metavar="NAME:VALUE", help="HTTP header to send.")] = None,
-    extra_body: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[NAME=]JSON", help="More fields for every request, or for those to one server."),
-    ] = None,
-    out: Out = None,
-    fail_on_errors: Annotated[bool, typer.Option(help="Exit with 1 if any request failed.")] = True,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    url: list[str],
+    model: list[str] | None = None,
+    baseline: str | None = None,
+    workload: list[str] | None = None,
+    sample: int | None = None,
+    concurrency: str | None = None,
+    rate: str | None = None,
+    requests: int | None = None,
+    repeats: int = 3,
+    warmup: int | None = None,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    ignore_eos: bool = False,
+    timeout: float = 120,
+    endpoint: str = "chat",
+    api_key: list[str] | None = None,
+    header: list[str] | None = None,
+    extra_body: list[str] | None = None,
+    out: Path | None = None,
+    fail_on_errors: bool = True,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Load OpenAI-compatible servers (ours, vLLM, SGLang) with the same prompts, in turns, and compare them.
 
@@ -127,7 +90,7 @@ def serve(
     )
     results = run.run()
     is_partial = results.status != "complete" and fail_on_errors
-    finish(
+    finish_bench(
         Summary(results, results.baseline),
         file,
         is_interrupted=run.interrupted,
@@ -155,9 +118,20 @@ def _servers(
         given, _, value = text.partition("=") if not text.lstrip().startswith("{") else ("", "", text)
         if given and given not in names:
             raise ConfigError(f"--extra-body {text}: no server is called '{given}'; expected JSON, or NAME=JSON")
+        try:
+            fields = json.loads(value)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--extra-body: found {value!r}, expected a JSON object")
         for name in [given] if given else names:
-            bodies[name] |= _json_object("--extra-body", value)
-    common = dict(_header(text) for text in headers)
+            bodies[name] |= fields
+    common: dict[str, str] = {}
+    for text in headers:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip() or not text.isascii() or not text.isprintable():
+            raise ConfigError("--header: expected NAME:VALUE")
+        common[name.strip()] = value.strip()
     return tuple(
         ServerSpec(
             name=name,
@@ -183,40 +157,14 @@ def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _json_object(option: str, text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option}: found {text!r}, expected a JSON object")
-    return value
-
-
-def _header(text: str) -> tuple[str, str]:
-    name, colon, value = text.partition(":")
-    if not colon or not name.strip() or not text.isascii() or not text.isprintable():
-        raise ConfigError("--header: expected NAME:VALUE")
-    return name.strip(), value.strip()
-
-
 def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
     from fledge.evaluation.results import Load  # noqa: PLC0415
 
     if concurrency is None and rate is None:
         concurrency = "1,4,16,64"
-    loads = []
-    if concurrency is not None:
-        loads += [Load(concurrency=one) for one in integers("concurrency", concurrency, 1, 4096)]
-    for part in rate.split(",") if rate is not None else ():
-        try:
-            value = float(part)
-        except ValueError:
-            value = 0.0
-        if not 0 < value <= 1e5:
-            raise ConfigError(f"--rate: found '{part}', expected requests per second, above 0, with commas")
-        loads.append(Load(rate=value))
-    return tuple(dict.fromkeys(loads))
+    many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
+    rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
+    return tuple(dict.fromkeys([*(Load(concurrency=one) for one in many), *(Load(rate=one) for one in rates)]))
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:

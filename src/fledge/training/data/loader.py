@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,13 +16,8 @@ from fledge.training.data.store import TokenStore
 from fledge.training.hidden_states import HiddenStateStore
 from fledge.training.recipe import FitSection
 
-
-@dataclass(frozen=True, kw_only=True)
-class RowPosition:
-    """Where in the data a step begins. Epochs follow each other without a gap, so every step has all its rows."""
-
-    epoch: int = 0
-    row: int = 0
+# Where in the data a step begins: epoch and row. Epochs follow each other without a gap, so steps have all their rows.
+RowPosition = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +45,9 @@ class StepLoader:
         pinned: bool = False,
     ) -> None:
         self._store, self._fit, self._share, self._states, self._pinned = store, fit, share, states, pinned
-        self._lengths = store.lengths
-        self._epochs: dict[int, list[tuple[int, ...]]] = {}
+        self._rows_of = lru_cache(2)(
+            lambda epoch: packed_rows(store.lengths, length=fit.length, seed=fit.seed, epoch=epoch)
+        )
         if not len(store):
             raise ConfigError("fit: there are no training examples; see what the earlier stages left out")
 
@@ -73,7 +70,7 @@ class StepLoader:
 
     def _step(self, start: RowPosition) -> StepData:
         rows: list[tuple[int, ...]] = []
-        epoch, row = start.epoch, start.row
+        epoch, row = start
         while len(rows) < self._fit.rows:
             taken = self._rows_of(epoch)[row : row + self._fit.rows - len(rows)]
             rows += taken
@@ -96,13 +93,7 @@ class StepLoader:
             batches=tuple(batches),
             states=tuple(states),
             taught=taught,
-            tokens=int(np.minimum(self._lengths[members], length).sum()),
-            epoch=start.epoch,
-            following=RowPosition(epoch=epoch, row=row),
+            tokens=int(np.minimum(self._store.lengths[members], length).sum()),
+            epoch=start[0],
+            following=(epoch, row),
         )
-
-    def _rows_of(self, epoch: int) -> list[tuple[int, ...]]:
-        if epoch not in self._epochs:
-            self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}
-            self._epochs[epoch] = packed_rows(self._lengths, length=self._fit.length, seed=self._fit.seed, epoch=epoch)
-        return self._epochs[epoch]

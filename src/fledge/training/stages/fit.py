@@ -24,8 +24,8 @@ from fledge.training.recipe import FitSection, Recipe
 from fledge.training.stages.capture import target_identity
 from fledge.training.stages.regenerate import examples_directory
 from fledge.training.stages.vocab import read_vocabulary
-from fledge.training.teacher import Teacher
 from fledge.training.trainer import Trainer
+from fledge.training.ttt import Teacher
 from fledge.training.workspace import Stage, StageContext
 
 # Not part of the result beyond rounding: these may be changed between an interruption and the next start.
@@ -74,7 +74,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     capture: CaptureModel | None = None
     states: HiddenStateStore | None = None
     if recipe.capture.mode == "offline":
-        states = HiddenStateStore.open(
+        states = HiddenStateStore(
             context.inputs["capture"],
             store,
             target=weights_digest(resolve(recipe.target.path)),
@@ -91,10 +91,10 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     parameters = sum(p.numel() for p in drafter.parameters())
     ids = None if vocabulary is None else vocabulary.target_ids.tolist()
     trainer = Trainer(
-        drafter,
-        fit,
-        loader,
-        Teacher(ends.head_weight, vocabulary, head_bias=ends.head_bias),
+        drafter=drafter,
+        fit=fit,
+        loader=loader,
+        teacher=Teacher(ends.head_weight, vocabulary, head_bias=ends.head_bias),
         capture=capture,
         compute=compute,
         workers=workers,

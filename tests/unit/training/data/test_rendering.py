@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.engine.tokenizer import encode_chat
-from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError, TurnTokens, chain
+from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError, chain
 from tests.unit.training.data import templates
 from tests.unit.training.data.templates import chat, make_tokenizer
 
@@ -163,7 +163,8 @@ def test_a_refusing_template_is_a_refusal() -> None:
 
 def test_other_templates_are_chosen_by_number() -> None:
     tokenizer = make_tokenizer(templates.CHATML)
-    made = Renderer(tokenizer, [tokenizer.eos_token_id], [templates.LLAMA3])
+    made = Renderer(tokenizer, [tokenizer.eos_token_id])
+    made.templates.append(templates.LLAMA3)
     assert made.prompt_text(chat("hi"), 0) == "<s><|start|>user<|stop|>\n\nhi<|eot|><|start|>assistant<|stop|>\n\n"
     assert made.prompt_text(chat("hi")).startswith("<|im_start|>")
 
@@ -177,10 +178,10 @@ def test_plain_text_is_answer_after_its_first_token() -> None:
 
 
 def test_a_chain_breaks_where_ids_do_not_continue() -> None:
-    one, two = TurnTokens(prompt=[1, 2], answer=[3]), TurnTokens(prompt=[1, 2, 3, 4], answer=[5, 6])
+    one, two = ([1, 2], [3]), ([1, 2, 3, 4], [5, 6])
     (joined,) = chain([one, two])
     assert joined == Rendered(tokens=[1, 2, 3, 4, 5, 6], answer=[False, False, True, False, True, True])
-    apart = chain([one, TurnTokens(prompt=[1, 2, 9, 4], answer=[5])])
+    apart = chain([one, ([1, 2, 9, 4], [5])])
     assert [sequence.answer for sequence in apart] == [[False, False, True], [False] * 4 + [True]]
     assert chain([]) == []
 

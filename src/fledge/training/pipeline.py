@@ -41,14 +41,8 @@ from fledge.training.recipe import Recipe
 from fledge.version import __version__
 
 MANIFEST, STARTED = "manifest.json", "started.json"
-STAGES = (
-    "prepare:STAGE",
-    "regenerate:STAGE",
-    "vocab:STAGE",
-    "fit:CAPTURE",
-    "fit:STAGE",
-    "evaluate:STAGE",
-)  # as they run
+# Of `fledge.training.stages`, in the order in which they run.
+STAGES = ("prepare:STAGE", "regenerate:STAGE", "vocab:STAGE", "fit:CAPTURE", "fit:STAGE", "evaluate:STAGE")
 
 
 @dataclass(frozen=True, kw_only=True)

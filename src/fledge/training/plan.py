@@ -9,7 +9,7 @@ computed in. docs/training.md explains every line.
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from torch.utils.benchmark import Timer
 
 from fledge.checkpoints.source import resolve
 from fledge.devices import DTYPES, choose_device
+from fledge.errors import PromptError
 from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
-from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
@@ -29,7 +29,7 @@ from fledge.models.target.decoder import TargetModel
 from fledge.training.capture import target_config
 from fledge.training.card import fill_template
 from fledge.training.data.packing import packed_rows
-from fledge.training.data.rendering import Renderer, TemplateRefusedError
+from fledge.training.data.rendering import Renderer
 from fledge.training.data.store import TokenStore
 from fledge.training.drafter_setup import drafter_config
 from fledge.training.pipeline import Pipeline, StageState, duration
@@ -128,7 +128,7 @@ class FitShape:
         fuse = sum(numbers for name, numbers in matrices.items() if name.startswith(("fusion", "fc")))
         fused_steps = depth if drafter.architecture is Architecture.EAGLE1 else 1  # EAGLE-1's fc is run at each step
         head = drafter.hidden_size * drafter.draft_vocab_size
-        attention = sum(_attention_flops(drafter.layer, drafter.num_layers, seen + step) for step in range(depth))
+        attention = sum(4.0 * drafter.layer.query_size * (seen + k) * drafter.num_layers for k in range(depth))
         parts = {
             "layers": 6.0 * again * (layers * depth + fuse * fused_steps),
             "attention": 3.0 * again * attention,
@@ -144,11 +144,7 @@ def target_flops_per_token(target: TargetConfig, parameters: int, seen: float, *
     """Operations of one forward pass of the target for one token that attends to `seen` others."""
     ends = target.vocab_size * target.hidden_size
     blocks = parameters - (1 if target.tied_head else 2) * ends
-    return 2.0 * (blocks + (ends if head else 0)) + _attention_flops(target.layer, target.num_layers, seen)
-
-
-def _attention_flops(layer: LayerConfig, layers: int, seen: float) -> float:
-    return 4.0 * layer.query_size * seen * layers
+    return 2.0 * (blocks + (ends if head else 0)) + 4.0 * target.layer.query_size * seen * target.num_layers
 
 
 def target_parameter_count(section: TargetSection, target: TargetConfig) -> int:
@@ -164,17 +160,11 @@ def target_parameter_count(section: TargetSection, target: TargetConfig) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeedProbe:
-    """How fast this device multiplies."""
+def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Work out what a run would do, as JSON values. Reads the data and the target's config; writes nothing.
 
-    device: str
-    dtype: str
-    flops_per_second: float
-
-
-def make_plan(recipe: Recipe, *, probe: SpeedProbe | None = None) -> dict[str, Any]:
-    """Work out what a run would do, as JSON values. Reads the data and the target's config; writes nothing."""
+    `probe` is what `measure_speed` returns.
+    """
     device = choose_device(recipe.device)
     compute = compute_dtype(recipe.fit, device)
     target = target_config(recipe.target)
@@ -199,11 +189,11 @@ def make_plan(recipe: Recipe, *, probe: SpeedProbe | None = None) -> dict[str, A
     probe = probe or measure_speed(device, compute)
     # Rows as the trainer packs them; those of a sample are scaled.
     rows = len(packed_rows(lengths, length=recipe.fit.length, seed=recipe.fit.seed, epoch=0))
-    fit = _fit(shape, max(1, round(rows * data["examples"] / max(1, len(lengths)))), device, probe)
+    fit = _fit(shape, max(1, round(rows * data["examples"] / max(1, len(lengths)))), device, probe["flops_per_second"])
 
     def pass_seconds(tokens: int, share: float, *, head: bool) -> float:
         flops = target_flops_per_token(target, shape.target_parameters, mean_length / 2, head=head)
-        return tokens * flops / (share * probe.flops_per_second)
+        return tokens * flops / (share * probe["flops_per_second"])
 
     new_tokens, eval_tokens = data["answer_tokens"] if recipe.regenerate.enabled else 0, _eval_tokens(recipe)
     state_tokens = 0 if shape.online else data["tokens"]
@@ -220,7 +210,7 @@ def make_plan(recipe: Recipe, *, probe: SpeedProbe | None = None) -> dict[str, A
         for name, state in states.items()
     }
     return {
-        "device": probe.device,
+        "device": probe["device"],
         "processes": shape.processes,
         "stages": [{"stage": n, "key": states[n].directory.name, "state": state} for n, state in progress.items()],
         "data": data,
@@ -233,7 +223,7 @@ def make_plan(recipe: Recipe, *, probe: SpeedProbe | None = None) -> dict[str, A
         "capture": capture,
         "fit": fit,
         "eval": {"tokens": eval_tokens, "seconds": pass_seconds(eval_tokens, DECODE_SHARE, head=True)},
-        "probe": asdict(probe),
+        "probe": dict(probe),
         "warnings": _warnings(recipe, shape, fit, capture, captured=states["capture"].manifest is not None),
     }
 
@@ -256,7 +246,7 @@ def data_size(recipe: Recipe, states: Mapping[str, StageState]) -> tuple[dict[st
         store = TokenStore.open(states[stage].directory / EXAMPLES)
         how, lengths, answers = f"the examples that '{stage}' has made", store.lengths.tolist(), store.answer_tokens
     else:
-        renderer = open_renderer(recipe, resolve(recipe.target.path))
+        renderer = open_renderer(recipe)
         skipped = Skipped()
         conversations = [one for _, one in read_conversations(recipe.data.sources, skipped)]
         refuse_if_empty(len(conversations), skipped, recipe.data.sources)
@@ -290,13 +280,13 @@ def _example_sizes(recipe: Recipe, renderer: Renderer, conversation: Conversatio
             answer = min(recipe.regenerate.max_tokens, longest - prompt)
             return [(prompt + answer, answer)] if answer >= least else []
         sequences = renderer.examples(conversation)
-    except TemplateRefusedError:
+    except PromptError:
         return []
     cut = [sequence.cut(longest) for sequence in sequences]
     return [(len(c.tokens), sum(c.answer)) for c in cut if sum(c.answer) >= least]
 
 
-def _fit(shape: FitShape, rows: int, device: torch.device, probe: SpeedProbe) -> dict[str, Any]:
+def _fit(shape: FitShape, rows: int, device: torch.device, flops_per_second: float) -> dict[str, Any]:
     steps = shape.fit.total_steps(rows)
     slots = steps * shape.fit.rows * shape.fit.length
     flops = {part: slots * each for part, each in shape.flops_per_slot().items()}
@@ -311,7 +301,7 @@ def _fit(shape: FitShape, rows: int, device: torch.device, probe: SpeedProbe) ->
         "memory_free": free_memory(device),
         "flops": flops,
         "flops_total": sum(flops.values()),
-        "seconds": sum(flops.values()) / (FIT_SHARE * probe.flops_per_second * shape.processes),
+        "seconds": sum(flops.values()) / (FIT_SHARE * flops_per_second * shape.processes),
     }
 
 
@@ -348,14 +338,14 @@ def _warnings(
     return [text for holds, text in warnings if holds]
 
 
-def measure_speed(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> SpeedProbe:
-    """Multiply matrices for about a second."""
+def measure_speed(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> dict[str, Any]:
+    """Say how fast this device multiplies matrices."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
     rate = 2 * size**3 / timer.blocked_autorange(min_run_time=seconds).mean
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return SpeedProbe(device=name, dtype=str(dtype).removeprefix("torch."), flops_per_second=rate)
+    return {"device": name, "dtype": str(dtype).removeprefix("torch."), "flops_per_second": rate}
 
 
 def free_memory(device: torch.device) -> int:

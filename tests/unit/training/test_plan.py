@@ -13,12 +13,12 @@ from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
 from fledge.progress import Progress
 from fledge.training.data.store import TokenStore
 from fledge.training.pipeline import Pipeline
-from fledge.training.plan import FitShape, SpeedProbe, gigabytes, make_plan, measure_speed, target_parameter_count
+from fledge.training.plan import FitShape, gigabytes, make_plan, measure_speed, target_parameter_count
 from fledge.training.recipe import FitSection, Recipe, TargetSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run
 
-PROBE = SpeedProbe(device="test", dtype="float32", flops_per_second=1e9)
+PROBE = {"device": "test", "dtype": "float32", "flops_per_second": 1e9}
 
 
 def shape(drafter: DrafterConfig | None = None, processes: int = 1, online: bool = True, **fit: Any) -> FitShape:
@@ -141,8 +141,8 @@ def test_a_draft_vocabulary_larger_than_the_target_s_is_all_of_it(recipe: Recipe
 
 def test_the_probe_measures() -> None:
     probe = measure_speed(torch.device("cpu"), torch.float32, seconds=0.05)
-    assert 1e8 < probe.flops_per_second < 1e15
-    assert probe.dtype == "float32"
+    assert 1e8 < probe["flops_per_second"] < 1e15
+    assert probe["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(("count", "text"), [(12, "12 bytes"), (1500, "1.5 kB"), (3.2e10, "32.0 GB"), (2e12, "2.0 TB")])

@@ -23,15 +23,12 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from fledge.errors import PromptError
 from fledge.evaluation.conversations import ASKING_ROLES, Conversation, Message
 
 # Stands for a turn's content when a template is asked what it writes before and after it.
 _STAND_IN = "\u2063stand-in\u2063"
 _IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-
-
-class TemplateRefusedError(ValueError):
-    """A chat template does not take a conversation; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +63,11 @@ class Renderer:
         self.templates: list[str] = []
 
     def prompt_text(self, messages: Sequence[Message], template: int | None = None) -> str:
-        """Return the prompt as it is served. Raises TemplateRefusedError."""
+        """Return the prompt as it is served. Raises PromptError."""
         return self._render(messages, template, add_generation_prompt=True)
 
     def turn_texts(self, messages: Sequence[Message], template: int | None = None) -> list[tuple[str, str]]:
-        """Return prompt and answer of every assistant turn that answers something. Raises TemplateRefusedError."""
+        """Return prompt and answer of every assistant turn that answers something. Raises PromptError."""
         texts = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and any(m["role"] in ASKING_ROLES for m in messages[:i]):
@@ -101,7 +98,7 @@ class Renderer:
         return [Rendered(tokens=ids, answer=[i > 0 for i in range(len(ids))]) for ids in several]
 
     def examples(self, conversation: Conversation) -> list[Rendered]:
-        """What one conversation is to learn from, with the target's own template. Raises TemplateRefusedError."""
+        """What one conversation is to learn from, with the target's own template. Raises PromptError."""
         if conversation.text is not None:
             return self.plain_texts([conversation.text])
         return self.conversations([self.turn_texts(conversation.messages)])[0]
@@ -134,14 +131,14 @@ class Renderer:
         stand_in = [*messages[:-1], {"role": "assistant", "content": _STAND_IN}]
         before, found, after = self._render(stand_in, template).partition(_STAND_IN)
         if not found:
-            raise TemplateRefusedError("the template does not write the assistant's content")
+            raise PromptError("the template does not write the assistant's content")
         content = str(messages[-1]["content"]).lstrip()
         # What the prompt opens and a finished turn does not show.
         opener = prompt[len(os.path.commonprefix([before, prompt])) :].strip()  # noqa: RUF071 - of texts, not paths
         if opener and content.startswith(opener):
             return content[len(opener) :].lstrip("\n") + after
         if not full.startswith(before):
-            raise TemplateRefusedError("the template writes an assistant's turn in a way that cannot be split")
+            raise PromptError("the template writes an assistant's turn in a way that cannot be split")
         return full[len(before) :]
 
     def _render(self, messages: Sequence[Message], template: int | None, *, add_generation_prompt: bool = False) -> str:
@@ -151,5 +148,5 @@ class Renderer:
                 list(messages), chat_template=chosen, add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TemplateRefusedError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
+            raise PromptError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
         return str(text)

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
 from fledge.engine.tokenizer import load_tokenizer
-from fledge.errors import DataError
+from fledge.errors import DataError, PromptError
 from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
 from fledge.files import file_digest, write_json_lines
 from fledge.progress import Advance
-from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError
+from fledge.training.data.rendering import Rendered, Renderer
 from fledge.training.data.store import TokenStore, TokenWriter
 from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import DataSection, Recipe
@@ -56,8 +56,9 @@ def text_identity(target: Path) -> dict[str, Any]:
     return {"stop_ids": list(config_stop_ids(target)), **tokenizer_digests(target)}
 
 
-def open_renderer(recipe: Recipe, target: Path) -> Renderer:
+def open_renderer(recipe: Recipe) -> Renderer:
     """Return the target's tokenizer with the templates of the recipe, tried on a simple question."""
+    target = resolve(recipe.target.path)
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise DataError(f"{target}: has no tokenizer, which preparing data needs")
@@ -68,7 +69,7 @@ def open_renderer(recipe: Recipe, target: Path) -> Renderer:
             renderer.prompt_text([{"role": "user", "content": "Hello"}], number)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read: {error}") from None
-        except TemplateRefusedError as error:
+        except PromptError as error:
             raise DataError(f"{path}: cannot render a simple question: {error}") from None
     return renderer
 
@@ -89,7 +90,7 @@ class _Preparation:
         self.recipe, self.data = context.recipe, context.recipe.data
         self.directory, self.progress = context.directory, context.progress
         self.target = resolve(self.recipe.target.path)
-        self.renderer = open_renderer(self.recipe, self.target)
+        self.renderer = open_renderer(self.recipe)
         self.skipped = Skipped()
         self.counts, self.categories = Counter[str](), Counter[str]()
         self.held_out: dict[str, dict[str, Any] | None] = {}  # by topic; None where its prompt cannot be used
@@ -186,7 +187,7 @@ class _Preparation:
         self.held_out[conversation.topic] = None
         try:
             ids = prompt_ids(self.renderer, conversation, self.data.max_length)
-        except TemplateRefusedError as error:
+        except PromptError as error:
             self.skipped.add(where, "refused by the template", str(error))
             return
         if len(ids) >= self.data.max_length:
@@ -213,7 +214,7 @@ class _Preparation:
                         turns = renderer.turn_texts(chat.messages, template)
                     chats.append((replace(varied, template=template), turns))
                     break
-                except TemplateRefusedError as error:
+                except PromptError as error:
                     if template is None:
                         self.skipped.add(where, "refused by the template", str(error))
                     else:

@@ -26,11 +26,11 @@ from fledge.checkpoints.target_files import vocab_size, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device
 from fledge.engine.llm import LLM
-from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError, PromptError
+from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
 from fledge.files import read_json_lines, write_json_lines
-from fledge.training.data.rendering import Renderer, TemplateRefusedError, chain
+from fledge.training.data.rendering import Renderer, chain
 from fledge.training.data.store import TokenStore
 from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import Recipe
@@ -115,26 +115,17 @@ def _answer(
     renderer: Renderer,
     recipe: Recipe,
     dialogues: Sequence[Dialogue],
-    templates: Mapping[int, int | None],
+    prompts: Mapping[int, Mapping[str, Any]],
     advance: Callable[[int], None],
 ) -> None:
     def encode(dialogue: Dialogue) -> list[int]:
-        try:
-            text = renderer.prompt_text(dialogue.next_messages, templates[dialogue.number])
-        except TemplateRefusedError as error:
-            raise PromptError(str(error)) from None
-        return renderer.encode([text])[0]
+        template = prompts[dialogue.number]["template"]
+        return renderer.encode([renderer.prompt_text(dialogue.next_messages, template)])[0]
 
     names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-    answer_dialogues(
-        llm,
-        dialogues,
-        SamplingParams(**{name: getattr(recipe.regenerate, name) for name in names}),
-        encode=encode,
-        longest=recipe.data.max_length,
-        least_room=recipe.data.min_answer_tokens,
-        advance=advance,
-    )
+    params = SamplingParams(**{name: getattr(recipe.regenerate, name) for name in names})
+    longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
+    answer_dialogues(llm, dialogues, params, encode=encode, longest=longest, least_room=least, advance=advance)
 
 
 def _line(dialogue: Dialogue, category: str) -> dict[str, Any]:
@@ -176,11 +167,10 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
         if part.is_file():
             advance(sum(len(dialogue.turns) for dialogue in dialogues))
             continue
-        loaded = loaded or (open_llm(recipe), open_renderer(recipe, resolve(recipe.target.path)))
+        loaded = loaded or (open_llm(recipe), open_renderer(recipe))
         started = time.perf_counter()
         tell = partial(advance, note=f"{tokens / seconds:,.0f} tokens/s" if seconds else "")
-        templates = {number: record["template"] for number, record in prompts.items()}
-        _answer(*loaded, recipe, dialogues, templates, tell)
+        _answer(*loaded, recipe, dialogues, prompts, tell)
         seconds += time.perf_counter() - started
         tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
         if os.getppid() != parent:

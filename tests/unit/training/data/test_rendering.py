@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.engine.tokenizer import encode_chat
-from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError, chain
+from fledge.errors import PromptError
+from fledge.training.data.rendering import Rendered, Renderer, chain
 from tests.unit.training.data import templates
 from tests.unit.training.data.templates import chat, make_tokenizer
 
@@ -157,7 +158,7 @@ def test_turns_that_answer_nothing_are_not_supervised() -> None:
 
 def test_a_refusing_template_is_a_refusal() -> None:
     made = renderer(templates.MISTRAL, "</s>")
-    with pytest.raises(TemplateRefusedError, match="only user and assistant"):
+    with pytest.raises(PromptError, match="only user and assistant"):
         made.turn_texts(chat("hi", "hello", system="SYS"))
 
 

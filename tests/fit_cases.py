@@ -15,6 +15,7 @@ from fledge.models.config import TargetConfig
 from fledge.progress import Progress
 from fledge.training.data.packing import PackedBatch
 from fledge.training.data.store import TokenStore
+from fledge.training.pipeline import StageContext
 from fledge.training.recipe import (
     CaptureSection,
     DataSection,
@@ -23,8 +24,7 @@ from fledge.training.recipe import (
     Recipe,
     TargetSection,
 )
-from fledge.training.stages import capture, fit
-from fledge.training.workspace import StageContext
+from fledge.training.stages import fit
 from tests.tiny_models import TINY_TARGET, make_target
 
 TARGET = TINY_TARGET
@@ -36,7 +36,7 @@ FIT = FitSection(
 def write_store(directory: Path, vocab_size: int = TARGET.vocab_size, examples: int = 40) -> TokenStore:
     """Examples of 6 to 40 tokens, of which the last two thirds are answers."""
     random = np.random.default_rng(0)
-    with TokenStore.Writer(directory, vocab_size) as writer:
+    with TokenStore.writer(directory, vocab_size) as writer:
         for _ in range(examples):
             size = int(random.integers(6, 40))
             answer = np.arange(size) >= size // 3
@@ -78,7 +78,7 @@ def run_fit(recipe: Recipe, name: str = "fit", *, plot: bool = False) -> dict[st
 
 
 def run_capture(recipe: Recipe) -> dict[str, Any]:
-    return capture.STAGE.run(context(recipe, "capture"))
+    return fit.CAPTURE.run(context(recipe, "capture"))
 
 
 def offline(recipe: Recipe) -> Recipe:

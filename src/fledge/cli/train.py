@@ -55,13 +55,15 @@ def train(
         loaded = Recipe.load(recipe, overrides or ())
         if plan:
             if first:
-                _plan(loaded, as_json=as_json)
+                from fledge.training.plan import make_plan  # noqa: PLC0415
+
+                _print_plan(loaded, make_plan(loaded), as_json=as_json)
             return
         from fledge.progress import Progress  # noqa: PLC0415
-        from fledge.training.pipeline import Selection, run_pipeline  # noqa: PLC0415 - torch takes seconds to import
+        from fledge.training.pipeline import Pipeline  # noqa: PLC0415 - torch takes seconds to import
 
-        selection = Selection(only=only, from_stage=from_stage, until=until, force=tuple(force or ()))
-        report = run_pipeline(loaded, selection=selection, progress=Progress(quiet=quiet))
+        pipeline = Pipeline(loaded, progress=Progress(quiet=quiet))
+        report = pipeline.run(only=only, from_stage=from_stage, until=until, force=force or ())
     except FledgeError:
         if not first:  # what all processes find wrong, the first one says; torchrun then ends the others
             time.sleep(GRACE_SECONDS)
@@ -76,65 +78,18 @@ def train(
         _print_summary(loaded, report)
 
 
-def _plan(recipe: "Recipe", *, as_json: bool) -> None:
-    from fledge.training.plan import make_plan  # noqa: PLC0415
-
-    plan = make_plan(recipe)
-    if as_json:
-        print(json.dumps(plan))
-    else:
-        _print_plan(recipe, plan)
-
-
-def _print_plan(recipe: "Recipe", plan: dict[str, Any]) -> None:
+def _print_plan(recipe: "Recipe", plan: dict[str, Any], *, as_json: bool) -> None:
     """What each stage does and takes, then the memory of `fit`, then what is wrong."""
     from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich.markdown import Markdown  # noqa: PLC0415
 
-    from fledge.training.pipeline import duration  # noqa: PLC0415
-    from fledge.training.plan import DECODE_SHARE, FIT_SHARE, gigabytes  # noqa: PLC0415
+    from fledge.training.plan import plan_text  # noqa: PLC0415
 
+    if as_json:
+        print(json.dumps(plan))
+        return
     console = Console(highlight=False)
-    data, fit, capture, probe = plan["data"], plan["fit"], plan["capture"], plan["probe"]
-    about = "" if data["exact"] else "about "
-    size = f"{data['examples']:,} examples, {data['tokens']:,} tokens"
-    seconds = {"regenerate": plan["regenerate"]["seconds"], "capture": capture["seconds"], "fit": fit["seconds"]}
-    seconds["eval"] = plan["eval"]["seconds"]
-    what = {
-        "prepare": f"{about}{size}",
-        "regenerate": f"{about}{plan['regenerate']['tokens']:,} tokens" if recipe.regenerate.enabled else "off",
-        "vocab": f"{plan['vocab']['size']:,} tokens" if plan["vocab"]["size"] else "the target's whole vocabulary",
-        "capture": f"{about}{gigabytes(capture['bytes'])} to disk ({gigabytes(capture['disk_free'])} free)"
-        if capture["mode"] == "offline"
-        else f"online: nothing on disk (offline would be {gigabytes(capture['bytes_per_token'])} per token)",
-        "fit": f"{fit['parameters']:,} parameters; {fit['steps']:,} steps of {recipe.fit.rows} x {recipe.fit.length}, "
-        f"{about}{fit['rows']:,} rows an epoch; {fit['flops_total']:.2e} operations",
-        "eval": f"at most {plan['eval']['tokens']:,} tokens" if recipe.eval.enabled else "off",
-    }
-    table = Table(title=f"{recipe.output}")
-    for heading in ("stage", "state", "what"):
-        table.add_column(heading)
-    table.add_column("time, about", justify="right")
-    for row in plan["stages"]:
-        name = row["stage"]
-        waiting = row["state"] != "up to date" and seconds.get(name)
-        table.add_row(name, row["state"], what[name], duration(seconds[name]) if waiting else "")
-    console.print(table)
-
-    memory = Table(title="Memory of fit on each device, about")
-    memory.add_column("part")
-    memory.add_column("bytes", justify="right")
-    for part, count in fit["memory"].items():
-        memory.add_row(part, gigabytes(count))
-    memory.add_section()
-    memory.add_row("all", gigabytes(fit["memory_total"]))
-    memory.add_row("free now", gigabytes(fit["memory_free"]))
-    console.print(memory)
-    console.print(
-        f"Sizes {'are exact: from ' if data['exact'] else 'are estimated from '}{data['how']}. Times assume "
-        f"{FIT_SHARE:.0%} of the matrix rate measured here ({probe['flops_per_second'] / 1e12:.3g} TFLOP/s, "
-        f"{probe['dtype']}, {plan['device']}) for fit and {DECODE_SHARE:.0%} for generating."
-    )
+    console.print(Markdown(plan_text(recipe, plan)))
     for warning in plan["warnings"]:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
 
@@ -144,8 +99,9 @@ def _as_json(report: "RunReport") -> dict[str, Any]:
         "ran": list(report.ran),
         "drafter": None if report.drafter is None else str(report.drafter),
         "stages": {
-            name: {"directory": str(report.directories[name]), "summary": dict(summary)}
-            for name, summary in report.summaries.items()
+            name: {"directory": str(state.directory), "summary": dict(state.manifest.summary)}
+            for name, state in report.states.items()
+            if state.manifest is not None
         },
     }
 
@@ -153,42 +109,36 @@ def _as_json(report: "RunReport") -> dict[str, Any]:
 def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
     """Acceptance by source and depth, where the drafter is, and how to serve it."""
     from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+
+    from fledge.report.tables import Table  # noqa: PLC0415
 
     console = Console(highlight=False, soft_wrap=True)
-    if report.drafter is None:
+    evaluated = report.states["eval"].manifest
+    if report.drafter is None or evaluated is None:
         done = ", ".join(report.ran) or "nothing was left to do"
         console.print(f"Done: {done}. There is no drafter of this recipe yet: later stages have not run.")
         return
-    summary = report.summaries["eval"]
+    summary = evaluated.summary
     if summary["evaluated"]:
-        groups: dict[str, dict[str, float | None]] = summary["by_source"]
-        heading = "source"
-        if len(groups) == 1:
-            groups, heading = summary["by_category"], "category"
-        table = Table(title="Acceptance length (tokens per verification)")
-        table.add_column(heading)
-        for depth in summary["by_depth"]:
-            table.add_column(f"depth {depth}", justify="right")
-        for name, lengths in groups.items():
-            table.add_row(name, *(_length(lengths.get(depth)) for depth in summary["by_depth"]))
+        heading = "source" if len(summary["by_source"]) > 1 else "category"
+        groups: dict[str, dict[str, float | None]] = summary[f"by_{heading}"]
         if len(groups) > 1:
-            table.add_section()
-            table.add_row("all", *map(_length, summary["by_depth"].values()))
-        console.print(table)
+            groups = {**groups, "all": summary["by_depth"]}
+        rows = [
+            [name, *("" if length is None else f"{length:.2f}" for length in lengths.values())]
+            for name, lengths in groups.items()
+        ]
+        header = [heading, *(f"depth {depth}" for depth in summary["by_depth"])]
+        console.print(*Table.of("Acceptance length (tokens per verification)", header, rows).to_rich())
     else:
         console.print(f"Not evaluated: {summary['reason']}.")
+    target, depth = recipe.target.path, recipe.fit.depth
     method = "eagle" if recipe.drafter.variant == "eagle1" else "eagle3"
-    config = json.dumps({"method": method, "model": str(report.drafter), "num_speculative_tokens": recipe.fit.depth})
+    config = json.dumps({"method": method, "model": str(report.drafter), "num_speculative_tokens": depth})
+    directory = bundled_directory(target) or target  # vLLM does not know the bundled names
     console.print(f"The drafter is in {report.drafter} ({summary['best']}; README.md is its model card).")
     console.print("Serve it:", style="bold")
-    target, depth = recipe.target.path, recipe.fit.depth
-    directory = bundled_directory(target) or target  # vLLM does not know the bundled names
     console.print(f"  vllm serve {directory} --speculative-config '{config}'", markup=False)
     console.print(
         f"  fledge generate --target {target} --drafter {report.drafter} --depth {depth} --chat 'Hello'", markup=False
     )
-
-
-def _length(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

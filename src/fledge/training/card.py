@@ -1,29 +1,43 @@
-"""What lies beside a trained drafter's weights: its model card, and the provenance file that the card is made from."""
+"""What lies beside a trained drafter's weights: model card, provenance, and pictures of how it trained and drafts."""
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import matplotlib
 import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import weights_digest
 from fledge.engine.tokenizer import load_tokenizer
-from fledge.files import distinct_names, file_digest, read_json, write_json, write_text
+from fledge.files import atomic_path, distinct_names, file_digest, read_json, write_json, write_text
 from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.drafter.variants import name_of
 from fledge.provenance import run_provenance, shown_path
-from fledge.training.plots import plot_acceptance
+from fledge.report.charts import MUTED, SERIES, frame, short_title
+from fledge.training.pipeline import Manifest, StageContext, shown_numbers
 from fledge.training.recipe import Recipe
-from fledge.training.workspace import Manifest, StageContext, Workspace
 
 MAX_ROWS = 24  # of a table by category; evaluation.json has all
 TRAINING_PLOT, ACCEPTANCE_PLOT = "training.png", "acceptance.png"
+_SHADES = ("#12467b", "#5b8db8", "#a9c7df", "#d6e4ef")  # of depths, from the first
+_PANELS = (  # in two rows: name in the log, title, unit
+    ("loss", "Loss", "weighted sum over depths"),
+    ("accuracy_by_depth", "Accuracy", "drafts equal to the target's choice"),
+    ("simulated_acceptance_length", "Simulated acceptance length", "tokens per round"),
+    ("hidden_rms_by_depth", "Size of the state fed forward", "root mean square"),
+    ("own_attention_by_depth", "Attention on own drafts", "share of attention"),
+    ("sink_attention_by_depth", "Attention on the first token", "share of attention"),
+)
 
 
 def write_card(context: StageContext, drafter: Path, result: Mapping[str, Any]) -> None:
@@ -33,56 +47,42 @@ def write_card(context: StageContext, drafter: Path, result: Mapping[str, Any]) 
     if result["evaluated"]:
         plot_acceptance(result, drafter / ACCEPTANCE_PLOT)
     plots = [name for name in (TRAINING_PLOT, ACCEPTANCE_PLOT) if (drafter / name).is_file()]
-    write_text(
-        drafter / "README.md",
-        model_card(context.recipe, read_drafter(drafter).config, result, provenance, plots=plots),
-    )
+    card = model_card(context.recipe, read_drafter(drafter).config, result, provenance, plots=plots)
+    write_text(drafter / "README.md", card)
 
 
 def drafter_provenance(context: StageContext) -> dict[str, Any]:
     """How `eval`'s input came about: enough to make it again, and to recognise the target it was made for."""
-    recipe, manifests = context.recipe, _stage_manifests(context)
-    prepared = manifests["prepare"].settings["data"]["sources"] if "prepare" in manifests else None
-    return {
-        **run_provenance(),
-        "recipe": shown_recipe(recipe),
-        "stages": {name: manifest.key for name, manifest in manifests.items()} | {"eval": context.directory.name},
-        "data": {
-            "sources": _digests(recipe.data.sources, [digest for _, digest in prepared or ()]),
-            "evaluation": _digests(recipe.eval.sources),
-        },
-        "summaries": {name: dict(manifest.summary) for name, manifest in manifests.items()},
-        "target": _target_facts(recipe),
-    }
-
-
-def _digests(sources: Sequence[str], known: Sequence[str] = ()) -> dict[str, str]:
-    """Digests of files by name; those that are known already are not computed again."""
-    digests = known if len(known) == len(sources) else [file_digest(source) for source in sources]
-    return dict(zip(distinct_names(sources), digests, strict=True))
-
-
-def _stage_manifests(context: StageContext) -> dict[str, Manifest]:
-    """Return the manifests of all stages before this one, as far as their directories are still there."""
-    fit = Manifest.read(context.inputs["fit"])
-    if fit is None:  # started by hand, outside the pipeline
-        return {}
-    workspace = Workspace(context.inputs["fit"].parent.parent)
-    found = {name: Manifest.read(workspace.stage_directory(name, key)) for name, key in fit.input_keys.items()}
-    return {name: manifest for name, manifest in found.items() if manifest is not None} | {"fit": fit}
-
-
-def _target_facts(recipe: Recipe) -> dict[str, Any]:
-    """The target by name, and the digests by which another copy of it can be recognised."""
+    recipe, fit = context.recipe, Manifest.read(context.inputs["fit"])
+    # Of all stages before this one, as far as their directories are still there; none outside the pipeline.
+    keys = {} if fit is None else {**fit.input_keys, "fit": fit.key}
+    output = context.inputs["fit"].parent.parent
+    manifests = {name: found for name, key in keys.items() if (found := Manifest.read(output / name / key))}
+    if "prepare" in manifests:  # as they were then
+        digests = [digest for _, digest in manifests["prepare"].settings["data"]["sources"]]
+    else:
+        digests = list(map(file_digest, recipe.data.sources))
     directory = resolve(recipe.target.path)
     template = getattr(load_tokenizer(directory), "chat_template", None)
     text = template if isinstance(template, str) or template is None else json.dumps(template, sort_keys=True)
     file = directory / "tokenizer.json"
     return {
-        "name": base_model(recipe),
-        "weights_digest": weights_digest(directory),
-        "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
-        "chat_template_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        **run_provenance(),
+        "recipe": shown_recipe(recipe),
+        "stages": {name: manifest.key for name, manifest in manifests.items()} | {"eval": context.directory.name},
+        "data": {
+            "sources": dict(zip(distinct_names(recipe.data.sources), digests, strict=True)),
+            "evaluation": dict(
+                zip(distinct_names(recipe.eval.sources), map(file_digest, recipe.eval.sources), strict=True)
+            ),
+        },
+        "summaries": {name: dict(manifest.summary) for name, manifest in manifests.items()},
+        "target": {  # by name, and by the digests that another copy of it has too
+            "name": base_model(recipe),
+            "weights_digest": weights_digest(directory),
+            "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
+            "chat_template_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        },
     }
 
 
@@ -106,8 +106,7 @@ def shown_recipe(recipe: Recipe) -> dict[str, Any]:
             return [shown(item) for item in value]
         return shown_path(value, base) if isinstance(value, str) and os.path.isabs(value) else value
 
-    values: dict[str, Any] = shown(recipe.to_dict())
-    return values
+    return {key: shown(item) for key, item in recipe.to_dict().items()}
 
 
 def model_card(
@@ -119,35 +118,37 @@ def model_card(
     plots: Sequence[str] = (),
 ) -> str:
     """The card as Markdown: what the drafter is, how to serve it, what it was made from, how well it does."""
-    base, variant, depth = provenance["target"]["name"], name_of(config), recipe.fit.depth
+    base = provenance["target"]["name"]
     name = recipe.name or f"{Path(base).name}-{recipe.drafter.variant}"
-    eagle1 = config.architecture is Architecture.EAGLE1
-    method = "eagle" if eagle1 else "eagle3"
+    method = "eagle" if config.architecture is Architecture.EAGLE1 else "eagle3"
     front_matter = {
         "base_model": base,
         "library_name": "fledge",
         "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draft-model", method, variant.lower()],
+        "tags": ["speculative-decoding", "draft-model", method, name_of(config).lower()],
     }
-    target, commit = provenance["target"], provenance["git_commit"]
-    origin = [
-        ["Fledge", provenance["fledge_version"] + (f", commit {commit}" if commit else "")],
-        ["command", f"`{provenance['command']}`"],
-        ["target weights", target["weights_digest"]],
-        ["tokenizer sha256", target["tokenizer_sha256"]],
-        ["chat template sha256", target["chat_template_sha256"]],
-        ["versions", ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())],
-        ["device", provenance["device"]],
-    ]
-    uses = {"sources": "training", "evaluation": "evaluation"}
-    files = [[n, digest, use] for kind, use in uses.items() for n, digest in provenance["data"][kind].items()]
-    # No zeros: where the target answers, `prepare` has no answer tokens, and that says nothing.
-    counts = [
-        [stage, key, value]
-        for stage in ("prepare", "regenerate", "vocab")
-        for key, value, count in _numbers(provenance["summaries"].get(stage, {}))
-        if count
-    ]
+    speculation = {"method": method, "model": name, "num_speculative_tokens": recipe.fit.depth}
+    return fill_template(
+        "card.md.jinja",
+        name=name,
+        base=base,
+        variant=name_of(config),
+        method=method,
+        recipe=recipe,
+        config=config,
+        result=result,
+        provenance=provenance,
+        plots=plots,
+        front_matter=yaml.safe_dump(front_matter, sort_keys=False),
+        speculative_config=json.dumps(speculation),
+        recipe_yaml=yaml.safe_dump(dict(provenance["recipe"]), sort_keys=False, allow_unicode=True),
+        numbers=shown_numbers,
+        max_rows=MAX_ROWS,
+    )
+
+
+def fill_template(template: str, **values: Any) -> str:
+    """Fill one of this package's templates."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fledge.training", "."),
         trim_blocks=True,
@@ -155,81 +156,82 @@ def model_card(
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template("card.md.jinja").render(
-        name=name,
-        base=base,
-        variant=variant,
-        depth=depth,
-        eagle1=eagle1,
-        front_matter=yaml.safe_dump(front_matter, sort_keys=False),
-        speculative_config=json.dumps({"method": method, "model": name, "num_speculative_tokens": depth}),
-        flags=" and ".join(f"`{flag}`" for flag in ("fc_norm", "norm_output") if getattr(config, flag)),
-        result=result,
-        **(_acceptance_tables(result) if result["evaluated"] else {}),
-        provenance=provenance,
-        data_table=_table(["file", "digest", "used for"], files),
-        count_table=_table(["stage", "", ""], counts) if counts else "",
-        facts=_training_facts(recipe, config, provenance),
-        recipe_yaml=yaml.safe_dump(dict(provenance["recipe"]), sort_keys=False, allow_unicode=True),
-        origin_table=_table(["", ""], origin),
-        plots=plots,
-        training_plot=TRAINING_PLOT,
-        acceptance_plot=ACCEPTANCE_PLOT,
-    )
+    return environment.get_template(template).render(values)
 
 
-def _acceptance_tables(result: Mapping[str, Any]) -> dict[str, Any]:
+def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Write a PNG of the records of a log. Where drift was not recorded, those panels say so."""
+    depth = max((len(record["accuracy_by_depth"]) for record in records), default=1)
+    last = max((record["step"] for record in records), default=1)
+    figure = Figure(figsize=(14, 7.6), layout="constrained")  # without pyplot, which wants a display or a global choice
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    for panel, (name, heading, unit) in zip(figure.subplots(2, 3).flat, _PANELS, strict=True):
+        frame(panel, None, percent=name.startswith("accuracy") or "attention" in name)
+        panel.set_title(heading, fontsize=11, loc="left", fontweight="bold")
+        _draw_lines(panel, records, name)
+        panel.set(xlabel="optimizer step", ylabel=unit, xlim=(0, last * 1.02))
+        panel.set_ylim(bottom=0, top=1 if name == "accuracy_by_depth" else None)
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 5, 10]))
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if name == "simulated_acceptance_length":
+            panel.axhline(depth + 1, color=MUTED, linewidth=1, linestyle=":")
+            panel.text(0.02 * last, depth + 0.95, f"every draft right: {depth + 1}", va="top", fontsize=9, color=MUTED)
+            panel.set_ylim(1, depth + 1.15)
+        elif name == "accuracy_by_depth":
+            handles, labels = panel.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside right center", title="draft step", frameon=False)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+
+
+def _draw_lines(panel: Axes, records: Sequence[Mapping[str, Any]], name: str) -> None:
+    """One line of a number; of a list one for each draft step, from dark (the first) to light."""
+    found = [(r["step"], r[name] if isinstance(r[name], list) else [r[name]]) for r in records if name in r]
+    depth, marker = max((len(values) for _, values in found), default=0), "o" if len(found) < 20 else None
+    for k in range(depth):
+        points = [(step, values[k]) for step, values in found if values[k] is not None and math.isfinite(values[k])]
+        colour = matplotlib.colormaps["viridis"](0.9 * k / (depth - 1)) if depth > 1 else SERIES[1]
+        if points:
+            panel.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=3.5, label=str(k + 1))
+    if not panel.get_lines():
+        panel.text(0.5, 0.5, "not recorded", transform=panel.transAxes, ha="center", va="center", color=MUTED)
+        panel.set_yticks([])
+
+
+def plot_acceptance(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the share of accepted drafts by position, and acceptance length by source and depth."""
     depths: Mapping[str, Any] = result["depths"]
-    sources = {name for cell in depths.values() for name in cell["by_source"]}
-    categories = {name for cell in depths.values() for name in cell["by_category"]}
-    groupings = ["source", "category"] if len(categories) > 1 and categories != sources else ["source"]
-    deepest = max(len(cell["total"]["rate_by_depth"]) for cell in depths.values())
-    rates = {depth: [f"{rate:.0%}" for rate in cell["total"]["rate_by_depth"]] for depth, cell in depths.items()}
-    return {
-        "length_tables": [_length_table(grouping, depths) for grouping in groupings],
-        "rate_table": _table(
-            ["drafted", *map(str, range(1, deepest + 1))],
-            [[depth, *row, *[""] * (deepest - len(row))] for depth, row in rates.items()],
-        ),
-        "different": sum(cell["different_answers"] for cell in depths.values()),
-        "answers": result["turns"] * len(depths),
-    }
+    deepest = depths[max(depths, key=int)]
+    grouping = "by_source" if len(deepest["by_source"]) > 1 else "by_category"
+    names = list(deepest[grouping])[:10] if len(deepest[grouping]) > 1 else []
+    figure = Figure(figsize=(10, max(3.8, 1.5 + 0.2 * (len(names) + 1) * len(depths))), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name in names:
+        rates = deepest[grouping][name]["rate_by_depth"]
+        left.plot(range(1, len(rates) + 1), rates, color=_SHADES[2], linewidth=1)
+    rates = deepest["total"]["rate_by_depth"]
+    places = range(1, len(rates) + 1)
+    left.plot(places, rates, color=_SHADES[0], linewidth=2.4, marker="o", label="all")
+    if names:
+        left.plot([], [], color=_SHADES[2], linewidth=1, label=f"each {grouping.removeprefix('by_')}")
+    if result["trained_depth"] < len(rates):
+        left.axvline(result["trained_depth"] + 0.5, color=MUTED, linestyle=":", label="trained depth")
+    frame(left, places or (1,), percent=True)
+    left.set(xlabel="draft position", ylabel="rounds in which it was accepted", ylim=(0, 1))
+    left.legend(frameon=False)
 
-
-def _length_table(grouping: str, depths: Mapping[str, Any]) -> str:
-    def length(figures: Mapping[str, Any] | None) -> str:
-        found = None if figures is None else figures["acceptance_length"]
-        return "" if found is None else f"{found:.2f}"
-
-    groups = [cell[f"by_{grouping}"] for cell in depths.values()]
-    names = list(dict.fromkeys(name for group in groups for name in group))
-    rows = [[name, *(length(group.get(name)) for group in groups)] for name in names[:MAX_ROWS]]
-    if len(names) > MAX_ROWS:
-        rows.append([f"and {len(names) - MAX_ROWS} more in evaluation.json", *("" for _ in depths)])
-    rows.append(["**all**", *(f"**{length(cell['total'])}**" for cell in depths.values())])
-    return _table([grouping, *(f"depth {depth}" for depth in depths)], rows)
-
-
-def _training_facts(recipe: Recipe, config: DrafterConfig, provenance: Mapping[str, Any]) -> list[str]:
-    layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
-    facts = [
-        f"{name_of(config)}, {layers}, hidden size {config.hidden_size}, stored in {config.dtype}",
-        f"draft vocabulary {config.draft_vocab_size:,} of {config.vocab_size:,}",
-        f"positions {config.max_positions:,}, rope theta {config.layer.rope.theta:g}",
-    ]
-    if config.aux_layer_ids is not None:
-        facts.append(f"reads the inputs of the target's blocks {', '.join(map(str, config.aux_layer_ids))}")
-    facts.append(f"{recipe.fit.depth} draft steps unrolled (training-time test), loss {recipe.fit.loss}")
-    return [*facts, *(f"{key}: {value}" for key, value, _ in _numbers(provenance["summaries"].get("fit", {})))]
-
-
-def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """The plain numbers of a stage's summary: name and value for people, and the number."""
-    for key, value in summary.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield key.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.4g}", value
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    rows, height = ["all", *names], 0.8 / len(depths)
+    for number, (depth, cell) in enumerate(depths.items()):
+        figures = [cell["total"], *(cell[grouping][name] for name in names)]
+        y = [row + (number - (len(depths) - 1) / 2) * height for row in range(len(rows))]
+        lengths = [each["acceptance_length"] or 0.0 for each in figures]
+        bars = right.barh(y, lengths, height=height * 0.92, color=_SHADES[number % 4], label=f"depth {depth}")
+        right.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    right.set_yticks(range(len(rows)), map(short_title, rows))
+    right.invert_yaxis()
+    right.margins(x=0.14)
+    right.set(xlabel="acceptance length (tokens per round)")
+    right.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(depths))
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png", metadata={"Software": None})

@@ -1,235 +1,242 @@
-"""Runs the stages of `fledge train` in order, each once: what is there already and still true is not done again.
+"""The pipeline of `fledge train`: stages run in order, each once: what is there and still true is not done again.
 
 A stage's key follows from everything that its output depends on, and names its directory. Changing the recipe changes
 the keys of the stages concerned and of those after them; what was made before stays where it is.
+
+output/
+  lock                      held while a run is at work
+  prepare/<key>/            one directory for each version of a stage's output
+    started.json            what it was started on: another start goes on only from the same
+    manifest.json           written last: without it the stage was interrupted
+  ...
+  drafter/                  the newest result of `eval`
 """
 
+import fcntl
 import gc
-import importlib
+import os
 import shlex
+import shutil
+import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.checkpoints.reading import PROVENANCE_FILE
+from fledge.errors import ConfigError, FledgeError, nearest_name_hint
+from fledge.files import atomic_directory, digest, read_json, remove_temporaries, write_json
 from fledge.progress import Progress
+from fledge.records import Record
 from fledge.training.parallel import Processes
 from fledge.training.recipe import Recipe
-from fledge.training.workspace import Manifest, Stage, StageContext, Workspace
 from fledge.version import __version__
 
-STAGE_MODULES = ("prepare", "regenerate", "vocab", "capture", "fit", "evaluate")  # in the order in which they run
-PUBLISHED_STAGE = "eval"  # its directory holds the drafter that the run is for
-
-
-def all_stages() -> tuple[Stage, ...]:
-    """Return the stages in the order in which they run."""
-    return tuple(importlib.import_module(f"fledge.training.stages.{name}").STAGE for name in STAGE_MODULES)
+MANIFEST, STARTED = "manifest.json", "started.json"
+# Of `fledge.training.stages`, in the order in which they run.
+STAGES = ("prepare:STAGE", "regenerate:STAGE", "vocab:STAGE", "fit:CAPTURE", "fit:STAGE", "evaluate:STAGE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
-    """Which stages to run: all, `only` one, or `from_stage` .. `until`; those of `force` even if up to date."""
+class StageContext:
+    """What a stage gets. It may be started again after being killed at any moment, with its directory as it left it."""
 
-    only: str | None = None
-    from_stage: str | None = None
-    until: str | None = None
-    force: tuple[str, ...] = ()
+    recipe: Recipe
+    directory: Path  # its own; exists; holds whatever an interrupted earlier start wrote
+    inputs: Mapping[str, Path] = field(default_factory=dict)  # directories of the stages it depends on, by name
+    progress: Progress = field(default_factory=Progress)
 
-    def names(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the names selected from `known`, or raise ConfigError."""
-        for name in (self.only, self.from_stage, self.until, *self.force):
-            if name is not None and name not in known:
-                raise ConfigError(f"no stage is called '{name}'.{nearest_name_hint(name, known)}")
-        if self.only is not None:
-            if self.from_stage or self.until:
-                raise ConfigError("--only names the one stage to run; leave out --from and --until")
-            selected: Sequence[str] = (self.only,)
-        else:
-            first = 0 if self.from_stage is None else known.index(self.from_stage)
-            last = len(known) - 1 if self.until is None else known.index(self.until)
-            if last < first:
-                raise ConfigError(f"--from {self.from_stage} comes after --until {self.until}; nothing is left to run")
-            selected = known[first : last + 1]
-        for name in self.force:
-            if name not in selected:
-                raise ConfigError(f"--force {name}: that stage is not among those to run ({', '.join(selected)})")
-        return tuple(selected)
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of the pipeline: a function that fills a directory, and a key that says when that can be used again."""
+
+    name: str
+    version: int  # raise it when the output for the same settings changes
+    depends_on: tuple[str, ...]
+    settings: Callable[[Recipe], dict[str, Any]]  # JSON values: all that the output depends on besides earlier stages
+    run: Callable[[StageContext], dict[str, Any]]  # returns a summary for people, as JSON values
+    collective: bool = False  # runs in every process of a torchrun; others run in the first one only
+
+    def key(self, recipe: Recipe, input_keys: Mapping[str, str]) -> str:
+        """Changes with anything that the output depends on."""
+        return digest([self.name, self.version, self.settings(recipe), {k: input_keys[k] for k in self.depends_on}])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Record):
+    """What is written when a stage is complete."""
+
+    stage: str
+    key: str
+    inputs: Mapping[str, str]  # stage -> `run` of the manifest it was made from
+    input_keys: Mapping[str, str]  # of every stage before it, also of those it does not read itself
+    settings: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    seconds: float  # of the start that completed it
+    fledge_version: str
+    command: str
+    # Tells one execution from the next, so that a stage that was forced to run again outdates those built on it.
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest | None":
+        """Return the manifest of a stage's directory; None where the stage is not complete."""
+        values = read_json(directory / MANIFEST)
+        try:
+            return None if values is None else cls.from_dict(values)
+        except ConfigError:
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageState:
-    """Where a stage stands for a recipe."""
+    """Where a stage stands for a recipe. The directory's name is its key."""
 
     stage: Stage
-    key: str
     directory: Path
     manifest: Manifest | None  # of its output, where that is complete and still true
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What a run did. `summaries` has every complete stage; `drafter` the published checkpoint, if there is one."""
+    """What a run did, where every stage stands now, and the published checkpoint, if there is one."""
 
     ran: tuple[str, ...]
-    summaries: Mapping[str, Mapping[str, Any]]
-    directories: Mapping[str, Path]
-    drafter: Path | None
+    states: Mapping[str, StageState]  # in the first process
+    drafter: Path | None = None
 
 
-def stage_keys(recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return every stage's key. Reads all data files, for their digests."""
-    keys: dict[str, str] = {}
-    for stage in stages:
-        try:
-            keys[stage.name] = stage.key(recipe, keys)
-        except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    return keys
+class Pipeline:
+    """The stages of one recipe. In a torchrun every process has one; the first decides what runs, and tells the others.
 
-
-def stage_states(
-    recipe: Recipe, stages: Sequence[Stage], keys: Mapping[str, str] | None = None
-) -> dict[str, StageState]:
-    """Say for each stage, in order, where its output belongs and whether it is there. Writes nothing."""
-    keys = stage_keys(recipe, stages) if keys is None else keys
-    workspace = Workspace(recipe.output)
-    states: dict[str, StageState] = {}
-    for stage in stages:
-        directory = workspace.stage_directory(stage.name, keys[stage.name])
-        manifest = Manifest.read(directory)
-        if manifest is not None and not _is_current(manifest, stage, states):
-            manifest = None
-        states[stage.name] = StageState(stage=stage, key=directory.name, directory=directory, manifest=manifest)
-    return states
-
-
-def _is_current(manifest: Manifest, stage: Stage, states: Mapping[str, StageState]) -> bool:
-    """Whether it was made from the present runs of its inputs. An input whose files are gone is taken as unchanged."""
-    for name in stage.depends_on:
-        state = states[name]
-        made_again = state.manifest is not None and manifest.inputs.get(name) != state.manifest.run
-        if made_again or (state.manifest is None and Manifest.read(state.directory) is not None):
-            return False
-    return True
-
-
-def stages_to_run(states: Mapping[str, StageState], selected: Sequence[str], force: Sequence[str] = ()) -> list[str]:
-    """Return the selected stages that must run: those forced, or incomplete and read by one that runs, or built on one.
-
-    An incomplete stage whose output nothing will read is left alone: its files may have been removed to save space.
+    `stages` are those of this package, unless others are given.
     """
 
-    def inputs(name: str) -> set[str]:
-        return set(states[name].stage.depends_on)
-
-    def readers(name: str) -> set[str]:
-        return {other for other in selected if name in inputs(other)}
-
-    incomplete = {name for name in selected if states[name].manifest is None}
-    running = {name for name in selected if name in force or (name in incomplete and not readers(name))}
-    while more := {
-        name
-        for name in selected
-        if name not in running and (inputs(name) & running or (name in incomplete and readers(name) & running))
-    }:
-        running |= more
-    return [name for name in selected if name in running]
-
-
-def run_pipeline(
-    recipe: Recipe,
-    *,
-    selection: Selection | None = None,
-    progress: Progress | None = None,
-    command: str | None = None,
-    stages: Sequence[Stage] | None = None,
-) -> RunReport:
-    """Run what the recipe needs and is not there yet. Started in every process of a torchrun, by each of them."""
-    stages = all_stages() if stages is None else stages
-    selection = selection or Selection()
-    selected = selection.names([stage.name for stage in stages])
-    processes = Processes.from_environment()
-    progress = (progress or Progress()) if processes.is_first else Progress(quiet=True)
-    run = _PipelineRun(recipe, stages, progress, command or shlex.join(sys.argv), processes)
-    with run.workspace.locked() if processes.is_first else nullcontext():
-        return run.execute(selected, selection.force)
-
-
-class _PipelineRun:
-    """One call of `run_pipeline`. The first process decides what runs, and tells the others."""
-
     def __init__(
-        self, recipe: Recipe, stages: Sequence[Stage], progress: Progress, command: str, processes: Processes
+        self,
+        recipe: Recipe,
+        *,
+        stages: Sequence[Stage] | None = None,
+        progress: Progress | None = None,
+        command: str | None = None,
     ) -> None:
-        self.recipe, self.stages, self.progress = recipe, stages, progress
-        self.command, self.processes = command, processes
-        self.workspace = Workspace(recipe.output)
-        # Once: data may be large. Files that change during the run are noticed by the next one.
-        self.keys = stage_keys(recipe, stages) if processes.is_first else {}
+        own = (resolve_name(f"fledge.training.stages.{name}") for name in STAGES)
+        self.recipe, self.output = recipe, Path(recipe.output)
+        self.stages: Sequence[Stage] = tuple(own) if stages is None else stages
+        self.command = command or shlex.join(sys.argv)
+        self.progress = progress or Progress()
 
-    def execute(self, selected: Sequence[str], force: Sequence[str]) -> RunReport:
-        decided = self.processes.share("to-run", lambda: self._decide(selected, force))
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """Every stage's key. Reads all data files, once; what changes during a run is noticed by the next one."""
+        keys: dict[str, str] = {}
         for stage in self.stages:
-            if stage.name in decided:
-                self._run_stage(stage, forced=stage.name in force)
-        return self._report(decided)
+            try:
+                keys[stage.name] = stage.key(self.recipe, keys)
+            except OSError as error:
+                raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        return keys
+
+    def states(self) -> dict[str, StageState]:
+        """Say for each stage, in order, where its output belongs and whether it is there. Writes nothing."""
+        states: dict[str, StageState] = {}
+        for stage in self.stages:
+            directory = self.output / stage.name / self.keys[stage.name]
+            manifest, inputs = Manifest.read(directory), {name: states[name] for name in stage.depends_on}
+            # Made from the present runs of its inputs? One whose files are gone is taken as unchanged.
+            if manifest is not None and not all(
+                manifest.inputs.get(name) == state.manifest.run
+                if state.manifest is not None
+                else Manifest.read(state.directory) is None
+                for name, state in inputs.items()
+            ):
+                manifest = None
+            states[stage.name] = StageState(stage=stage, directory=directory, manifest=manifest)
+        return states
+
+    def run(
+        self,
+        *,
+        only: str | None = None,
+        from_stage: str | None = None,
+        until: str | None = None,
+        force: Sequence[str] = (),
+    ) -> RunReport:
+        """Run what the recipe needs and is not there yet. Called in every process of a torchrun, by each of them.
+
+        All stages, `only` one, or `from_stage` .. `until`; those of `force` even if up to date.
+        """
+        selected = select_stages([stage.name for stage in self.stages], only, from_stage, until, force)
+        processes = Processes.from_environment()
+        if not processes.is_first:
+            self.progress = Progress(quiet=True)
+        self.keys = processes.share("keys", lambda: self.keys)
+        with locked(self.output) if processes.is_first else nullcontext():
+            decided = processes.share("to-run", lambda: self._decide(selected, force))
+            for stage in self.stages:
+                if stage.name in decided:
+                    self._run_stage(stage, processes, forced=stage.name in force)
+            if not processes.is_first:
+                return RunReport(ran=tuple(decided), states={})
+            states, drafter = self.states(), None
+            manifest = states["eval"].manifest if "eval" in states else None
+            if manifest is not None:
+                drafter = publish(self.output, states["eval"].directory / "drafter", manifest.run)
+            return RunReport(ran=tuple(decided), states=states, drafter=drafter)
 
     def _decide(self, selected: Sequence[str], force: Sequence[str]) -> list[str]:
-        states = self._states()
+        states = self.states()
         decided = stages_to_run(states, selected, force)
         for name in selected:
             if name not in decided:
-                complete = states[name].manifest is not None
-                self.progress.say(f"{name}: {'up to date' if complete else 'not needed'}")
+                self.progress.say(f"{name}: {'not needed' if states[name].manifest is None else 'up to date'}")
         return decided
 
-    def _states(self) -> dict[str, StageState]:
-        return stage_states(self.recipe, self.stages, self.keys)
-
-    def _run_stage(self, stage: Stage, *, forced: bool) -> None:
-        begun: dict[str, Any] = self.processes.share(f"{stage.name}-begin", lambda: self._begin(stage, forced))
-        if stage.collective or self.processes.is_first:
-            context = StageContext(
-                recipe=self.recipe,
-                directory=Path(begun["directory"]),
-                inputs={name: Path(path) for name, path in begun["inputs"].items()},
-                progress=self.progress,
-            )
+    def _run_stage(self, stage: Stage, processes: Processes, *, forced: bool) -> None:
+        runs, keys = processes.share(f"{stage.name}-begin", lambda: self._begin(stage, forced))
+        directory, *inputs = (self.output / n / self.keys[n] for n in (stage.name, *stage.depends_on))
+        if stage.collective or processes.is_first:
             started = time.monotonic()
-            summary = stage.run(context)
+            named = dict(zip(stage.depends_on, inputs, strict=True))
+            summary = stage.run(
+                StageContext(recipe=self.recipe, directory=directory, inputs=named, progress=self.progress)
+            )
             gc.collect()  # models hold each other in cycles; the next stage needs their memory
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         if stage.collective:
-            self.processes.gather(f"{stage.name}-ran")
-        if self.processes.is_first:
+            processes.gather(f"{stage.name}-ran")
+        if processes.is_first:
             seconds = time.monotonic() - started
             manifest = Manifest(
                 stage=stage.name,
-                key=context.directory.name,
-                inputs=begun["runs"],
-                input_keys=begun["keys"],
+                key=directory.name,
+                inputs=runs,
+                input_keys=keys,
                 settings=stage.settings(self.recipe),
                 summary=summary,
                 seconds=round(seconds, 3),
                 fledge_version=__version__,
                 command=self.command,
             )
-            manifest.write(context.directory)
-            self.progress.say(f"{stage.name}: done in {duration(seconds)}{_brief(summary)}")
-        self.processes.gather(f"{stage.name}-finished")
+            write_json(directory / MANIFEST, manifest.to_dict())
+            shown = ", ".join([f"{name} {value}" for name, value in shown_numbers(summary).items()][:6])
+            self.progress.say(f"{stage.name}: done in {duration(seconds)}{shown and f' ({shown})'}")
+        processes.gather(f"{stage.name}-finished")
 
-    def _begin(self, stage: Stage, forced: bool) -> dict[str, Any]:
-        """In the first process: check the inputs, prepare the directory, say what is going on."""
-        states = self._states()  # earlier stages may have run since
-        inputs, runs, keys = dict[str, str](), dict[str, str](), dict[str, str]()
+    def _begin(self, stage: Stage, forced: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """In the first process: prepare the directory. Return the runs of its inputs, and all keys before its own."""
+        states = self.states()  # earlier stages may have run since
+        runs, keys = dict[str, str](), dict[str, str]()
         for name in stage.depends_on:
             manifest = states[name].manifest
             if manifest is None:
@@ -237,29 +244,121 @@ class _PipelineRun:
                     f"{stage.name}: needs the output of '{name}', which has not been run for this recipe; "
                     "leave out --only and --from, or run it first"
                 )
-            inputs[name], runs[name] = str(states[name].directory), manifest.run
+            runs[name] = manifest.run
             keys |= {**manifest.input_keys, name: manifest.key}
         directory = states[stage.name].directory
         if forced:
-            self.workspace.clear(directory)
-        resumed = self.workspace.begin(directory, runs)
+            clear(directory)
+        resumed = begin(directory, runs)
         self.progress.say(f"{stage.name}: {'going on where it was interrupted' if resumed else 'started'}")
-        return {"directory": str(directory), "inputs": inputs, "runs": runs, "keys": keys}
+        return runs, keys
 
-    def _report(self, ran: Sequence[str]) -> RunReport:
-        if not self.processes.is_first:
-            return RunReport(ran=tuple(ran), summaries={}, directories={}, drafter=None)
-        states = self._states()
-        published = states.get(PUBLISHED_STAGE)
-        drafter = None
-        if published is not None and published.manifest is not None:
-            drafter = self.workspace.publish(published.directory / "drafter", published.manifest.run)
-        return RunReport(
-            ran=tuple(ran),
-            summaries={name: state.manifest.summary for name, state in states.items() if state.manifest is not None},
-            directories={name: state.directory for name, state in states.items()},
-            drafter=drafter,
-        )
+
+def select_stages(
+    known: Sequence[str], only: str | None, from_stage: str | None, until: str | None, force: Sequence[str]
+) -> Sequence[str]:
+    """Return the names selected from `known`, or raise ConfigError."""
+    for name in (only, from_stage, until, *force):
+        if name is not None and name not in known:
+            raise ConfigError(f"no stage is called '{name}'.{nearest_name_hint(name, known)}")
+    if only and (from_stage or until):
+        raise ConfigError("--only names the one stage to run; leave out --from and --until")
+    first, last = known.index(only or from_stage or known[0]), known.index(only or until or known[-1])
+    if last < first:
+        raise ConfigError(f"--from {from_stage} comes after --until {until}; nothing is left to run")
+    selected = known[first : last + 1]
+    for name in force:
+        if name not in selected:
+            raise ConfigError(f"--force {name}: that stage is not among those to run ({', '.join(selected)})")
+    return selected
+
+
+def stages_to_run(states: Mapping[str, StageState], selected: Sequence[str], force: Sequence[str] = ()) -> list[str]:
+    """Return the selected stages that must run: those forced, or incomplete and read by one that runs, or built on one.
+
+    An incomplete stage whose output nothing will read is left alone: its files may have been removed to save space.
+    """
+    inputs = {name: set(states[name].stage.depends_on) for name in selected}
+    readers = {name: {other for other in selected if name in inputs[other]} for name in selected}
+    incomplete = {name for name in selected if states[name].manifest is None}
+    running = {name for name in selected if name in force or (name in incomplete and not readers[name])}
+    while more := {
+        name
+        for name in selected
+        if name not in running and (inputs[name] & running or (name in incomplete and readers[name] & running))
+    }:
+        running |= more
+    return [name for name in selected if name in running]
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Refuse a second run in the same directory. The lock goes with the process, however it ends."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise FledgeError(f"{output}: cannot be written to: {error.strerror}") from None
+    with file:
+        try:
+            # Held by this process and not by children that it forks, which may outlive it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise FledgeError(f"{output}: {holder} is training there; wait for it, or choose another output") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def begin(directory: Path, inputs: Mapping[str, str]) -> bool:
+    """Make a stage's directory ready to be filled. Return whether there is something to go on from.
+
+    What an interrupted start left is kept if it was made from the same runs of the earlier stages.
+    """
+    resumed = read_json(directory / STARTED) == {"inputs": dict(inputs)}
+    if not resumed:
+        clear(directory)
+        directory.mkdir(parents=True)
+        write_json(directory / STARTED, {"inputs": dict(inputs)})
+    (directory / MANIFEST).unlink(missing_ok=True)
+    remove_temporaries(directory)
+    return resumed
+
+
+def clear(directory: Path) -> None:
+    """Remove a stage's output: the manifest first, so that a start killed in the middle of it is not believed."""
+    if directory.is_dir():
+        for name in (MANIFEST, STARTED):
+            (directory / name).unlink(missing_ok=True)
+        shutil.rmtree(directory)
+
+
+def publish(output: Path, source: Path, identity: str) -> Path:
+    """Copy a finished drafter to `output/drafter`, unless `identity` is there already."""
+    published, marker = output / "drafter", output / ".drafter.json"
+    if published.exists():
+        if not (published / PROVENANCE_FILE).is_file():
+            raise FledgeError(f"{published}: was not written by Fledge; move it away, the trained drafter goes there")
+        if read_json(marker) == {"published": identity}:
+            return published
+    remove_temporaries(output)
+    with atomic_directory(published, replace=True) as copy:
+        shutil.copytree(source, copy, dirs_exist_ok=True)
+        marker.unlink(missing_ok=True)
+    write_json(marker, {"published": identity})
+    return published
+
+
+def shown_numbers(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The plain numbers of a stage's summary, names and values for people."""
+    return {
+        name.replace("_", " "): f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        for name, value in summary.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def duration(seconds: float) -> str:
@@ -267,17 +366,4 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
-
-
-def _brief(summary: Mapping[str, Any]) -> str:
-    """The plain numbers of a summary in brackets."""
-    shown = [
-        f"{name.replace('_', ' ')} {value:,}" if isinstance(value, int) else f"{name.replace('_', ' ')} {value:.4g}"
-        for name, value in summary.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    return f" ({', '.join(shown[:6])})" if shown else ""
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

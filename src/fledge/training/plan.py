@@ -1,41 +1,50 @@
 """What a run will take, before anything runs: tokens, bytes, memory, time. Exact where data is there, else estimated.
 
-Times follow from operations and the speed of a matrix product measured here, times a share of it that is assumed.
+Times follow from operations and the speed of a matrix product measured here, times a share of it that is assumed. In
+the formulas N is the slots of one pass (its rows times their length), H, Q, KV and I the widths of a layer's states,
+queries, keys and MLP, V and D the vocabularies of target and drafter, b the bytes of a number in the dtype that is
+computed in. docs/training.md explains every line.
 """
 
 import os
 import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
 from fledge.checkpoints.source import resolve
 from fledge.devices import DTYPES, choose_device
+from fledge.errors import PromptError
 from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
-from fledge.records import Record
+from fledge.models.config import Architecture, DrafterConfig, TargetConfig
+from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.variants import build
+from fledge.models.target import FAMILIES
+from fledge.models.target.decoder import TargetModel
 from fledge.training.capture import target_config
-from fledge.training.costs import FitShape, target_flops_per_token, target_parameter_count
+from fledge.training.card import fill_template
 from fledge.training.data.packing import packed_rows
-from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError
+from fledge.training.data.rendering import Renderer
 from fledge.training.data.store import TokenStore
 from fledge.training.drafter_setup import drafter_config
-from fledge.training.pipeline import StageState, all_stages, stage_states
-from fledge.training.recipe import Recipe
+from fledge.training.pipeline import Pipeline, StageState, duration
+from fledge.training.recipe import FitSection, Recipe, TargetSection
 from fledge.training.stages.fit import compute_dtype
 from fledge.training.stages.prepare import EXAMPLES, open_renderer, prompt_ids
 from fledge.training.stages.vocab import read_vocabulary
+from fledge.training.ttt import CHUNK_ROWS
 
 FIT_SHARE = 0.4  # of the measured matrix rate: what a fit reaches, about
 FORWARD_SHARE = 0.5  # a forward pass over long rows
 DECODE_SHARE = 0.1  # generation, a token at a time for many requests: bound by memory, not by arithmetic
 SAMPLE = 256  # conversations rendered for an estimate
 MEMORY_MARGIN = 0.92  # of what is free: the allocator needs some room
+MASTER_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8  # float32 weights, gradients, and Adam's two averages
 
 _SHARDING = "use fit.parallel=fsdp2 with more GPUs, or a smaller drafter"
 _REMEDIES = {
@@ -50,113 +59,214 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSize:
-    """What there is to learn from."""
+class FitShape:
+    """One fit, as far as its costs depend on it."""
 
-    exact: bool
-    how: str
-    answer_tokens: int
-    lengths: Sequence[int]  # of the examples, or of a sample of them
-    scale: float = 1.0  # examples for each one in `lengths`
-
-    @property
-    def examples(self) -> int:
-        return round(len(self.lengths) * self.scale)
-
-    @property
-    def tokens(self) -> int:
-        return round(sum(self.lengths) * self.scale)
+    target: TargetConfig
+    target_parameters: int
+    drafter: DrafterConfig
+    fit: FitSection
+    online: bool  # the target runs along
+    document_length: float  # mean tokens of a document, which attention sees half of
+    state_bytes: int  # of a number in the captured states
+    compute_bytes: int  # of a number in the drafter's passes
+    processes: int = 1
 
     @property
-    def mean_length(self) -> float:
-        return self.tokens / max(1, self.examples)
+    def pass_slots(self) -> int:
+        """N: slots in one pass of one process."""
+        mine = self.fit.rows // self.processes
+        return min(self.fit.micro_rows or mine, mine) * self.fit.length
+
+    @property
+    def state_bytes_per_token(self) -> int:
+        """Aux states and the final one: (n + 1) * H numbers."""
+        aux_states = 0 if self.drafter.architecture is Architecture.EAGLE1 else self.drafter.num_aux_states
+        return (aux_states + 1) * self.target.hidden_size * self.state_bytes
+
+    @cached_property
+    def _module(self) -> Drafter:
+        with torch.device("meta"):
+            return build(self.drafter)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained, exactly."""
+        return sum(parameter.numel() for parameter in self._module.parameters())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on each device, by part."""
+        drafter, target, layer, n = self.drafter, self.target, self.drafter.layer, self.pass_slots
+        draft_vocab, b, kv = drafter.draft_vocab_size, self.compute_bytes, layer.kv_cache.numbers_per_token
+        split = self.processes if self.fit.parallel == "fsdp2" else 1
+        copies = 0 if b == MASTER_BYTES else b
+        kept_steps = 1 if self.fit.activation_checkpointing else self.fit.depth
+        step_inputs = n * (drafter.hidden_size + drafter.num_layers * kv) * b
+        # Numbers that one draft step keeps for the backward pass, for each slot.
+        per_layer = 2 * layer.query_size + kv + 3 * layer.intermediate_size + 6 * layer.hidden_size
+        kept = drafter.num_layers * per_layer + 4 * layer.hidden_size  # layer 0 reads two states; the final norm
+        ends = (1 if target.tied_head else 2) * target.vocab_size * target.hidden_size
+        chunk = min(n, CHUNK_ROWS) * target.vocab_size
+        return {
+            "target": (self.target_parameters if self.online else ends) * self.state_bytes,
+            "weights": self.parameters * MASTER_BYTES // split + self.parameters * copies,
+            "gradients": self.parameters * GRADIENT_BYTES // split,
+            "optimizer": self.parameters * ADAM_BYTES // split,
+            "states": n * self.state_bytes_per_token,
+            "activations": n * kept * b * kept_steps + step_inputs * self.fit.depth,
+            # The teacher's, and each kept step's own; some rows of the full vocabulary at a time.
+            "logits": n * draft_vocab * self.state_bytes + kept_steps * n * draft_vocab * b + chunk * self.state_bytes,
+        }
+
+    def flops_per_slot(self) -> dict[str, float]:
+        """Operations for each slot of a row, by part: 2 for a multiply-add, forward once and backward twice."""
+        drafter, target, depth = self.drafter, self.target, self.fit.depth
+        again = 4 / 3 if self.fit.activation_checkpointing else 1.0
+        seen = self.document_length / 2
+        matrices = {name: p.numel() for name, p in self._module.named_parameters() if p.dim() == 2}
+        layers = sum(numbers for name, numbers in matrices.items() if name.startswith("layers."))
+        fuse = sum(numbers for name, numbers in matrices.items() if name.startswith(("fusion", "fc")))
+        fused_steps = depth if drafter.architecture is Architecture.EAGLE1 else 1  # EAGLE-1's fc is run at each step
+        head = drafter.hidden_size * drafter.draft_vocab_size
+        attention = sum(4.0 * drafter.layer.query_size * (seen + k) * drafter.num_layers for k in range(depth))
+        parts = {
+            "layers": 6.0 * again * (layers * depth + fuse * fused_steps),
+            "attention": 3.0 * again * attention,
+            "head": (6.0 if drafter.own_head else 4.0) * again * head * depth,
+            "teacher": 2.0 * target.hidden_size * target.vocab_size,
+        }
+        if self.online:
+            parts["target"] = target_flops_per_token(target, self.target_parameters, seen, head=False)
+        return parts
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeedProbe(Record):
-    """How fast this device multiplies."""
-
-    device: str
-    dtype: str
-    flops_per_second: float
+def target_flops_per_token(target: TargetConfig, parameters: int, seen: float, *, head: bool) -> float:
+    """Operations of one forward pass of the target for one token that attends to `seen` others."""
+    ends = target.vocab_size * target.hidden_size
+    blocks = parameters - (1 if target.tied_head else 2) * ends
+    return 2.0 * (blocks + (ends if head else 0)) + 4.0 * target.layer.query_size * seen * target.num_layers
 
 
-def make_plan(recipe: Recipe, *, probe: SpeedProbe | None = None) -> dict[str, Any]:
-    """Work out what `run_pipeline` would do, as JSON values. Reads the data and the target's config; writes nothing."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+def target_parameter_count(section: TargetSection, target: TargetConfig) -> int:
+    """Return how many numbers the target has, without loading one."""
+    with torch.device("meta"):
+        if target.family in FAMILIES:
+            return sum(parameter.numel() for parameter in TargetModel(target).parameters())
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+
+        remote = section.trust_remote_code
+        config = AutoConfig.from_pretrained(resolve(section.path), trust_remote_code=remote)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Work out what a run would do, as JSON values. Reads the data and the target's config; writes nothing.
+
+    `probe` is what `measure_speed` returns.
+    """
     device = choose_device(recipe.device)
     compute = compute_dtype(recipe.fit, device)
     target = target_config(recipe.target)
-    states = stage_states(recipe, all_stages())
-    data = data_size(recipe, states)
-    draft_vocab = draft_vocab_size(recipe, states, target.vocab_size)
+    states = Pipeline(recipe).states()
+    data, lengths = data_size(recipe, states)
+    mean_length = data["tokens"] / max(1, data["examples"])
+    draft_vocab = recipe.vocab.size if recipe.vocab.size is not None and recipe.vocab.size < target.vocab_size else None
+    if states["vocab"].manifest is not None:
+        vocabulary = read_vocabulary(states["vocab"].directory, target.vocab_size)
+        draft_vocab = None if vocabulary is None else len(vocabulary.d2t)
     shape = FitShape(
         target=target,
-        target_parameters=target_parameter_count(recipe.target, target, str(resolve(recipe.target.path))),
+        target_parameters=target_parameter_count(recipe.target, target),
         drafter=drafter_config(recipe.drafter, target, draft_vocab),
         fit=recipe.fit,
         online=recipe.capture.mode == "online",
-        document_length=min(data.mean_length, recipe.fit.length),
+        document_length=min(mean_length, recipe.fit.length),
         state_bytes=DTYPES[target.dtype].itemsize,
         compute_bytes=compute.itemsize,
-        processes=processes,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     probe = probe or measure_speed(device, compute)
-    fit = _fit(recipe, shape, probe, row_count(recipe, data), device)
-    capture = _capture(recipe, shape, data, probe)
-    per_token = target_flops_per_token(target, shape.target_parameters, data.mean_length / 2, head=True)
-    decode_seconds = per_token / (DECODE_SHARE * probe.flops_per_second)
-    new_tokens, eval_tokens = data.answer_tokens if recipe.regenerate.enabled else 0, _eval_tokens(recipe)
+    # Rows as the trainer packs them; those of a sample are scaled.
+    rows = len(packed_rows(lengths, length=recipe.fit.length, seed=recipe.fit.seed, epoch=0))
+    fit = _fit(shape, max(1, round(rows * data["examples"] / max(1, len(lengths)))), device, probe["flops_per_second"])
+
+    def pass_seconds(tokens: int, share: float, *, head: bool) -> float:
+        flops = target_flops_per_token(target, shape.target_parameters, mean_length / 2, head=head)
+        return float(tokens * flops / (share * probe["flops_per_second"]))
+
+    new_tokens, eval_tokens = data["answer_tokens"] if recipe.regenerate.enabled else 0, _eval_tokens(recipe)
+    state_tokens = 0 if shape.online else data["tokens"]
+    disk = next(path for path in (Path(recipe.output), *Path(recipe.output).parents) if path.exists())
+    capture = {
+        "mode": recipe.capture.mode,
+        "bytes_per_token": shape.state_bytes_per_token,
+        "bytes": state_tokens * shape.state_bytes_per_token,
+        "disk_free": shutil.disk_usage(disk).free,
+        "seconds": pass_seconds(state_tokens, FORWARD_SHARE, head=False),
+    }
+    progress = {
+        name: "up to date" if state.manifest else "interrupted" if state.directory.is_dir() else "to run"
+        for name, state in states.items()
+    }
     return {
-        "device": probe.device,
-        "processes": processes,
-        "stages": [{"stage": name, "key": state.key, "state": _progress_of(state)} for name, state in states.items()],
-        "data": {name: getattr(data, name) for name in ("exact", "how", "examples", "tokens", "answer_tokens")},
+        "device": probe["device"],
+        "processes": shape.processes,
+        "stages": [{"stage": n, "key": states[n].directory.name, "state": state} for n, state in progress.items()],
+        "data": data,
         "regenerate": {
             "enabled": recipe.regenerate.enabled,
             "tokens": new_tokens,
-            "seconds": new_tokens * decode_seconds,
+            "seconds": pass_seconds(new_tokens, DECODE_SHARE, head=True),
         },
         "vocab": {"size": draft_vocab, "target": target.vocab_size},
         "capture": capture,
         "fit": fit,
-        "eval": {"tokens": eval_tokens, "seconds": eval_tokens * decode_seconds},
-        "probe": probe.to_dict(),
-        "warnings": _warnings(recipe, shape, fit, capture, states),
+        "eval": {"tokens": eval_tokens, "seconds": pass_seconds(eval_tokens, DECODE_SHARE, head=True)},
+        "probe": dict(probe),
+        "warnings": _warnings(recipe, shape, fit, capture, captured=states["capture"].manifest is not None),
     }
 
 
-def data_size(recipe: Recipe, states: Mapping[str, StageState]) -> DataSize:
-    """Exact where the examples are there; else from a sample of the files through the tokenizer."""
+def plan_text(recipe: Recipe, plan: Mapping[str, Any]) -> str:
+    """The plan as Markdown: what each stage does and takes, and the memory of `fit`."""
+    people = {"gigabytes": gigabytes, "duration": duration}
+    shares = {"fit_share": FIT_SHARE, "decode_share": DECODE_SHARE}
+    return fill_template("plan.md.jinja", recipe=recipe, plan=plan, **people, **shares)
+
+
+def data_size(recipe: Recipe, states: Mapping[str, StageState]) -> tuple[dict[str, Any], list[int]]:
+    """What there is to learn from, and the lengths of the examples, or of a sample of them.
+
+    Exact where the examples are there; else from a sample of the files through the tokenizer.
+    """
     stage = "regenerate" if recipe.regenerate.enabled else "prepare"
-    if states[stage].manifest is not None:
+    scale, exact = 1.0, states[stage].manifest is not None
+    if exact:
         store = TokenStore.open(states[stage].directory / EXAMPLES)
-        return DataSize(
-            exact=True,
-            how=f"the examples that '{stage}' has made",
-            answer_tokens=store.answer_tokens,
-            lengths=store.lengths.tolist(),
+        how, lengths, answers = f"the examples that '{stage}' has made", store.lengths.tolist(), store.answer_tokens
+    else:
+        renderer = open_renderer(recipe)
+        skipped = Skipped()
+        conversations = [one for _, one in read_conversations(recipe.data.sources, skipped)]
+        refuse_if_empty(len(conversations), skipped, recipe.data.sources)
+        sample = conversations[:: max(1, len(conversations) // SAMPLE)][:SAMPLE]
+        sizes = [size for one in sample for size in _example_sizes(recipe, renderer, one)]
+        lengths, answers = [total for total, _ in sizes], sum(answer for _, answer in sizes)
+        held_out = 0 if recipe.eval.sources else min(recipe.data.held_out, len(conversations) // 2)
+        count = min(max(1, len(conversations) - held_out), recipe.data.max_examples or len(conversations))
+        scale = count * (recipe.regenerate.samples if recipe.regenerate.enabled else 1) / len(sample)
+        how = f"a sample of {len(sample)} of {len(conversations):,} conversations; answers: " + (
+            "at most regenerate.max_tokens each" if recipe.regenerate.enabled else "those of the data"
         )
-    renderer = open_renderer(recipe, resolve(recipe.target.path))
-    skipped = Skipped()
-    conversations = [one for _, one in read_conversations(recipe.data.sources, skipped)]
-    refuse_if_empty(len(conversations), skipped, recipe.data.sources)
-    stride = max(1, len(conversations) // SAMPLE)
-    sample = list(islice(conversations[::stride], SAMPLE))
-    sizes = [size for one in sample for size in _example_sizes(recipe, renderer, one)]
-    held_out = 0 if recipe.eval.sources else min(recipe.data.held_out, len(conversations) // 2)
-    count = max(1, len(conversations) - held_out)
-    if recipe.data.max_examples is not None:
-        count = min(count, recipe.data.max_examples)
-    scale = count * (recipe.regenerate.samples if recipe.regenerate.enabled else 1) / max(1, len(sample))
-    answers = "at most regenerate.max_tokens each" if recipe.regenerate.enabled else "those of the data"
-    return DataSize(
-        exact=False,
-        how=f"a sample of {len(sample)} of {len(conversations):,} conversations; answers: {answers}",
-        answer_tokens=round(sum(answer for _, answer in sizes) * scale),
-        lengths=[total for total, _ in sizes],
-        scale=scale,
-    )
+    size = {
+        "exact": exact,
+        "how": how,
+        "examples": round(len(lengths) * scale),
+        "tokens": round(sum(lengths) * scale),
+        "answer_tokens": round(answers * scale),
+    }
+    return size, lengths
 
 
 def _example_sizes(recipe: Recipe, renderer: Renderer, conversation: Conversation) -> list[tuple[int, int]]:
@@ -169,34 +279,16 @@ def _example_sizes(recipe: Recipe, renderer: Renderer, conversation: Conversatio
             prompt = len(prompt_ids(renderer, conversation, longest))
             answer = min(recipe.regenerate.max_tokens, longest - prompt)
             return [(prompt + answer, answer)] if answer >= least else []
-        if conversation.text is not None:
-            sequences: Sequence[Rendered] = renderer.plain_texts([conversation.text])
-        else:
-            (sequences,) = renderer.conversations([renderer.turn_texts(conversation.messages)])
-    except TemplateRefusedError:
+        sequences = renderer.examples(conversation)
+    except PromptError:
         return []
     cut = [sequence.cut(longest) for sequence in sequences]
     return [(len(c.tokens), sum(c.answer)) for c in cut if sum(c.answer) >= least]
 
 
-def draft_vocab_size(recipe: Recipe, states: Mapping[str, StageState], full: int) -> int | None:
-    """Return the size of the draft vocabulary; None for the whole one."""
-    if states["vocab"].manifest is not None:
-        vocabulary = read_vocabulary(states["vocab"].directory, full)
-        return None if vocabulary is None else len(vocabulary.d2t)
-    return recipe.vocab.size if recipe.vocab.size is not None and recipe.vocab.size < full else None
-
-
-def row_count(recipe: Recipe, data: DataSize) -> int:
-    """Packed rows of one epoch, as the trainer packs them; those of a sample are scaled."""
-    lengths = np.asarray(data.lengths, dtype=np.int64)
-    rows = len(packed_rows(lengths, length=recipe.fit.length, seed=recipe.fit.seed, epoch=0))
-    return max(1, round(rows * data.examples / max(1, len(lengths))))
-
-
-def _fit(recipe: Recipe, shape: FitShape, probe: SpeedProbe, rows: int, device: torch.device) -> dict[str, Any]:
-    steps = recipe.fit.total_steps(rows)
-    slots = steps * recipe.fit.rows * recipe.fit.length
+def _fit(shape: FitShape, rows: int, device: torch.device, flops_per_second: float) -> dict[str, Any]:
+    steps = shape.fit.total_steps(rows)
+    slots = steps * shape.fit.rows * shape.fit.length
     flops = {part: slots * each for part, each in shape.flops_per_slot().items()}
     memory = shape.memory()
     return {
@@ -209,86 +301,51 @@ def _fit(recipe: Recipe, shape: FitShape, probe: SpeedProbe, rows: int, device: 
         "memory_free": free_memory(device),
         "flops": flops,
         "flops_total": sum(flops.values()),
-        "seconds": sum(flops.values()) / (FIT_SHARE * probe.flops_per_second * shape.processes),
-    }
-
-
-def _capture(recipe: Recipe, shape: FitShape, data: DataSize, probe: SpeedProbe) -> dict[str, Any]:
-    disk = next(path for path in (Path(recipe.output), *Path(recipe.output).parents) if path.exists())
-    tokens = data.tokens if recipe.capture.mode == "offline" else 0
-    flops = target_flops_per_token(shape.target, shape.target_parameters, data.mean_length / 2, head=False)
-    return {
-        "mode": recipe.capture.mode,
-        "bytes_per_token": shape.state_bytes_per_token,
-        "bytes": tokens * shape.state_bytes_per_token,
-        "disk_free": shutil.disk_usage(disk).free,
-        "seconds": tokens * flops / (FORWARD_SHARE * probe.flops_per_second),
+        "seconds": sum(flops.values()) / (FIT_SHARE * flops_per_second * shape.processes),
     }
 
 
 def _eval_tokens(recipe: Recipe) -> int:
     """Tokens that `eval` generates at most: once without a drafter, for each candidate, and at each depth."""
     section = recipe.eval
-    if not section.enabled:
-        return 0
     prompts = section.max_prompts * len(section.sources) or min(section.max_prompts, recipe.data.held_out)
     candidates = recipe.fit.candidates * min(prompts, section.candidate_prompts) if recipe.fit.candidates > 1 else 0
-    return section.max_tokens * (prompts * (1 + len(recipe.eval_depths)) + candidates)
+    return section.enabled * section.max_tokens * (prompts * (1 + len(recipe.eval_depths)) + candidates)
 
 
 def _warnings(
-    recipe: Recipe,
-    shape: FitShape,
-    fit: Mapping[str, Any],
-    capture: Mapping[str, Any],
-    states: Mapping[str, StageState],
+    recipe: Recipe, shape: FitShape, fit: Mapping[str, Any], capture: Mapping[str, Any], *, captured: bool
 ) -> list[str]:
-    warnings = []
-    if fit["memory_total"] > MEMORY_MARGIN * fit["memory_free"]:
-        biggest = max(fit["memory"], key=lambda part: fit["memory"][part])
-        warnings.append(
-            f"fit needs about {gigabytes(fit['memory_total'])}, but {gigabytes(fit['memory_free'])} are free; most of "
-            f"it is {biggest}: {_REMEDIES[biggest]}"
-        )
-    if states["capture"].manifest is None and capture["bytes"] > capture["disk_free"]:
-        warnings.append(
-            f"hidden states need {gigabytes(capture['bytes'])} of disk, but {gigabytes(capture['disk_free'])} are "
-            "free; use capture.mode=online"
-        )
-    if recipe.fit.rows % shape.processes:
-        warnings.append(f"fit.rows is {recipe.fit.rows}, no multiple of the {shape.processes} processes")
-    if recipe.vocab.size is not None and recipe.vocab.size > shape.target.vocab_size:
-        warnings.append(
-            f"vocab.size is {recipe.vocab.size:,}, but the target has {shape.target.vocab_size:,} tokens: all are taken"
-        )
-    return warnings
+    memory, free, vocab, full = fit["memory"], fit["memory_free"], recipe.vocab.size or 0, shape.target.vocab_size
+    needed, biggest = fit["memory_total"], max(memory, key=memory.__getitem__)
+    states, disk = capture["bytes"], capture["disk_free"]
+    warnings = [
+        (
+            needed > MEMORY_MARGIN * free,
+            f"fit needs about {gigabytes(needed)}, but {gigabytes(free)} are free; most of it is {biggest}: "
+            f"{_REMEDIES[biggest]}",
+        ),
+        (
+            not captured and states > disk,
+            f"hidden states need {gigabytes(states)} of disk, but {gigabytes(disk)} are free; use capture.mode=online",
+        ),
+        (
+            recipe.fit.rows % shape.processes > 0,
+            f"fit.rows is {recipe.fit.rows}, no multiple of the {shape.processes} processes",
+        ),
+        (vocab > full, f"vocab.size is {vocab:,}, but the target has {full:,} tokens: all are taken"),
+    ]
+    return [text for holds, text in warnings if holds]
 
 
-def _progress_of(state: StageState) -> str:
-    if state.manifest is not None:
-        return "up to date"
-    return "interrupted" if state.directory.is_dir() else "to run"
-
-
-def measure_speed(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> SpeedProbe:
-    """Multiply matrices for about a second."""
+def measure_speed(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> dict[str, Any]:
+    """Say how fast this device multiplies matrices."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-
-    def multiply(times: int) -> None:
-        for _ in range(times):
-            a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    multiply(3)
-    products, started = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < seconds:
-        multiply(10)
-        products += 10
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    rate = 2 * size**3 / timer.blocked_autorange(min_run_time=seconds).mean
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    rate = 2 * size**3 * products / elapsed
-    return SpeedProbe(device=name, dtype=str(dtype).removeprefix("torch."), flops_per_second=rate)
+    return {"device": name, "dtype": str(dtype).removeprefix("torch."), "flops_per_second": rate}
 
 
 def free_memory(device: torch.device) -> int:

@@ -6,15 +6,16 @@ names and impossible values in one line that says where.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from fledge.errors import ConfigError
-from fledge.records import decode, encode
+from fledge.records import Record, decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,8 @@ class RegenerateSection:
     samples: int = 1  # answers to each prompt, with different seeds
     max_num_seqs: int = 256  # answered together
     chunk: int = 512  # prompts written to disk together; an interrupted run repeats at most one chunk
-    processes: int = (
-        1  # that answer side by side on one device; several for targets so small that the host is the limit
-    )
+    # That answer side by side on one device; several for targets so small that the host is the limit.
+    processes: int = 1
     seed: int = 0
 
 
@@ -153,7 +153,7 @@ class EvalSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Record):
     """A whole run. `output` is the run's directory; everything is written below it."""
 
     output: str
@@ -179,12 +179,9 @@ class Recipe:
             raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a mapping of sections")
-        _anchor_paths(values, path.parent)
+        values = _anchored(values, path.parent)
         for override in overrides:
-            changes: dict[str, Any] = {}
-            _apply_override(changes, override)
-            _anchor_paths(changes, Path.cwd())
-            _merge(values, changes, override)
+            _apply_override(values, override)
         recipe = decode(cls, values, str(path))
         recipe.check(str(path))
         return recipe
@@ -192,53 +189,36 @@ class Recipe:
     def check(self, where: str) -> None:
         """Raise ConfigError for values that cannot be meant."""
 
-        def require(holds: bool, key: str, found: object, allowed: str) -> None:
+        def require(holds: bool, key: str, allowed: str) -> None:
             if not holds:
-                raise ConfigError(f"{where}: {key}: found {found!r}, allowed is {allowed}")
+                raise ConfigError(f"{where}: {key}: found {attrgetter(key)(self)!r}, allowed is {allowed}")
 
-        sections = {name: values for name, values in asdict(self).items() if isinstance(values, dict)}
-        for section, values in sections.items():
-            for name, value in values.items():
-                key = f"{section}.{name}"
+        for section, values in asdict(self).items():
+            for name, value in values.items() if isinstance(values, dict) else ():
                 if type(value) in (int, float):
-                    require(math.isfinite(value), key, value, "a finite number")
+                    key = f"{section}.{name}"
+                    require(math.isfinite(value), key, "a finite number")
                     if name in _SHARES:
-                        require(0.0 <= value <= 1.0, key, value, "0 to 1")
+                        require(0.0 <= value <= 1.0, key, "0 to 1")
                     elif name in _MAY_BE_ZERO:
-                        require(value >= 0, key, value, "0 or more")
+                        require(value >= 0, key, "0 or more")
                     else:
-                        require(value > 0, key, value, "a positive number")
-        require(self.fit.depth <= 16, "fit.depth", self.fit.depth, "1 to 16")
-        require(all(1 <= d <= 16 for d in self.eval.depths), "eval.depths", self.eval.depths, "numbers from 1 to 16")
-        require(all(0 <= beta < 1 for beta in self.fit.betas), "fit.betas", self.fit.betas, "numbers from 0 to below 1")
-        require(
-            re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "device", self.device, "auto, cpu or cuda"
-        )
-        require(bool(self.data.sources), "data.sources", self.data.sources, "at least one file")
-        micro = self.fit.micro_rows
-        require(micro is None or self.fit.rows % micro == 0, "fit.micro_rows", micro, f"a divisor of {self.fit.rows}")
-        require(
-            self.data.template_share == 0 or bool(self.data.templates),
-            "data.template_share",
-            self.data.template_share,
-            "0 unless data.templates names some",
-        )
-        require(
-            self.data.vary_system_share == 0 or bool(self.data.system_prompts),
-            "data.vary_system_share",
-            self.data.vary_system_share,
-            "0 unless data.system_prompts names some",
-        )
+                        require(value > 0, key, "a positive number")
+        data, fit = self.data, self.fit
+        require(fit.depth <= 16, "fit.depth", "1 to 16")
+        require(all(1 <= d <= 16 for d in self.eval.depths), "eval.depths", "numbers from 1 to 16")
+        require(all(0 <= beta < 1 for beta in fit.betas), "fit.betas", "numbers from 0 to below 1")
+        require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "device", "auto, cpu or cuda")
+        require(bool(data.sources), "data.sources", "at least one file")
+        require(fit.rows % (fit.micro_rows or 1) == 0, "fit.micro_rows", f"a divisor of {fit.rows}")
+        for share, names in (("template_share", "templates"), ("vary_system_share", "system_prompts")):
+            holds = getattr(data, share) == 0 or bool(getattr(data, names))
+            require(holds, f"data.{share}", f"0 unless data.{names} names some")
 
     @property
     def eval_depths(self) -> tuple[int, ...]:
         """Depths that `eval` measures: the trained one and beyond it."""
         return self.eval.depths or tuple(dict.fromkeys((self.fit.depth, min(2 * self.fit.depth, 16))))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the recipe as YAML and JSON values."""
-        values: dict[str, Any] = encode(self)
-        return values
 
 
 # All other numbers must be above zero.
@@ -246,52 +226,34 @@ _SHARES = {"template_share", "drop_system_share", "vary_system_share", "min_lr_r
 _MAY_BE_ZERO = {"held_out", "temperature", "top_k", "kl_weight", "feature_weight", "weight_decay", "seed"}
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    """`section.key=value`, the value read as YAML."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override '{override}': expected key=value, for example fit.lr=2e-4")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override '{override}': '{text}' is not valid YAML") from None
-    *sections, name = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-    values[name] = value
-
-
-def _merge(values: dict[str, Any], changes: Mapping[str, Any], override: str) -> None:
-    for name, value in changes.items():
-        if not isinstance(value, dict):
-            values[name] = value
-            continue
-        below = values.get(name) or {}
-        if not isinstance(below, dict):
-            raise ConfigError(f"override '{override}': '{name}' is not a section")
-        values[name] = below
-        _merge(below, value, override)
-
-
 _PATHS = ("output", "data.sources", "data.templates", "eval.sources")
 _PATHS_OR_NAMES = ("target.path", "drafter.init_from")  # what is no directory may be a model's name
 
 
-def _anchor_paths(values: dict[str, Any], base: Path) -> None:
-    """Make the relative paths among raw values absolute, in place; whatever is not text is left to the checks."""
-    for key in (*_PATHS, *_PATHS_OR_NAMES):
-        *sections, name = key.split(".")
-        place: Any = values
-        for section in sections:
-            place = place.get(section) if isinstance(place, dict) else None
-        if isinstance(place, dict) and name in place:
-            found = place[name]
-            parts = found if isinstance(found, list) else [found]
-            anchored = [_absolute(part, base, names=key in _PATHS_OR_NAMES) for part in parts]
-            place[name] = anchored if isinstance(found, list) else anchored[0]
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    """`section.key=value`, the value read as YAML; of a whole section, only the keys that it names."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{override}': expected key=value, for example fit.lr=2e-4")
+    try:
+        value = _anchored(yaml.safe_load(text), Path.cwd(), key)
+    except yaml.YAMLError:
+        raise ConfigError(f"override '{override}': '{text}' is not valid YAML") from None
+    *sections, name = key.split(".")
+    for section in sections:
+        values[section] = values.get(section) or {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise ConfigError(f"override '{override}': '{section}' is not a section")
+    below = values.get(name)
+    values[name] = below | value if isinstance(below, dict) and isinstance(value, dict) else value
 
 
-def _absolute(text: Any, base: Path, *, names: bool) -> Any:
-    if not isinstance(text, str) or (names and not (base / text).exists()):
-        return text
-    return str((base / text).absolute())
+def _anchored(value: Any, base: Path, key: str = "") -> Any:
+    """Make the relative paths among raw values absolute; whatever is not text is left to the checks."""
+    if isinstance(value, dict):
+        return {name: _anchored(item, base, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_anchored(item, base, key) for item in value]
+    is_path = key in _PATHS or (key in _PATHS_OR_NAMES and isinstance(value, str) and (base / value).exists())
+    return str((base / value).absolute()) if is_path and isinstance(value, str) else value

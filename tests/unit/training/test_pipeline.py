@@ -15,9 +15,8 @@ import pytest
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.errors import ConfigError, FledgeError
 from fledge.progress import Progress
-from fledge.training.pipeline import Selection, duration, run_pipeline, stage_states
+from fledge.training.pipeline import MANIFEST, Manifest, Pipeline, Stage, StageContext, clear, duration
 from fledge.training.recipe import DataSection, Recipe, TargetSection
-from fledge.training.workspace import MANIFEST, Manifest, Stage, StageContext, Workspace
 
 QUIET = Progress(quiet=True)
 
@@ -56,17 +55,17 @@ class Workshop:
 
     def run(self, recipe: Recipe | None = None, **options: Any) -> list[str]:
         self.calls.clear()
-        self.report = run_pipeline(
+        pipeline = Pipeline(
             recipe or self.recipe,
             stages=self.stages,
             progress=options.pop("progress", QUIET),
             command="fledge train recipe.yaml",
-            selection=Selection(**options),
         )
+        self.report = pipeline.run(**options)
         return list(self.calls)
 
     def directory(self, name: str, recipe: Recipe | None = None) -> Path:
-        return stage_states(recipe or self.recipe, self.stages)[name].directory
+        return Pipeline(recipe or self.recipe, stages=self.stages).states()[name].directory
 
 
 @pytest.fixture
@@ -207,7 +206,7 @@ def test_removed_intermediate_files_are_not_made_again_for_nothing(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workshop.run()
-    Workspace(workshop.recipe.output).clear(workshop.directory("capture"))
+    clear(workshop.directory("capture"))
     assert workshop.run(progress=Progress()) == []
     assert "capture: not needed" in capsys.readouterr().err
     assert workshop.report.drafter is not None
@@ -245,8 +244,9 @@ def test_the_run_directory_can_be_moved(workshop: Workshop, tmp_path: Path) -> N
 
 HOLD_LOCK = """
 import sys, time
-from fledge.training.workspace import Workspace
-with Workspace(sys.argv[1]).locked():
+from pathlib import Path
+from fledge.training.pipeline import locked
+with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """

@@ -11,15 +11,14 @@ from fledge.checkpoints.target import load_target
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
 from fledge.progress import Progress
-from fledge.training.costs import FitShape, parameter_count, target_parameter_count
 from fledge.training.data.store import TokenStore
-from fledge.training.pipeline import run_pipeline
-from fledge.training.plan import SpeedProbe, gigabytes, make_plan, measure_speed
+from fledge.training.pipeline import Pipeline
+from fledge.training.plan import FitShape, gigabytes, make_plan, measure_speed, target_parameter_count
 from fledge.training.recipe import FitSection, Recipe, TargetSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run
 
-PROBE = SpeedProbe(device="test", dtype="float32", flops_per_second=1e9)
+PROBE = {"device": "test", "dtype": "float32", "flops_per_second": 1e9}
 
 
 def shape(drafter: DrafterConfig | None = None, processes: int = 1, online: bool = True, **fit: Any) -> FitShape:
@@ -39,7 +38,7 @@ def shape(drafter: DrafterConfig | None = None, processes: int = 1, online: bool
 @pytest.mark.parametrize("variant", [EAGLE_1, EAGLE_3, EAGLE_3_1])
 def test_parameters_are_those_of_the_module(variant: Any) -> None:
     config = variant.config_for(TINY_TARGET)
-    assert parameter_count(config) == sum(p.numel() for p in build(config).parameters())
+    assert shape(config).parameters == sum(p.numel() for p in build(config).parameters())
 
 
 def test_state_bytes_are_all_aux_states_and_the_final_one() -> None:
@@ -100,10 +99,8 @@ def test_an_estimate_is_close_and_says_that_it_is_one_and_what_is_there_is_exact
     assert not Path(recipe.output).exists()  # a plan writes nothing
     assert {stage["state"] for stage in estimated["stages"]} == {"to run"}
 
-    from fledge.training.pipeline import Selection
-
-    report = run_pipeline(recipe, selection=Selection(until="capture"), progress=Progress(quiet=True))
-    store = TokenStore.open(report.directories["prepare"] / "examples")
+    report = Pipeline(recipe, progress=Progress(quiet=True)).run(until="capture")
+    store = TokenStore.open(report.states["prepare"].directory / "examples")
     assert estimated["data"]["examples"] == len(store)
     assert estimated["data"]["tokens"] == pytest.approx(store.total_tokens, rel=0.1)
     assert estimated["fit"]["rows"] == pytest.approx(make_plan(recipe, probe=PROBE)["fit"]["rows"], abs=2)
@@ -113,7 +110,7 @@ def test_an_estimate_is_close_and_says_that_it_is_one_and_what_is_there_is_exact
     assert exact["data"]["tokens"] == store.total_tokens
     assert exact["data"]["answer_tokens"] == store.answer_tokens
     assert exact["capture"]["bytes"] == store.total_tokens * 4 * 32 * 4
-    shards = report.directories["capture"].glob("shard-*.bin")
+    shards = report.states["capture"].directory.glob("shard-*.bin")
     assert sum(path.stat().st_size for path in shards) == exact["capture"]["bytes"]
     assert [stage["state"] for stage in exact["stages"]] == ["up to date"] * 4 + ["to run"] * 2
 
@@ -121,10 +118,10 @@ def test_an_estimate_is_close_and_says_that_it_is_one_and_what_is_there_is_exact
 def test_target_parameters_are_those_of_its_weights(recipe: Recipe) -> None:
     target = load_target(Path(recipe.target.path))
     section = TargetSection(path=recipe.target.path)
-    counted = target_parameter_count(section, target.config, recipe.target.path)
+    counted = target_parameter_count(section, target.config)
     assert counted == sum(p.numel() for p in target.parameters())
     foreign = replace(target.config, family="something else")  # counted by transformers then
-    assert target_parameter_count(section, foreign, recipe.target.path) == counted
+    assert target_parameter_count(section, foreign) == counted
 
 
 def test_what_does_not_fit_is_warned_of(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +141,8 @@ def test_a_draft_vocabulary_larger_than_the_target_s_is_all_of_it(recipe: Recipe
 
 def test_the_probe_measures() -> None:
     probe = measure_speed(torch.device("cpu"), torch.float32, seconds=0.05)
-    assert 1e8 < probe.flops_per_second < 1e15
-    assert probe.dtype == "float32"
+    assert 1e8 < probe["flops_per_second"] < 1e15
+    assert probe["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(("count", "text"), [(12, "12 bytes"), (1500, "1.5 kB"), (3.2e10, "32.0 GB"), (2e12, "2.0 TB")])

@@ -18,9 +18,9 @@ from fledge.evaluation.conversations import Skipped
 from fledge.evaluation.results import RequestRecord
 from fledge.models.drafter.variants import EAGLE_3_1
 from fledge.progress import Progress
+from fledge.training.pipeline import StageContext
 from fledge.training.recipe import Recipe
 from fledge.training.stages import evaluate
-from fledge.training.workspace import StageContext
 from tests.tiny_models import make_drafter
 from tests.tiny_training import write_run
 

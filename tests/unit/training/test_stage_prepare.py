@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.errors import DataError
+from fledge.errors import ConfigError, DataError
 from fledge.training.data.store import TokenStore
+from fledge.training.pipeline import Pipeline
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import STAGE
 from tests.unit.training.data.stage_cases import make_recipe, read_lines, run_stage, save_tiny_target, write_lines
@@ -211,5 +212,5 @@ def test_the_key_follows_data_tokenizer_and_template(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     moved = make_recipe(target, write_lines(tmp_path / "elsewhere" / "data.jsonl", conversations(4)))
     assert STAGE.key(moved, {}) == stop_key  # where the files are does not matter
-    with pytest.raises(DataError, match="cannot be read"):
-        STAGE.key(make_recipe(target, tmp_path / "absent.jsonl"), {})
+    with pytest.raises(ConfigError, match=r"absent\.jsonl: cannot be read"):
+        _ = Pipeline(make_recipe(target, tmp_path / "absent.jsonl"), stages=[STAGE]).keys

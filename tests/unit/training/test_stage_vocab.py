@@ -26,7 +26,7 @@ def _inputs(tmp_path: Path) -> dict[str, Path]:
     inputs = {"prepare": tmp_path / "prepare", "regenerate": tmp_path / "regenerate"}
     for directory in inputs.values():
         directory.mkdir()
-    with TokenStore.Writer(inputs["prepare"] / "examples", FULL) as writer:
+    with TokenStore.writer(inputs["prepare"] / "examples", FULL) as writer:
         writer.add([90, 90, 90, 7, 7, 8], [False, False, False, True, True, True], "a")
         writer.add([90, 7, 9], [False, True, True], "b")
     return inputs

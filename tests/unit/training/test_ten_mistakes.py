@@ -173,14 +173,14 @@ def test_rope_survives_from_either_spelling_to_the_written_config(target: Path, 
 
 def test_other_data_is_another_vocabulary(tmp_path: Path) -> None:
     """The stage's key follows from the data, so no old vocabulary can be picked up."""
-    from fledge.training.pipeline import all_stages, stage_states
+    from fledge.training.pipeline import Pipeline
     from fledge.training.recipe import Recipe
     from tests.tiny_training import write_run
 
     recipe = Recipe.load(write_run(tmp_path))
-    before = stage_states(recipe, all_stages())
+    before = Pipeline(recipe).states()
     with (tmp_path / "data.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"messages": [{"role": "user", "content": "something new"}]}\n')
-    after = stage_states(recipe, all_stages())
+    after = Pipeline(recipe).states()
     assert before["vocab"].key != after["vocab"].key
     assert before["fit"].key != after["fit"].key

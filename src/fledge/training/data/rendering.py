@@ -16,29 +16,19 @@ onto tokens it was not made for.
 Plain text has no prompt: all of it after the first token counts as answer.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
-from fledge.evaluation.conversations import ASKING_ROLES, Message
+from fledge.errors import PromptError
+from fledge.evaluation.conversations import ASKING_ROLES, Conversation, Message
 
 # Stands for a turn's content when a template is asked what it writes before and after it.
 _STAND_IN = "\u2063stand-in\u2063"
 _IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-
-
-class TemplateRefusedError(ValueError):
-    """A chat template does not take a conversation; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnTokens:
-    """One answer and what it answers, in ids."""
-
-    prompt: Sequence[int]
-    answer: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,86 +42,71 @@ class Rendered:
         return Rendered(tokens=self.tokens[:length], answer=self.answer[:length])
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnText:
-    """The text of a turn, before it is tokenised."""
-
-    prompt: str
-    answer: str
-
-
-def chain(turns: Iterable[TurnTokens]) -> list[Rendered]:
-    """Join the turns of one conversation into as few sequences as their ids allow (see the module's text)."""
+def chain(turns: Iterable[tuple[list[int], list[int]]]) -> list[Rendered]:
+    """Join turns (ids of a prompt and its answer) into as few sequences as their ids allow (see the module's text)."""
     done: list[Rendered] = []
-    tokens: list[int] = []
-    answer: list[bool] = []
-    for turn in turns:
-        prompt = list(turn.prompt)
-        if tokens and prompt[: len(tokens)] != tokens:
-            done.append(Rendered(tokens=tokens, answer=answer))
-            answer = []
-        answer = answer + [False] * (len(prompt) - len(answer)) + [True] * len(turn.answer)
-        tokens = prompt + list(turn.answer)
-    return [*done, Rendered(tokens=tokens, answer=answer)] if tokens else done
+    for prompt, said in turns:
+        last = done[-1] if done and prompt[: len(done[-1].tokens)] == done[-1].tokens else None
+        before = [] if last is None else done.pop().answer
+        answer = before + [False] * (len(prompt) - len(before)) + [True] * len(said)
+        done.append(Rendered(tokens=prompt + said, answer=answer))
+    return done
 
 
 class Renderer:
-    """A tokenizer with its own chat template and, by number, further ones. `stop_ids` end an answer."""
+    """A tokenizer with its own chat template and, by number, further `templates`. `stop_ids` end an answer."""
 
-    def __init__(self, tokenizer: Any, stop_ids: Iterable[int], templates: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
         self.tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._special_ids = frozenset(int(token) for token in tokenizer.all_special_ids)
-        self._templates = tuple(templates)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.tokenizer.chat_template is not None
+        self.templates: list[str] = []
 
     def prompt_text(self, messages: Sequence[Message], template: int | None = None) -> str:
-        """Return the prompt as it is served. Raises TemplateRefusedError."""
+        """Return the prompt as it is served. Raises PromptError."""
         return self._render(messages, template, add_generation_prompt=True)
 
-    def turn_texts(self, messages: Sequence[Message], template: int | None = None) -> list[TurnText]:
-        """Return prompt and answer of every assistant turn that answers something. Raises TemplateRefusedError."""
+    def turn_texts(self, messages: Sequence[Message], template: int | None = None) -> list[tuple[str, str]]:
+        """Return prompt and answer of every assistant turn that answers something. Raises PromptError."""
         texts = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and any(m["role"] in ASKING_ROLES for m in messages[:i]):
                 prompt = self.prompt_text(messages[:i], template)
                 full = self._render(messages[: i + 1], template)
-                if full.startswith(prompt):
-                    answer = full[len(prompt) :]
-                else:
-                    answer = self._answer_apart(messages[: i + 1], template, prompt, full)
-                texts.append(TurnText(prompt=prompt, answer=answer))
+                apart = not full.startswith(prompt)
+                answer = self._answer_apart(messages[: i + 1], template, prompt, full) if apart else full[len(prompt) :]
+                texts.append((prompt, answer))
         return texts
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Tokenise rendered text, as `encode_chat` does."""
         if not texts:
             return []
-        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, **_IDS_ONLY)["input_ids"]
+        made = self.tokenizer(list(texts), add_special_tokens=add_special_tokens, **_IDS_ONLY)
+        ids: list[list[int]] = made["input_ids"]
         return ids
 
-    def conversations(self, several: Sequence[Sequence[TurnText]]) -> list[list[Rendered]]:
-        """Tokenise the turns of several conversations together."""
-        flat = [text for texts in several for text in texts]
-        ids = self.encode([t for text in flat for t in (text.prompt, text.prompt + text.answer)])
-        turns = iter(
-            self._turn(text, prompt, joint) for text, prompt, joint in zip(flat, ids[::2], ids[1::2], strict=True)
-        )
-        return [chain([next(turns) for _ in texts]) for texts in several]
+    def conversations(self, several: Sequence[Sequence[tuple[str, str]]]) -> list[list[Rendered]]:
+        """Tokenise the turns (prompt and answer) of several conversations together."""
+        texts = [text for turns in several for p, a in turns for text in ((p, p + a) if a else (p,))]
+        ids = iter(self.encode(texts))
+        return [chain([self._turn(a, next(ids), next(ids) if a else []) for _, a in turns]) for turns in several]
 
     def plain_texts(self, texts: Sequence[str]) -> list[Rendered]:
         """Tokenise plain text as the engine does a text prompt."""
-        if not texts:
-            return []
-        several: list[list[int]] = self.tokenizer(list(texts), **_IDS_ONLY)["input_ids"]
-        return [Rendered(tokens=ids, answer=[False, *[True] * (len(ids) - 1)][: len(ids)]) for ids in several]
+        several = self.encode(texts, add_special_tokens=True)
+        return [Rendered(tokens=ids, answer=[i > 0 for i in range(len(ids))]) for ids in several]
 
-    def _turn(self, text: TurnText, prompt: list[int], joint: list[int]) -> TurnTokens:
-        answer = joint[len(prompt) :] if joint[: len(prompt)] == prompt else self._encode_apart(text.answer)
-        return TurnTokens(prompt=prompt, answer=self._through_stop(answer))
+    def examples(self, conversation: Conversation) -> list[Rendered]:
+        """What one conversation is to learn from, with the target's own template. Raises PromptError."""
+        if conversation.text is not None:
+            return self.plain_texts([conversation.text])
+        return self.conversations([self.turn_texts(conversation.messages)])[0]
+
+    def _turn(self, answer: str, prompt: list[int], joint: list[int]) -> tuple[list[int], list[int]]:
+        """The ids of a prompt, and those of its answer through the first end token."""
+        ids = joint[len(prompt) :] if joint[: len(prompt)] == prompt else self._encode_apart(answer) if answer else []
+        return prompt, self._through_stop(ids)
 
     def _through_stop(self, answer: list[int]) -> list[int]:
         for count, token in enumerate(answer, start=1):
@@ -156,26 +131,22 @@ class Renderer:
         stand_in = [*messages[:-1], {"role": "assistant", "content": _STAND_IN}]
         before, found, after = self._render(stand_in, template).partition(_STAND_IN)
         if not found:
-            raise TemplateRefusedError("the template does not write the assistant's content")
+            raise PromptError("the template does not write the assistant's content")
         content = str(messages[-1]["content"]).lstrip()
-        opener = prompt[_common(before, prompt) :].strip()  # what the prompt opens and a finished turn does not show
+        # What the prompt opens and a finished turn does not show.
+        opener = prompt[len(os.path.commonprefix([before, prompt])) :].strip()  # noqa: RUF071 - of texts, not paths
         if opener and content.startswith(opener):
             return content[len(opener) :].lstrip("\n") + after
         if not full.startswith(before):
-            raise TemplateRefusedError("the template writes an assistant's turn in a way that cannot be split")
+            raise PromptError("the template writes an assistant's turn in a way that cannot be split")
         return full[len(before) :]
 
     def _render(self, messages: Sequence[Message], template: int | None, *, add_generation_prompt: bool = False) -> str:
-        chosen = None if template is None else self._templates[template]
+        chosen = None if template is None else self.templates[template]
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), chat_template=chosen, add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TemplateRefusedError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
+            raise PromptError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
         return str(text)
-
-
-def _common(a: str, b: str) -> int:
-    """Length of the common start of two texts."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

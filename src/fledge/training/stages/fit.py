@@ -1,4 +1,7 @@
-"""fit: train the drafter. Leaves candidates/step-000500/ ..., log.jsonl and training.png."""
+"""capture: the target's hidden states of all examples, on disk (offline) or computed while training (online).
+
+fit: train the drafter on them. Leaves candidates/step-000500/ ..., log.jsonl and training.png.
+"""
 
 import warnings
 from dataclasses import asdict
@@ -8,41 +11,75 @@ import torch
 
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import weights_digest
+from fledge.devices import DTYPES, choose_device
 from fledge.errors import CheckpointWarning, ConfigError
 from fledge.files import digest
 from fledge.models.drafter.variants import name_of
 from fledge.training.capture import CaptureModel, open_target, target_config
-from fledge.training.card import TRAINING_PLOT, shown_recipe
+from fledge.training.card import TRAINING_PLOT, plot_training, shown_recipe
 from fledge.training.data.loader import StepLoader
 from fledge.training.data.store import TokenStore
 from fledge.training.drafter_setup import drafter_config, make_drafter
-from fledge.training.hidden_states import HiddenStateStore
+from fledge.training.hidden_states import HiddenStateStore, plan_states, write_states
 from fledge.training.metrics import LOG_FILE, check_available, read_log
 from fledge.training.parallel import Workers
-from fledge.training.plots import plot_training
+from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import FitSection, Recipe
-from fledge.training.stages.capture import target_identity
 from fledge.training.stages.regenerate import examples_directory
 from fledge.training.stages.vocab import read_vocabulary
 from fledge.training.trainer import Trainer
 from fledge.training.ttt import Teacher
-from fledge.training.workspace import Stage, StageContext
 
 # Not part of the result beyond rounding: these may be changed between an interruption and the next start.
 _FREE = ("tensorboard", "wandb_project", "parallel", "compile", "activation_checkpointing", "micro_rows")
 
 
+def _capture_settings(recipe: Recipe) -> dict[str, Any]:
+    if recipe.capture.mode == "online":
+        return {"mode": "online"}
+    return {
+        "mode": "offline",
+        "shard_tokens": recipe.capture.shard_tokens,
+        "target": target_identity(recipe),
+        "variant": recipe.drafter.variant,
+        "aux_layer_ids": recipe.drafter.aux_layer_ids,
+    }
+
+
+def target_identity(recipe: Recipe) -> dict[str, Any]:
+    """JSON values that change with the target's weights and how they are run, wherever they are kept."""
+    target = recipe.target
+    return {"weights": weights_digest(resolve(target.path)), "dtype": target.dtype, "backend": target.backend}
+
+
+def _capture(context: StageContext) -> dict[str, Any]:
+    recipe = context.recipe
+    store = TokenStore.open(examples_directory(context.inputs))
+    target = target_config(recipe.target)
+    aux_layer_ids = drafter_config(recipe.drafter, target).aux_layer_ids or ()
+    weights = weights_digest(resolve(recipe.target.path))
+    form = plan_states(store, target, weights, aux_layer_ids, recipe.capture.shard_tokens)
+    summary = {
+        "mode": recipe.capture.mode,
+        "tokens": store.total_tokens,
+        "aux_layer_ids": list(aux_layer_ids),
+        "bytes_per_token": form.bytes_of(1),
+    }
+    if recipe.capture.mode == "online":
+        return {**summary, "bytes": 0}
+    capture = open_target(recipe.target, choose_device(recipe.device))
+    batch_tokens = recipe.capture.batch_tokens
+    write_states(context.directory, store, capture, form, batch_tokens=batch_tokens, progress=context.progress)
+    return {**summary, "bytes": form.bytes_of(store.total_tokens)}
+
+
+CAPTURE = Stage(
+    name="capture", version=1, depends_on=("prepare", "regenerate"), settings=_capture_settings, run=_capture
+)
+
+
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    _check(recipe)
-    fit = {name: value for name, value in asdict(recipe.fit).items() if name not in _FREE}
-    drafter = asdict(recipe.drafter)
-    if recipe.drafter.init_from is not None:
-        drafter["init_from"] = weights_digest(resolve(recipe.drafter.init_from))
-    return {"target": target_identity(recipe), "drafter": drafter, "fit": fit}
-
-
-def _check(recipe: Recipe) -> None:
-    """Refuse what cannot be trained. Settings are read before any stage runs, and answering prompts may take hours."""
+    # Refuse what cannot be trained: settings are read before any stage runs, and answering prompts may take hours.
     target, size = target_config(recipe.target), recipe.vocab.size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)  # training says it
@@ -51,6 +88,11 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError(
             f"fit.length: found {recipe.fit.length}, allowed is up to the target's {target.max_positions}"
         )
+    fit = {name: value for name, value in asdict(recipe.fit).items() if name not in _FREE}
+    drafter = asdict(recipe.drafter)
+    if recipe.drafter.init_from is not None:
+        drafter["init_from"] = weights_digest(resolve(recipe.drafter.init_from))
+    return {"target": target_identity(recipe), "drafter": drafter, "fit": fit}
 
 
 def _run(context: StageContext) -> dict[str, Any]:
@@ -70,16 +112,14 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     store = TokenStore.open(examples_directory(context.inputs))
     vocabulary = read_vocabulary(context.inputs["vocab"], target.vocab_size, store.digest)
     config = drafter_config(recipe.drafter, target, None if vocabulary is None else len(vocabulary.d2t))
+    variant = name_of(config)
+    run_name = recipe.name or variant
 
     capture: CaptureModel | None = None
     states: HiddenStateStore | None = None
     if recipe.capture.mode == "offline":
-        states = HiddenStateStore(
-            context.inputs["capture"],
-            store,
-            target=weights_digest(resolve(recipe.target.path)),
-            aux_layer_ids=config.aux_layer_ids,
-        )
+        weights, ids = weights_digest(resolve(recipe.target.path)), config.aux_layer_ids
+        states = HiddenStateStore(context.inputs["capture"], store, target=weights, aux_layer_ids=ids)
         ends = states.ends(workers.device)
     else:
         capture = open_target(recipe.target, workers.device)
@@ -89,7 +129,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     )
     loader = StepLoader(store, fit, share=share, states=states, pinned=workers.device.type == "cuda")
     parameters = sum(p.numel() for p in drafter.parameters())
-    ids = None if vocabulary is None else vocabulary.target_ids.tolist()
+    drafted = None if vocabulary is None else vocabulary.target_ids.tolist()
     trainer = Trainer(
         drafter=drafter,
         fit=fit,
@@ -99,43 +139,38 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
         compute=compute,
         workers=workers,
         directory=context.directory,
-        key=digest([_settings(recipe), store.digest, ids]),
+        key=digest([_settings(recipe), store.digest, drafted]),
         progress=context.progress,
-        run_name=recipe.name or name_of(config),
+        run_name=run_name,
         provenance={"recipe": shown_recipe(recipe), "examples": store.digest},
     )
     context.progress.say(
-        f"fit: {name_of(config)}, {parameters:,} parameters, {trainer.total_steps:,} steps of {fit.rows} rows of "
+        f"fit: {variant}, {parameters:,} parameters, {trainer.total_steps:,} steps of {fit.rows} rows of "
         f"{fit.length} tokens, {str(compute).removeprefix('torch.')} on {workers.world} x {workers.device.type}"
     )
     trainer.run()
     if not workers.is_first:
         return {}
     records = read_log(context.directory / LOG_FILE)
-    title = f"{recipe.name or name_of(config)}: training of {name_of(config)}"
-    plot_training(records, context.directory / TRAINING_PLOT, title=title)
+    plot_training(records, context.directory / TRAINING_PLOT, title=f"{run_name}: training of {variant}")
     last = records[-1]
-    summary: dict[str, Any] = {
+    on_gpu = workers.device.type == "cuda"
+    return {
         "steps": trainer.done,
         "tokens": trainer.tokens,
         "parameters": parameters,
-        "loss": last["loss"],
-        "simulated_acceptance_length": last["simulated_acceptance_length"],
-        "tokens_per_second": last["tokens_per_second"],
+        **{name: last[name] for name in ("loss", "simulated_acceptance_length", "tokens_per_second")},
         "skipped_steps": last["skipped"],
         "accuracy_by_depth": last["accuracy_by_depth"],
         "candidates": sorted(path.name for path in (context.directory / "candidates").iterdir()),
+        **({"peak_memory_bytes": torch.cuda.max_memory_allocated(workers.device)} if on_gpu else {}),
     }
-    if workers.device.type == "cuda":
-        summary["peak_memory_bytes"] = torch.cuda.max_memory_allocated(workers.device)
-    return summary
 
 
 def compute_dtype(fit: FitSection, device: torch.device) -> torch.dtype:
     """The dtype that the drafter's layers are run in."""
-    if fit.compute_dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if fit.compute_dtype == "bfloat16" else torch.float32
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return DTYPES[auto if fit.compute_dtype == "auto" else fit.compute_dtype]
 
 
 STAGE = Stage(

@@ -6,89 +6,81 @@ Writes into its directory:
     prompts.jsonl    {"prompt_token_ids", "messages", "category", "template"}, where the target is to answer itself
 """
 
+import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
 from fledge.engine.tokenizer import load_tokenizer
-from fledge.errors import DataError
+from fledge.errors import DataError, PromptError
 from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
-from fledge.files import atomic_file, file_digest, json_line, write_json_lines
+from fledge.files import file_digest, write_json_lines
 from fledge.progress import Advance
-from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError
-from fledge.training.data.selection import Varied, choose_held_out, choose_sample, hashed, vary
-from fledge.training.data.store import TokenStore
-from fledge.training.recipe import Recipe
-from fledge.training.workspace import Stage, StageContext
+from fledge.training.data.rendering import Rendered, Renderer
+from fledge.training.data.store import TokenStore, TokenWriter
+from fledge.training.pipeline import Stage, StageContext
+from fledge.training.recipe import DataSection, Recipe
 
 HELD_OUT, PROMPTS, EXAMPLES = "held_out.jsonl", "prompts.jsonl", "examples"
 _BATCH = 512  # conversations tokenised together
-_T = TypeVar("_T")
-_Batch = Sequence[tuple[str, Varied]]  # where it was read, and what
+_NOTHING = {  # to be asked or learnt from, by whether the target is to answer
+    True: ("nothing to answer", "no user turn to answer"),
+    False: ("no answer", "no assistant turn to learn from; regenerate.enabled would make some"),
+}
+_COUNTS = ("conversations", "examples", "tokens", "answer_tokens", "held_out_duplicates", "cut", "too_long")
 
 
-def settings(recipe: Recipe) -> dict[str, Any]:
+def _settings(recipe: Recipe) -> dict[str, Any]:
     target = resolve(recipe.target.path)
     data = asdict(recipe.data)
-    data["sources"] = [[Path(source).name, _digest_of(source)] for source in recipe.data.sources]
-    data["templates"] = [_digest_of(template) for template in recipe.data.templates]
+    data["sources"] = [[Path(source).name, file_digest(source)] for source in recipe.data.sources]
+    data["templates"] = list(map(file_digest, recipe.data.templates))
     return {
         "data": data,
         "answers_follow": recipe.regenerate.enabled,
         "vocab_size": vocab_size(target),
-        "stop_ids": list(config_stop_ids(target)),
-        **tokenizer_digests(target),
+        **text_identity(target),
     }
 
 
-def _digest_of(path: str) -> str:
-    try:
-        return file_digest(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; see data.sources and data.templates") from None
+def text_identity(target: Path) -> dict[str, Any]:
+    """JSON values that change with what texts become, and with where answers end."""
+    return {"stop_ids": list(config_stop_ids(target)), **tokenizer_digests(target)}
 
 
-def run(context: StageContext) -> dict[str, Any]:
-    return _Preparation(context).run()
-
-
-STAGE = Stage(name="prepare", version=1, depends_on=(), settings=settings, run=run)
-
-
-def open_renderer(recipe: Recipe, target: Path) -> Renderer:
+def open_renderer(recipe: Recipe) -> Renderer:
     """Return the target's tokenizer with the templates of the recipe, tried on a simple question."""
+    target = resolve(recipe.target.path)
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
         raise DataError(f"{target}: has no tokenizer, which preparing data needs")
-    texts = []
-    for path in recipe.data.templates:
-        try:
-            texts.append(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: cannot be read: {error}") from None
-    renderer = Renderer(tokenizer, stop_ids(target, tokenizer), texts)
+    renderer = Renderer(tokenizer, stop_ids(target, tokenizer))
     for number, path in enumerate(recipe.data.templates):
         try:
+            renderer.templates.append(Path(path).read_text(encoding="utf-8"))
             renderer.prompt_text([{"role": "user", "content": "Hello"}], number)
-        except TemplateRefusedError as error:
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read: {error}") from None
+        except PromptError as error:
             raise DataError(f"{path}: cannot render a simple question: {error}") from None
     return renderer
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Census:
-    """What a first pass over the data learns: little enough to keep for millions of conversations."""
+class Varied:
+    """A conversation as it will be rendered: with the target's own template, or another one by its number."""
 
-    topics: np.ndarray[Any, np.dtype[np.uint64]]
-    categories: np.ndarray[Any, np.dtype[np.int32]]
-    may_be_held_out: np.ndarray[Any, np.dtype[np.bool_]]
+    conversation: Conversation
+    template: int | None = None
+    system: str = "kept"  # or "dropped" or "replaced"
 
 
 class _Preparation:
@@ -98,26 +90,23 @@ class _Preparation:
         self.recipe, self.data = context.recipe, context.recipe.data
         self.directory, self.progress = context.directory, context.progress
         self.target = resolve(self.recipe.target.path)
-        self.renderer = open_renderer(self.recipe, self.target)
+        self.renderer = open_renderer(self.recipe)
         self.skipped = Skipped()
         self.counts, self.categories = Counter[str](), Counter[str]()
         self.held_out: dict[str, dict[str, Any] | None] = {}  # by topic; None where its prompt cannot be used
 
     def run(self) -> dict[str, Any]:
-        census = self._census()
+        eligible, taken = self._choose()
         shutil.rmtree(self.directory / EXAMPLES, ignore_errors=True)
         (self.directory / PROMPTS).unlink(missing_ok=True)
-        with self.progress.task("prepare", total=len(census.topics)) as advance:
-            batches = self._batches(census, advance)
+        with self.progress.task("prepare", total=len(eligible)) as advance:
+            batches = self._batches(eligible, taken, advance)
             if self.recipe.regenerate.enabled:
-                with atomic_file(self.directory / PROMPTS) as file:
-                    for batch in batches:
-                        self._write_prompts(file, batch)
+                write_json_lines(self.directory / PROMPTS, (line for batch in batches for line in self._prompts(batch)))
             else:
-                with TokenStore.Writer(self.directory / EXAMPLES, vocab_size(self.target)) as writer:
+                with TokenStore.writer(self.directory / EXAMPLES, vocab_size(self.target)) as writer:
                     for batch in batches:
                         self._write_examples(writer, batch)
-                    refuse_if_empty(len(writer), self.skipped, self.data.sources)
         refuse_if_empty(self.counts["examples"], self.skipped, self.data.sources)
         held_out = [record for record in self.held_out.values() if record is not None]
         write_json_lines(self.directory / HELD_OUT, held_out)
@@ -126,16 +115,14 @@ class _Preparation:
             self.progress.say(f"prepare: {self.skipped.total} records left out ({reasons}); first {self.skipped.first}")
         if len(held_out) < self.data.held_out:
             self.progress.say(f"prepare: {len(held_out)} prompts held out, not {self.data.held_out}: data is too small")
-        return {**self._summary(), "held_out": len(held_out), **tokenizer_digests(self.target)}
-
-    def _summary(self) -> dict[str, Any]:
-        names = ("conversations", "examples", "tokens", "answer_tokens", "held_out_duplicates", "cut", "too_long")
         return {
-            **{name: self.counts[name] for name in names},
-            **{name: count for name, count in sorted(self.counts.items()) if name not in names and count},
+            **{name: self.counts[name] for name in _COUNTS},
+            **{name: count for name, count in sorted(self.counts.items()) if name not in _COUNTS and count},
             "categories": dict(sorted(self.categories.items())),
             "skipped": dict(sorted(self.skipped.counts.items())),
             "first_skipped": self.skipped.first,
+            "held_out": len(held_out),
+            **tokenizer_digests(self.target),
         }
 
     def _usable(self, skipped: Skipped) -> Iterator[tuple[str, Conversation]]:
@@ -143,18 +130,18 @@ class _Preparation:
         answers_follow = self.recipe.regenerate.enabled
         for where, conversation in read_conversations(self.data.sources, skipped):
             if conversation.text is None:
-                if not self.renderer.has_chat_template:
+                if self.renderer.tokenizer.chat_template is None:
                     raise DataError(f"{where}: is a conversation, but the target's tokenizer has no chat template")
-                if answers_follow and not conversation.question():
-                    skipped.add(where, "nothing to answer", "no user turn to answer")
-                    continue
-                if not answers_follow and not conversation.is_answered:
-                    reason = "no assistant turn to learn from; regenerate.enabled would make some"
-                    skipped.add(where, "no answer", reason)
+                if not (conversation.question() if answers_follow else conversation.is_answered):
+                    skipped.add(where, *_NOTHING[answers_follow])
                     continue
             yield where, conversation
 
-    def _census(self) -> _Census:
+    def _choose(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Say of each usable conversation whether it is not held out, and whether it is taken.
+
+        Remembers little enough of each for millions of them.
+        """
         names = dict[str, int]()
         topics, categories, chats, texts = [], [], [], []
         for _, conversation in self._usable(self.skipped):
@@ -163,20 +150,22 @@ class _Preparation:
             chats.append(any(m["role"] == "user" for m in conversation.messages))
             texts.append(conversation.text is not None)
         refuse_if_empty(len(topics), self.skipped, self.data.sources)
+        may_be_held_out = np.array(chats if any(chats) else texts, dtype=np.bool_)
         # Numbered by name, so that the order of files does not matter.
-        order = {names[name]: rank for rank, name in enumerate(sorted(names))}
-        return _Census(
-            topics=np.array(topics, dtype=np.uint64),
-            categories=np.array([order[category] for category in categories], dtype=np.int32),
-            may_be_held_out=np.array(chats if any(chats) else texts, dtype=np.bool_),
-        )
+        ranks = np.argsort(np.argsort(list(names)))[categories][may_be_held_out]
+        asked = np.array(topics, dtype=np.uint64)[may_be_held_out]
+        held_out = choose_held_out(asked, ranks, self.data.held_out, self.data.seed)
+        eligible = np.array([topic not in held_out for topic in topics], dtype=np.bool_)
+        # At random, so that every file has its part.
+        shuffled = np.random.default_rng(self.data.seed).permutation(np.flatnonzero(eligible))
+        taken = np.zeros_like(eligible)
+        taken[shuffled[: self.data.max_examples]] = True
+        return eligible, taken
 
-    def _batches(self, census: _Census, advance: Advance) -> Iterator[list[tuple[str, Varied]]]:
-        """Yield what is taken, some hundred at a time; put aside what is held out."""
-        mask = census.may_be_held_out
-        held_out = choose_held_out(census.topics[mask], census.categories[mask], self.data.held_out, self.data.seed)
-        eligible = np.array([topic not in held_out for topic in census.topics.tolist()], dtype=np.bool_)
-        taken = choose_sample(eligible, self.data.max_examples, self.data.seed)
+    def _batches(
+        self, eligible: NDArray[np.bool_], taken: NDArray[np.bool_], advance: Advance
+    ) -> Iterator[list[tuple[str, Varied]]]:
+        """Yield what is taken and where it was read, some hundred at a time; put aside what is held out."""
         batch: list[tuple[str, Varied]] = []
         # Bad records were counted by the first pass.
         for number, (where, conversation) in enumerate(self._usable(Skipped())):
@@ -195,103 +184,169 @@ class _Preparation:
         if conversation.topic in self.held_out:
             self.counts["held_out_duplicates"] += 1
             return
-        record: dict[str, Any] | None = None
+        self.held_out[conversation.topic] = None
         try:
             ids = prompt_ids(self.renderer, conversation, self.data.max_length)
-            if len(ids) < self.data.max_length:
-                messages = [dict(message) for message in conversation.question()]
-                record = {"messages": messages, "category": conversation.category, "prompt_token_ids": ids}
-            else:
-                self.counts["too_long"] += 1
-        except TemplateRefusedError as error:
+        except PromptError as error:
             self.skipped.add(where, "refused by the template", str(error))
+            return
+        if len(ids) >= self.data.max_length:
+            self.counts["too_long"] += 1
+            return
+        messages = [dict(message) for message in conversation.question()]
+        record = {"messages": messages, "category": conversation.category, "prompt_token_ids": ids}
         self.held_out[conversation.topic] = record
 
-    def _render_chats(self, batch: _Batch, render: Callable[[Conversation, int | None], _T]) -> list[tuple[Varied, _T]]:
-        """Render the conversations of a batch: those that another template refuses, with the target's own."""
-        done = []
+    def _sequences(self, batch: Sequence[tuple[str, Varied]]) -> Iterator[tuple[Varied, list[Rendered]]]:
+        """What each conversation of a batch becomes: its examples, or the prompt where the target is to answer.
+
+        A conversation that another template refuses is rendered with the target's own.
+        """
+        renderer, answers_follow = self.renderer, self.recipe.regenerate.enabled
+        chats = []
         for where, varied in batch:
-            if varied.conversation.text is not None:
-                continue
-            try:
+            chat = varied.conversation
+            for template in () if chat.text is not None else dict.fromkeys((varied.template, None)):
                 try:
-                    done.append((varied, render(varied.conversation, varied.template)))
-                except TemplateRefusedError:
-                    if varied.template is None:
-                        raise
-                    self.counts["refused_by_other_template"] += 1
-                    own = replace(varied, template=None)
-                    done.append((own, render(own.conversation, None)))
-            except TemplateRefusedError as error:
-                self.skipped.add(where, "refused by the template", str(error))
-        return done
+                    if answers_follow:
+                        turns = [(renderer.prompt_text(chat.question(), template), "")]
+                    else:
+                        turns = renderer.turn_texts(chat.messages, template)
+                    chats.append((replace(varied, template=template), turns))
+                    break
+                except PromptError as error:
+                    if template is None:
+                        self.skipped.add(where, "refused by the template", str(error))
+                    else:
+                        self.counts["refused_by_other_template"] += 1
+        encoded = renderer.conversations([turns for _, turns in chats])
+        yield from zip((varied for varied, _ in chats), encoded, strict=True)
+        plain = [(varied, varied.conversation.text) for _, varied in batch if varied.conversation.text is not None]
+        texts = renderer.plain_texts([text for _, text in plain])
+        for (varied, _), text in zip(plain, texts, strict=True):
+            yield varied, [text.cut(_opening(text, self.data.max_length)) if answers_follow else text]
 
-    def _render_plain(self, batch: _Batch) -> list[tuple[Varied, Rendered]]:
-        plain = [varied for _, varied in batch if varied.conversation.text is not None]
-        texts = self.renderer.plain_texts([varied.conversation.text or "" for varied in plain])
-        return list(zip(plain, texts, strict=True))
-
-    def _write_prompts(self, file: IO[str], batch: _Batch) -> None:
-        longest, renderer = self.data.max_length, self.renderer
-        chats = self._render_chats(batch, lambda chat, template: renderer.prompt_text(chat.question(), template))
-        encoded = renderer.encode([text for _, text in chats])
-        prompts = [(varied, ids) for (varied, _), ids in zip(chats, encoded, strict=True)]
-        prompts += [(varied, _opening(text, longest)) for varied, text in self._render_plain(batch)]
-        for varied, ids in prompts:
-            if not ids or len(ids) + self.data.min_answer_tokens > longest:
+    def _prompts(self, batch: Sequence[tuple[str, Varied]]) -> Iterator[dict[str, Any]]:
+        for varied, (prompt,) in self._sequences(batch):
+            ids = prompt.tokens
+            if not ids or len(ids) + self.data.min_answer_tokens > self.data.max_length:
                 self.counts["too_long" if ids else "empty"] += 1
                 continue
-            record = {
+            self._count(varied, [Rendered(tokens=ids, answer=[])])
+            yield {
                 "prompt_token_ids": ids,
                 "messages": [dict(message) for message in varied.conversation.question()],
                 "category": varied.conversation.category,
                 "template": varied.template,
             }
-            file.write(json_line(record))
-            self._count(varied, examples=1, tokens=len(ids), answers=0)
 
-    def _write_examples(self, writer: TokenStore.Writer, batch: _Batch) -> None:
-        renderer = self.renderer
-        chats = self._render_chats(batch, lambda chat, template: renderer.turn_texts(chat.messages, template))
-        encoded = renderer.conversations([texts for _, texts in chats])
-        several = [(varied, sequences) for (varied, _), sequences in zip(chats, encoded, strict=True)]
-        several += [(varied, [text]) for varied, text in self._render_plain(batch)]
-        for varied, sequences in several:
+    def _write_examples(self, writer: TokenWriter, batch: Sequence[tuple[str, Varied]]) -> None:
+        for varied, sequences in self._sequences(batch):
             self.counts["turns_apart"] += len(sequences) - 1
-            before = len(writer), writer.total_tokens, writer.answer_tokens
-            for sequence in sequences:
-                add_example(writer, sequence, varied.conversation.category, self.recipe, self.counts)
-            after = len(writer), writer.total_tokens, writer.answer_tokens
-            examples, tokens, answers = (b - a for a, b in zip(before, after, strict=True))
-            if examples:
-                self._count(varied, examples=examples, tokens=tokens, answers=answers)
+            kept = add_examples(writer, sequences, varied.conversation.category, self.data, self.counts)
+            if kept:
+                self._count(varied, kept)
 
-    def _count(self, varied: Varied, *, examples: int, tokens: int, answers: int) -> None:
-        self.counts.update(conversations=1, examples=examples, tokens=tokens, answer_tokens=answers)
-        self.counts["other_template"] += varied.template is not None
+    def _count(self, varied: Varied, kept: Sequence[Rendered]) -> None:
+        self.counts.update(
+            conversations=1,
+            examples=len(kept),
+            tokens=sum(len(sequence.tokens) for sequence in kept),
+            answer_tokens=sum(sum(sequence.answer) for sequence in kept),
+            other_template=varied.template is not None,
+        )
         self.counts[f"system_{varied.system}"] += varied.system != "kept"
         self.categories[varied.conversation.category] += 1
+
+
+STAGE = Stage(
+    name="prepare", version=1, depends_on=(), settings=_settings, run=lambda context: _Preparation(context).run()
+)
 
 
 def prompt_ids(renderer: Renderer, conversation: Conversation, max_length: int) -> list[int]:
     """What the target is asked: the conversation up to its answer, or the first half of a plain text."""
     if conversation.text is None:
         return renderer.encode([renderer.prompt_text(conversation.question())])[0]
-    return _opening(renderer.plain_texts([conversation.text])[0], max_length)
+    (text,) = renderer.plain_texts([conversation.text])
+    return text.cut(_opening(text, max_length)).tokens
 
 
-def _opening(text: Rendered, max_length: int) -> list[int]:
-    return text.tokens[: max(1, min(len(text.tokens), max_length) // 2)]
+def _opening(text: Rendered, max_length: int) -> int:
+    """How much of a plain text is given to the target."""
+    return max(1, min(len(text.tokens), max_length) // 2)
 
 
-def add_example(
-    writer: TokenStore.Writer, sequence: Rendered, category: str, recipe: Recipe, counts: Counter[str]
-) -> bool:
-    """Cut a sequence to `data.max_length` and store it, unless too little of an answer is left."""
-    cut = sequence.cut(recipe.data.max_length)
-    counts["cut"] += len(cut.tokens) < len(sequence.tokens)
-    if sum(cut.answer) < recipe.data.min_answer_tokens:
-        counts["too_long" if sum(sequence.answer) >= recipe.data.min_answer_tokens else "too_short"] += 1
-        return False
-    writer.add(cut.tokens, cut.answer, category)
-    return True
+def add_examples(
+    writer: TokenWriter, sequences: Sequence[Rendered], category: str, data: DataSection, counts: Counter[str]
+) -> list[Rendered]:
+    """Store sequences cut to `data.max_length`, unless too little of an answer is left; return those stored."""
+    kept = []
+    for sequence in sequences:
+        cut = sequence.cut(data.max_length)
+        counts["cut"] += len(cut.tokens) < len(sequence.tokens)
+        if sum(cut.answer) < data.min_answer_tokens:
+            counts["too_long" if sum(sequence.answer) >= data.min_answer_tokens else "too_short"] += 1
+        else:
+            writer.add(cut.tokens, cut.answer, category)
+            kept.append(cut)
+    return kept
+
+
+# Which conversations are held out and which taken, and how some of them are varied: all of it follows from seeds.
+
+
+def hashed(*parts: object) -> int:
+    """64 bits that follow from the parts."""
+    text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def choose_held_out(topics: NDArray[np.uint64], categories: NDArray[np.int64], count: int, seed: int) -> set[int]:
+    """Return the topics (hashes) to hold out, at most half of them, in proportion to the categories.
+
+    The choice depends on which topics there are, not on their order or on how often they occur.
+    """
+    first_category: dict[int, int] = {}
+    for topic, category in zip(topics.tolist(), categories.tolist(), strict=True):
+        first_category.setdefault(topic, category)
+    members: dict[int, list[int]] = {category: [] for category in sorted(set(first_category.values()))}
+    for topic in sorted(first_category, key=lambda topic: hashed(seed, topic)):
+        members[first_category[topic]].append(topic)
+    quotas = _quotas([len(group) for group in members.values()], min(count, len(first_category) // 2))
+    return {topic for group, quota in zip(members.values(), quotas, strict=True) for topic in group[:quota]}
+
+
+def _quotas(sizes: Sequence[int], count: int) -> list[int]:
+    """Split `count` in proportion to `sizes`: largest remainders, and one for each group first where count allows."""
+    base = 1 if count >= len(sizes) else 0
+    rest, total = count - base * len(sizes), sum(sizes) - base * len(sizes)
+    exact = [(size - base) * rest / max(1, total) for size in sizes]
+    quotas = [int(share) for share in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: (quotas[i] - exact[i], i))
+    for i in by_remainder[: rest - sum(quotas)]:
+        quotas[i] += 1
+    return [quota + base for quota in quotas]
+
+
+def vary(conversation: Conversation, number: int, section: DataSection) -> Varied:
+    """Choose template and system prompt of conversation `number`. Plain text stays as it is."""
+    if conversation.text is not None:
+        return Varied(conversation=conversation)
+
+    def chance(purpose: str) -> float:
+        """A number in [0, 1) that follows from the seed."""
+        return (hashed(section.seed, purpose, number) >> 11) / 2**53
+
+    template = None
+    if chance("template") < section.template_share:
+        template = int(chance("which template") * len(section.templates))
+    system, (first, *rest) = "kept", conversation.messages
+    if first["role"] in ("system", "developer"):
+        if chance("drop system") < section.drop_system_share and rest:
+            conversation, system = replace(conversation, messages=tuple(rest)), "dropped"
+        elif chance("vary system") < section.vary_system_share:
+            prompt = section.system_prompts[int(chance("which system") * len(section.system_prompts))]
+            conversation = replace(conversation, messages=({**first, "content": prompt}, *rest))
+            system = "replaced"
+    return Varied(conversation=conversation, template=template, system=system)

@@ -13,27 +13,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import config_stop_ids, tokenizer_digests, vocab_size, weights_digest
+from fledge.checkpoints.target_files import vocab_size, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device
 from fledge.engine.llm import LLM
-from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError, PromptError
-from fledge.evaluation.conversations import Message, split_turns
+from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError
+from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
 from fledge.files import read_json_lines, write_json_lines
-from fledge.training.data.rendering import Renderer, TemplateRefusedError, TurnTokens, chain
+from fledge.training.data.rendering import Renderer, chain
 from fledge.training.data.store import TokenStore
+from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import Recipe
-from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_example, open_renderer
-from fledge.training.workspace import Stage, StageContext
+from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_examples, open_renderer, text_identity
 
 _PARTS = "parts"
 GPU_MEMORY = 0.88  # of the device, for all processes that answer together
@@ -46,7 +47,7 @@ def examples_directory(inputs: Mapping[str, Path]) -> Path:
     return regenerated if regenerated.is_dir() else inputs["prepare"] / EXAMPLES
 
 
-def settings(recipe: Recipe) -> dict[str, Any]:
+def _settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.regenerate.enabled:
         return {"enabled": False}
     target = resolve(recipe.target.path)
@@ -58,33 +59,31 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         "min_answer_tokens": recipe.data.min_answer_tokens,
         "dtype": recipe.target.dtype,
         "weights": weights_digest(target),
-        "stop_ids": list(config_stop_ids(target)),
-        **tokenizer_digests(target),
+        **text_identity(target),
     }
 
 
-def run(context: StageContext) -> dict[str, Any]:
-    recipe, directory = context.recipe, context.directory
+def _run(context: StageContext) -> dict[str, Any]:
+    recipe = context.recipe
     if not recipe.regenerate.enabled:
         return {"enabled": False}
-    prompts = context.inputs["prepare"] / PROMPTS
-    total = sum(len(dialogue_turns(record, recipe)) for _, record in read_json_lines(prompts))
-    parts = directory / _PARTS
-    parts.mkdir(exist_ok=True)
-    with context.progress.task("regenerate", total=total * recipe.regenerate.samples) as advance:
-        if recipe.regenerate.processes == 1:
-            tokens, seconds = _answer_chunks(recipe, prompts, parts, 0, advance)
-        else:
-            tokens, seconds = _answer_in_processes(recipe, prompts, parts, advance)
-    summary = _assemble(context, prompts, parts)
-    return {"enabled": True, **summary, "tokens_per_second": tokens / seconds if seconds > 0 else None}
-
-
-STAGE = Stage(name="regenerate", version=1, depends_on=("prepare",), settings=settings, run=run)
+    prompts = read_json_lines(context.inputs["prepare"] / PROMPTS)
+    total = sum(len(dialogue.turns) for _, record in prompts for dialogue in _dialogues(0, record, recipe))
+    (context.directory / _PARTS).mkdir(exist_ok=True)
+    with context.progress.task("regenerate", total=total) as advance:
+        alone = recipe.regenerate.processes == 1
+        tokens, seconds = _answer_chunks(context, 0, advance) if alone else _answer_in_processes(context, advance)
+    return {"enabled": True, **_assemble(context), "tokens_per_second": tokens / seconds if seconds > 0 else None}
 
 
 def open_llm(recipe: Recipe) -> Generator:
     """Load the target to answer with, without a drafter; beside others of its kind where the recipe says so."""
+    processes, share = recipe.regenerate.processes, None
+    if processes > 1 and choose_device(recipe.device).type == "cuda":
+        # Bytes of keys and values for each: free memory tells none what the others will take.
+        share = int(GPU_MEMORY * torch.cuda.mem_get_info()[1]) // processes - _BESIDE_KEYS
+        if share <= 0:
+            raise ConfigError(f"regenerate.processes: found {processes}, too many for the GPU's memory")
     try:
         return LLM(
             recipe.target.path,
@@ -92,84 +91,41 @@ def open_llm(recipe: Recipe) -> Generator:
             device=recipe.device,
             max_num_seqs=recipe.regenerate.max_num_seqs,
             gpu_memory_utilization=GPU_MEMORY,
-            kv_cache_bytes=_share_of_memory(recipe),
+            kv_cache_bytes=share,
             seed=recipe.regenerate.seed,
         )
     except CheckpointError as error:
         raise CheckpointError(f"{error} (set regenerate.enabled=false to train on the data's own answers)") from None
 
 
-def _share_of_memory(recipe: Recipe) -> int | None:
-    """Bytes of keys and values for one of several processes: free memory tells none what the others will take."""
-    if recipe.regenerate.processes == 1 or choose_device(recipe.device).type != "cuda":
-        return None
-    _, total = torch.cuda.mem_get_info()
-    share = int(GPU_MEMORY * total) // recipe.regenerate.processes - _BESIDE_KEYS
-    if share <= 0:
-        raise ConfigError(f"regenerate.processes: found {recipe.regenerate.processes}, too many for the GPU's memory")
-    return share
+def _dialogues(number: int, record: Mapping[str, Any], recipe: Recipe) -> list[Dialogue]:
+    """What is said before each answer to a prompt of `prepare` (one turn, or all of the user's), for each sample."""
+    messages, first_ids = record["messages"], record["prompt_token_ids"]
+    turns = [tuple(messages)]
+    if recipe.regenerate.turns == "all" and messages:
+        turns, first_ids = split_turns(messages), None
+    return [
+        Dialogue(number=number, sample=sample, turns=turns, first_ids=first_ids)
+        for sample in range(recipe.regenerate.samples)
+    ]
 
 
-def dialogue_turns(record: Mapping[str, Any], recipe: Recipe) -> list[tuple[Message, ...]]:
-    """What is said before each answer to a prompt of `prepare`: one turn, or all of the user's."""
-    messages = record["messages"]
-    return split_turns(messages) if recipe.regenerate.turns == "all" and messages else [tuple(messages)]
+def _answer(
+    llm: Generator,
+    renderer: Renderer,
+    recipe: Recipe,
+    dialogues: Sequence[Dialogue],
+    prompts: Mapping[int, Mapping[str, Any]],
+    advance: Callable[[int], None],
+) -> None:
+    def encode(dialogue: Dialogue) -> list[int]:
+        template = prompts[dialogue.number]["template"]
+        return renderer.encode([renderer.prompt_text(dialogue.next_messages, template)])[0]
 
-
-class AnswerWorker:
-    """Answers chunks of prompts. The model is loaded when the first answer is needed."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._llm: Generator | None = None
-        self._renderer: Renderer | None = None
-        self.tokens = 0
-        self.seconds = 0.0
-
-    def speed(self) -> str:
-        return f"{self.tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 else ""
-
-    def answer(
-        self, first: int, records: Sequence[Mapping[str, Any]], advance: Callable[[int], None]
-    ) -> list[dict[str, Any]]:
-        """Return the lines of a part: one for each prompt and sample. `advance` is told of every turn."""
-        self._llm = self._llm or open_llm(self._recipe)
-        section, data = self._recipe.regenerate, self._recipe.data
-        dialogues = []
-        for number, record in enumerate(records, start=first):
-            turns = dialogue_turns(record, self._recipe)
-            first_ids = None if section.turns == "all" and record["messages"] else record["prompt_token_ids"]
-            dialogues += [
-                Dialogue(number=number, sample=sample, turns=turns, first_ids=first_ids)
-                for sample in range(section.samples)
-            ]
-        started = time.perf_counter()
-        answer_dialogues(
-            self._llm,
-            dialogues,
-            SamplingParams(
-                temperature=section.temperature,
-                top_p=section.top_p,
-                top_k=section.top_k,
-                max_tokens=section.max_tokens,
-                seed=section.seed,
-            ),
-            encode=lambda dialogue: self._encode(dialogue, records[dialogue.number - first]["template"]),
-            longest=data.max_length,
-            least_room=data.min_answer_tokens,
-            advance=advance,
-        )
-        self.seconds += time.perf_counter() - started
-        self.tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
-        return [_line(dialogue, records[dialogue.number - first]["category"]) for dialogue in dialogues]
-
-    def _encode(self, dialogue: Dialogue, template: int | None) -> list[int]:
-        self._renderer = self._renderer or open_renderer(self._recipe, resolve(self._recipe.target.path))
-        try:
-            (ids,) = self._renderer.encode([self._renderer.prompt_text(dialogue.next_messages, template)])
-        except TemplateRefusedError as error:
-            raise PromptError(str(error)) from None
-        return ids
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    params = SamplingParams(**{name: getattr(recipe.regenerate, name) for name in names})
+    longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
+    answer_dialogues(llm, dialogues, params, encode=encode, longest=longest, least_room=least, advance=advance)
 
 
 def _line(dialogue: Dialogue, category: str) -> dict[str, Any]:
@@ -190,109 +146,112 @@ def _line(dialogue: Dialogue, category: str) -> dict[str, Any]:
     }
 
 
-def _answer_chunks(
-    recipe: Recipe, prompts: Path, parts: Path, process: int, advance: Callable[..., None]
-) -> tuple[int, float]:
+def _chunks(context: StageContext) -> Iterator[tuple[int, list[dict[str, Any]], Path]]:
+    """(number of the first prompt, prompts, file of their answers), never more than a chunk in memory."""
+    records = (record for _, record in read_json_lines(context.inputs["prepare"] / PROMPTS))
+    first = 0
+    while chunk := list(islice(records, context.recipe.regenerate.chunk)):
+        last = first + len(chunk)
+        yield first, chunk, context.directory / _PARTS / f"answers-{first:09d}-{last:09d}.jsonl"
+        first = last
+
+
+def _answer_chunks(context: StageContext, process: int, advance: Callable[..., None]) -> tuple[int, float]:
     """Write the missing parts that fall to one of the processes. Return tokens written and seconds spent on them."""
-    worker = AnswerWorker(recipe)
-    parent = os.getppid()
-    for number, (first, records) in enumerate(_chunks(prompts, recipe.regenerate.chunk)):
-        if number % recipe.regenerate.processes != process:
-            continue
-        part = _part(parts, first, len(records))
+    recipe, parent = context.recipe, os.getppid()
+    loaded: tuple[Generator, Renderer] | None = None  # when the first answer is needed
+    tokens, seconds = 0, 0.0
+    for first, records, part in islice(_chunks(context), process, None, recipe.regenerate.processes):
+        prompts = dict(enumerate(records, start=first))
+        dialogues = [d for number, record in prompts.items() for d in _dialogues(number, record, recipe)]
         if part.is_file():
-            advance(sum(len(dialogue_turns(record, recipe)) for record in records) * recipe.regenerate.samples)
+            advance(sum(len(dialogue.turns) for dialogue in dialogues))
             continue
-        lines = worker.answer(first, records, lambda count: advance(count, note=worker.speed()))
+        loaded = loaded or (open_llm(recipe), open_renderer(recipe))
+        started = time.perf_counter()
+        tell = partial(advance, note=f"{tokens / seconds:,.0f} tokens/s" if seconds else "")
+        _answer(*loaded, recipe, dialogues, prompts, tell)
+        seconds += time.perf_counter() - started
+        tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
         if os.getppid() != parent:
             break  # the run was killed; its next start must not find us at work
-        write_json_lines(part, lines)
-    return worker.tokens, worker.seconds
+        write_json_lines(part, (_line(dialogue, prompts[dialogue.number]["category"]) for dialogue in dialogues))
+    return tokens, seconds
 
 
-def _answer_in_processes(recipe: Recipe, prompts: Path, parts: Path, advance: Callable[..., None]) -> tuple[int, float]:
+def _answer_in_processes(context: StageContext, advance: Callable[..., None]) -> tuple[int, float]:
     """Several processes share one device: for small targets, which leave a GPU waiting for the host."""
     spawned = multiprocessing.get_context("spawn")
-    news = spawned.Queue()
-    count = recipe.regenerate.processes
-    workers = [
-        spawned.Process(target=_process, args=(recipe, prompts, parts, number, news), daemon=True)
-        for number in range(count)
-    ]
-    for worker in workers:
-        worker.start()
-    tokens, seconds, finished = 0, 0.0, 0
+    news, workers, done = [], [], list[tuple[int, float]]()
+    for number in range(context.recipe.regenerate.processes):
+        receiver, sender = spawned.Pipe(duplex=False)
+        task = (context.recipe, context.directory, context.inputs, number, sender)
+        workers.append(spawned.Process(target=_process, args=task, daemon=True))
+        workers[-1].start()
+        sender.close()  # the worker's end is now the only one: when it is gone, reading ends
+        news.append(receiver)
     try:
-        while finished < count:
-            try:
-                kind, value = news.get(timeout=1.0)
-            except Empty:
-                if any(worker.exitcode not in (None, 0) for worker in workers):
+        while len(done) < len(workers):
+            ready = wait(news)
+            for receiver in [one for one in news if one in ready]:
+                try:
+                    kind, value = receiver.recv()
+                except EOFError:
                     raise FledgeError(
                         "regenerate: one of its processes ended; lower regenerate.processes if memory was short"
                     ) from None
-                continue
-            if kind == "advance":
-                advance(value)
-            elif kind == "error":
-                raise FledgeError(value)
-            else:
-                tokens, seconds, finished = tokens + value[0], max(seconds, value[1]), finished + 1
+                if kind == "advance":
+                    advance(value)
+                elif kind == "error":
+                    raise FledgeError(value)
+                else:
+                    done.append(value)
+                    news.remove(receiver)
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
-    return tokens, seconds
+    return sum(tokens for tokens, _ in done), max(seconds for _, seconds in done)
 
 
-def _process(recipe: Recipe, prompts: Path, parts: Path, number: int, news: Any) -> None:
+def _process(recipe: Recipe, directory: Path, inputs: Mapping[str, Path], number: int, news: Any) -> None:
+    context = StageContext(recipe=recipe, directory=directory, inputs=inputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     try:
-        done = _answer_chunks(recipe, prompts, parts, number, lambda count, note="": news.put(("advance", count)))  # noqa: ARG005
+        done = _answer_chunks(context, number, lambda count, note="": news.send(("advance", count)))  # noqa: ARG005
     except FledgeError as error:
-        news.put(("error", str(error)))
+        news.send(("error", str(error)))
     else:
-        news.put(("done", done))
+        news.send(("done", done))
 
 
-def _part(parts: Path, first: int, count: int) -> Path:
-    return parts / f"answers-{first:09d}-{first + count:09d}.jsonl"
-
-
-def _chunks(prompts: Path, size: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """(number of the first prompt, prompts), never more than a chunk in memory."""
-    records = (record for _, record in read_json_lines(prompts))
-    first = 0
-    while chunk := list(islice(records, size)):
-        yield first, chunk
-        first += len(chunk)
-
-
-def _assemble(context: StageContext, prompts: Path, parts: Path) -> dict[str, Any]:
+def _assemble(context: StageContext) -> dict[str, Any]:
     """Turn all parts into a TokenStore."""
     recipe, counts, categories = context.recipe, Counter[str](), Counter[str]()
-    with TokenStore.Writer(context.directory / EXAMPLES, vocab_size(resolve(recipe.target.path))) as writer:
-        for first, records in _chunks(prompts, recipe.regenerate.chunk):
-            for _, line in read_json_lines(_part(parts, first, len(records))):
-                turns = line["turns"]
+    with TokenStore.writer(context.directory / EXAMPLES, vocab_size(resolve(recipe.target.path))) as writer:
+        for *_, part in _chunks(context):
+            for _, line in read_json_lines(part):
+                turns, category = line["turns"], line["category"]
                 counts["answers"] += len(turns)
                 counts["cut_by_max_tokens"] += sum(turn["finish"] == "length" for turn in turns)
                 if line["dropped"] is not None:
                     counts[f"dropped_{line['dropped'].replace(' ', '_')}"] += 1
-                sequences = chain(
-                    TurnTokens(prompt=turn["prompt_token_ids"], answer=turn["answer_token_ids"]) for turn in turns
-                )
+                sequences = chain((turn["prompt_token_ids"], turn["answer_token_ids"]) for turn in turns)
                 counts["turns_apart"] += max(0, len(sequences) - 1)
-                for sequence in sequences:
-                    categories[line["category"]] += add_example(writer, sequence, line["category"], recipe, counts)
+                categories[category] += len(add_examples(writer, sequences, category, recipe.data, counts))
         if len(writer) == 0:
+            prompts = context.inputs["prepare"] / PROMPTS
             raise DataError(f"{prompts}: no prompt could be answered ({dict(counts)})")
-        sizes = {"examples": len(writer), "tokens": writer.total_tokens, "answer_tokens": writer.answer_tokens}
     if counts["cut_by_max_tokens"]:
         share = counts["cut_by_max_tokens"] / counts["answers"]
         context.progress.say(f"regenerate: {share:.0%} of the answers were cut by max_tokens and have no end token")
     return {
-        **sizes,
+        "examples": len(writer),
+        "tokens": writer.offsets[-1],
+        "answer_tokens": writer.answer_tokens,
         **{name: n for name, n in sorted(counts.items()) if n},
         "categories": dict(sorted(categories.items())),
     }
+
+
+STAGE = Stage(name="regenerate", version=1, depends_on=("prepare",), settings=_settings, run=_run)

@@ -8,6 +8,7 @@ Writes vocab.json:
 """
 
 import json
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
+from fledge.checkpoints.target_files import stop_ids, vocab_size
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, DataError
-from fledge.files import atomic_file
+from fledge.files import read_json, write_text
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.training.data.store import TokenStore
+from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import Recipe
+from fledge.training.stages.prepare import text_identity
 from fledge.training.stages.regenerate import examples_directory
-from fledge.training.workspace import Stage, StageContext
 
 VOCABULARY = "vocab.json"
 _BLOCK = 1 << 24  # tokens counted at a time
@@ -34,13 +36,7 @@ _REPORTED_SIZES = tuple(1 << bits for bits in range(10, 18))
 
 def settings(recipe: Recipe) -> dict[str, Any]:
     target = resolve(recipe.target.path)
-    return {
-        "size": recipe.vocab.size,
-        "count_prompts": recipe.vocab.count_prompts,
-        "vocab_size": vocab_size(target),
-        "stop_ids": list(config_stop_ids(target)),
-        **tokenizer_digests(target),
-    }
+    return {**asdict(recipe.vocab), "vocab_size": vocab_size(target), **text_identity(target)}
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -48,43 +44,33 @@ def run(context: StageContext) -> dict[str, Any]:
     target = resolve(recipe.target.path)
     full, tokenizer = vocab_size(target), load_tokenizer(target)
     store = TokenStore.open(examples_directory(context.inputs))
-    answers, everything = count_tokens(store, full)
+    answers, everything = np.zeros(full, dtype=np.int64), np.zeros(full, dtype=np.int64)
+    for start in range(0, store.total_tokens, _BLOCK):
+        tokens = store.tokens[start : start + _BLOCK]
+        everything += np.bincount(tokens, minlength=full)
+        answers += np.bincount(tokens[store.answer[start : start + _BLOCK]], minlength=full)
     counts = everything if recipe.vocab.count_prompts else answers
     stops = [token for token in stop_ids(target, tokenizer) if token < full]
     specials = [] if tokenizer is None else [int(i) for i in tokenizer.all_special_ids if int(i) < full]
     required = sorted({*stops, *(token for token in specials if answers[token])})
-    chosen: NDArray[np.int64] | None = None
-    if recipe.vocab.size is not None and recipe.vocab.size < full:
-        chosen = choose(counts, recipe.vocab.size, required)
+    size = min(recipe.vocab.size or full, full)
+    chosen = choose(counts, size, required) if size < full else None
     sizes = [size for size in _REPORTED_SIZES if len(required) < size < full]
-    coverage = 1.0 if chosen is None else covered(answers, chosen)
     table = {str(size): covered(answers, choose(counts, size, required)) for size in sizes}
-    values = {
-        "target_ids": None if chosen is None else chosen.tolist(),
+    facts = {
         "vocab_size": full,
         "data_digest": store.digest,
-        "coverage": coverage,
+        "coverage": 1.0 if chosen is None else covered(answers, chosen),
         "coverage_by_size": {**table, str(full): 1.0},
         "distinct_answer_tokens": int((answers > 0).sum()),
     }
-    with atomic_file(context.directory / VOCABULARY) as file:
-        json.dump(values, file)
-    size = full if chosen is None else len(chosen)
-    context.progress.say(f"vocab: {size:,} of {full:,} tokens cover {coverage:.2%} of the answers")
-    return {"size": size, **{name: value for name, value in values.items() if name != "target_ids"}}
+    target_ids = None if chosen is None else chosen.tolist()
+    write_text(context.directory / VOCABULARY, json.dumps({"target_ids": target_ids, **facts}))
+    context.progress.say(f"vocab: {size:,} of {full:,} tokens cover {facts['coverage']:.2%} of the answers")
+    return {"size": size, **facts}
 
 
 STAGE = Stage(name="vocab", version=1, depends_on=("prepare", "regenerate"), settings=settings, run=run)
-
-
-def count_tokens(store: TokenStore, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return how often each token id occurs in answers, and anywhere."""
-    answers, everything = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
-    for start in range(0, store.total_tokens, _BLOCK):
-        tokens = store.tokens[start : start + _BLOCK]
-        everything += np.bincount(tokens, minlength=size)
-        answers += np.bincount(tokens[store.answer[start : start + _BLOCK]], minlength=size)
-    return answers, everything
 
 
 def choose(counts: NDArray[np.int64], size: int, required: list[int]) -> NDArray[np.int64]:
@@ -108,13 +94,10 @@ def read_vocabulary(directory: Path, vocab_size: int, data_digest: str | None = 
     With `data_digest` (`TokenStore.digest`) a vocabulary counted on other data is refused.
     """
     path = directory / VOCABULARY
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        ids, size, digest = values["target_ids"], values["vocab_size"], values["data_digest"]
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: damaged; run the vocab stage again") from None
+    values = read_json(path) or {}
+    if not {"target_ids", "vocab_size", "data_digest"} <= values.keys():
+        raise DataError(f"{path}: missing or damaged; run the vocab stage again")
+    ids, size, digest = values["target_ids"], values["vocab_size"], values["data_digest"]
     if size != vocab_size:
         raise DataError(f"{path}: made for a vocabulary of {size}, but the target has {vocab_size}; run vocab again")
     if data_digest is not None and digest != data_digest:

@@ -8,8 +8,8 @@ from typing import Any
 
 from fledge.checkpoints.target import save_target
 from fledge.progress import Progress
+from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import DataSection, Recipe, RegenerateSection, TargetSection
-from fledge.training.workspace import Stage, StageContext
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.unit.training.data.templates import CHATML, make_tokenizer
 

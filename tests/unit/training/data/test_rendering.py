@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.engine.tokenizer import encode_chat
-from fledge.training.data.rendering import Rendered, Renderer, TemplateRefusedError, TurnTokens, chain
+from fledge.errors import PromptError
+from fledge.training.data.rendering import Rendered, Renderer, chain
 from tests.unit.training.data import templates
 from tests.unit.training.data.templates import chat, make_tokenizer
 
@@ -157,13 +158,14 @@ def test_turns_that_answer_nothing_are_not_supervised() -> None:
 
 def test_a_refusing_template_is_a_refusal() -> None:
     made = renderer(templates.MISTRAL, "</s>")
-    with pytest.raises(TemplateRefusedError, match="only user and assistant"):
+    with pytest.raises(PromptError, match="only user and assistant"):
         made.turn_texts(chat("hi", "hello", system="SYS"))
 
 
 def test_other_templates_are_chosen_by_number() -> None:
     tokenizer = make_tokenizer(templates.CHATML)
-    made = Renderer(tokenizer, [tokenizer.eos_token_id], [templates.LLAMA3])
+    made = Renderer(tokenizer, [tokenizer.eos_token_id])
+    made.templates.append(templates.LLAMA3)
     assert made.prompt_text(chat("hi"), 0) == "<s><|start|>user<|stop|>\n\nhi<|eot|><|start|>assistant<|stop|>\n\n"
     assert made.prompt_text(chat("hi")).startswith("<|im_start|>")
 
@@ -177,10 +179,10 @@ def test_plain_text_is_answer_after_its_first_token() -> None:
 
 
 def test_a_chain_breaks_where_ids_do_not_continue() -> None:
-    one, two = TurnTokens(prompt=[1, 2], answer=[3]), TurnTokens(prompt=[1, 2, 3, 4], answer=[5, 6])
+    one, two = ([1, 2], [3]), ([1, 2, 3, 4], [5, 6])
     (joined,) = chain([one, two])
     assert joined == Rendered(tokens=[1, 2, 3, 4, 5, 6], answer=[False, False, True, False, True, True])
-    apart = chain([one, TurnTokens(prompt=[1, 2, 9, 4], answer=[5])])
+    apart = chain([one, ([1, 2, 9, 4], [5])])
     assert [sequence.answer for sequence in apart] == [[False, False, True], [False] * 4 + [True]]
     assert chain([]) == []
 

@@ -16,7 +16,7 @@ EXAMPLES = [([1, 2, 3, 4], [0, 0, 1, 1], "a"), ([5, 6, 65535], [0, 1, 1], "b"), 
 
 
 def write(directory: Path, examples: list[tuple[list[int], list[int], str]], vocab_size: int = 65536) -> TokenStore:
-    with TokenStore.Writer(directory, vocab_size) as writer:
+    with TokenStore.writer(directory, vocab_size) as writer:
         for tokens, answer, category in examples:
             writer.add(tokens, [bool(a) for a in answer], category)
     return TokenStore.open(directory)
@@ -63,8 +63,8 @@ def test_a_truncated_store_is_refused_in_one_line(tmp_path: Path, name: str) -> 
 
 
 def test_an_unfinished_store_is_not_there(tmp_path: Path) -> None:
-    writer = TokenStore.Writer(tmp_path / "s", 10).__enter__()
-    writer.add([1], [True], "a")
+    unfinished = TokenStore.writer(tmp_path / "s", 10)
+    unfinished.__enter__().add([1], [True], "a")
     with pytest.raises(DataError, match="no finished examples"):
         TokenStore.open(tmp_path / "s")
     remove_temporaries(tmp_path)  # killed here: another start begins anew

@@ -187,13 +187,14 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     probe = probe or measure_speed(device, compute)
+    rate: float = probe["flops_per_second"]
     # Rows as the trainer packs them; those of a sample are scaled.
     rows = len(packed_rows(lengths, length=recipe.fit.length, seed=recipe.fit.seed, epoch=0))
-    fit = _fit(shape, max(1, round(rows * data["examples"] / max(1, len(lengths)))), device, probe["flops_per_second"])
+    fit = _fit(shape, max(1, round(rows * data["examples"] / max(1, len(lengths)))), device, rate)
 
     def pass_seconds(tokens: int, share: float, *, head: bool) -> float:
         flops = target_flops_per_token(target, shape.target_parameters, mean_length / 2, head=head)
-        return float(tokens * flops / (share * probe["flops_per_second"]))
+        return tokens * flops / (share * rate)
 
     new_tokens, eval_tokens = data["answer_tokens"] if recipe.regenerate.enabled else 0, _eval_tokens(recipe)
     state_tokens = 0 if shape.online else data["tokens"]

@@ -182,5 +182,5 @@ def test_other_data_is_another_vocabulary(tmp_path: Path) -> None:
     with (tmp_path / "data.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"messages": [{"role": "user", "content": "something new"}]}\n')
     after = Pipeline(recipe).states()
-    assert before["vocab"].key != after["vocab"].key
-    assert before["fit"].key != after["fit"].key
+    assert before["vocab"].directory != after["vocab"].directory
+    assert before["fit"].directory != after["fit"].directory

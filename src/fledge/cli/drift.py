@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
-from fledge.errors import CheckpointError, ConfigError, nearest_name_hint
+from fledge.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fledge.drift.report import DriftReport
     from fledge.drift.summary import SuiteResult
 
 INTERRUPTED = 130
-SUITES = ("none", "quick", "full")
 
 
 def drift(
@@ -65,28 +64,23 @@ def drift(
     prompts come in other shapes. After Ctrl-C the same command goes on where it was.
     """
     target, drafters = _models(target, drafter)
-    perturbations = list(perturb or ())
-    suite = suite or ("none" if perturbations else "quick")
-    if suite not in SUITES:
-        raise ConfigError(f"--suite: unknown suite '{suite}'.{nearest_name_hint(suite, SUITES)}")
 
-    from fledge.drift.figures import check, figures, parse_conditions  # noqa: PLC0415 - torch takes seconds
-    from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415
+    from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415 - torch takes seconds
     from fledge.drift.probe import Prober, ProbeSettings  # noqa: PLC0415
     from fledge.drift.report import REPORT_FILE, make_report, write_report  # noqa: PLC0415
     from fledge.drift.suite import run_suite  # noqa: PLC0415
+    from fledge.drift.summary import check, figures, parse_conditions  # noqa: PLC0415
     from fledge.drift.workloads import load_probe_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance  # noqa: PLC0415
 
     conditions = fail_if or []
-    if suite != "none":
-        perturbations = [*default_suite(suite), *perturbations]
+    perturbations = [*default_suite(suite or ("none" if perturb else "quick")), *(perturb or ())]
     for name in perturbations:
         parse_perturbation(name)
-    for condition in parse_conditions(conditions):
-        if not perturbations and condition.figure.startswith(("al_drop", "own_attention_rise")):
-            raise ConfigError(f"condition '{condition.text}': needs perturbations; leave out --suite none")
+    for text, figure, *_ in parse_conditions(conditions):
+        if not perturbations and figure.startswith(("al_drop", "own_attention_rise")):
+            raise ConfigError(f"condition '{text}': needs perturbations; leave out --suite none")
     prompts = load_probe_workload(workload, sample=sample, seed=seed)
     settings = ProbeSettings(
         depth=depth, max_tokens=max_tokens, temperature=temperature, seed=seed, sink_tokens=sink_tokens
@@ -94,7 +88,10 @@ def drift(
     options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed}
     options |= {} if max_model_len is None else {"max_model_len": max_model_len}
     prober = Prober(target, workload=prompts.name, settings=settings, **options)
-    _check_out(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be made: {error.strerror}; name another directory") from None
     progress = Progress(quiet=quiet)
     started, provenance = time.perf_counter(), run_provenance()
     try:
@@ -114,10 +111,10 @@ def drift(
         print(json.dumps(values, allow_nan=False))
     else:
         _print(report, out / REPORT_FILE)
-    if any(violations.values()):
-        for name, lines in violations.items():
-            for line in lines:
-                print(f"violated by {result.titles[name]}: {line}", file=sys.stderr)
+    violated = [f"{result.titles[name]}: {line}" for name, lines in violations.items() for line in lines]
+    for line in violated:
+        print(f"violated by {line}", file=sys.stderr)
+    if violated:
         raise typer.Exit(1)
 
 
@@ -137,13 +134,6 @@ def _models(target: str | None, drafters: Sequence[str] | None) -> tuple[str, tu
     return target, drafters
 
 
-def _check_out(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be made: {error.strerror}; name another directory") from None
-
-
 def _setup(
     suite: "SuiteResult", prompts: int, facts: dict[str, Any], provenance: dict[str, Any], seconds: float
 ) -> dict[str, str]:
@@ -154,6 +144,7 @@ def _setup(
         f"{one.name} ({one.variant}" + (f", trained to depth {one.trained_depth})" if one.trained_depth else ")")
         for one in suite.drafters
     ]
+    skipped = {cell.perturbation for cell in suite.cells if cell.skip is not None}
     rounds = [f"{suite.cell(one.name).rounds:,} ({suite.titles[one.name]})" for one in suite.drafters]
     return {
         "Target": suite.target,
@@ -162,8 +153,7 @@ def _setup(
         "Rounds, unperturbed": ", ".join(rounds),
         "Depth": str(suite.depth),
         "Settings": ", ".join(f"{name} {value}" for name, value in facts.items()),
-        "Perturbations": f"{len(suite.perturbations) - 1}, of which some drafter skipped "
-        f"{len({cell.perturbation for cell in suite.skipped})}",
+        "Perturbations": f"{len(suite.perturbations) - 1}, of which some drafter skipped {len(skipped)}",
         "Command": provenance["command"],
         "Fledge": provenance["fledge_version"] + (f", commit {commit}" if commit else ""),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
@@ -175,42 +165,36 @@ def _setup(
 def _print(report: "DriftReport", page: Path) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
-
-    console = Console(highlight=False)
-    table = Table()
-    for heading in ("", "drifts from", "own drafts", "state growth", "acceptance length", "at worst"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for verdict in report.verdicts:
-        found = report.figures[verdict.drafter]
-        depth = found.get("drift_depth")
-        table.add_row(
-            verdict.title,
-            "" if "drift_depth" not in found else "never" if depth is None else f"depth {depth:.0f}",
-            _shown(found, "own_attention_last", "{:.0%}"),
-            _shown(found, "feature_growth", "{:.2f}x"),
-            _shown(found, "al", "{:.2f}"),
-            _shown({name: -(value or 0) for name, value in found.items()}, "al_drop", "{:+.0%}"),
-        )
-    console.print(table)
-    for verdict in report.verdicts:
-        console.print(f"\n{verdict.title}: {verdict.headline}", style="bold", markup=False)
-        _print_sentences(console, [(sentence.tone, sentence.text) for sentence in verdict.sentences])
-    if report.comparison:
-        console.print("\nSide by side", style="bold")
-        _print_sentences(console, [("neutral", sentence.text) for sentence in report.comparison])
-    console.print(f"\nReport: {page}", markup=False, soft_wrap=True)
-
-
-def _print_sentences(console: Any, sentences: Sequence[tuple[str, str]]) -> None:
-    from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
+    console = Console(highlight=False)
+    table = Table("")
+    forms = {
+        "drift_depth": ("drifts from", "depth {:.0f}"),
+        "own_attention_last": ("own drafts", "{:.0%}"),
+        "feature_growth": ("state growth", "{:.2f}x"),
+        "al": ("acceptance length", "{:.2f}"),
+        "al_drop": ("at worst", "{:+.0%}"),
+    }
+    for heading, _ in forms.values():
+        table.add_column(heading, justify="right")
+    for verdict in report.verdicts:
+        found = {
+            name: -(value or 0) if name == "al_drop" else value
+            for name, value in report.figures[verdict.drafter].items()
+        }
+        shown = {
+            n: "never" if found[n] is None else form.format(found[n]) for n, (_, form) in forms.items() if n in found
+        }
+        table.add_row(verdict.title, *(shown.get(name, "") for name in forms))
+    console.print(table)
     marks = {"good": Text("+", "green"), "bad": Text("!", "red"), "neutral": Text("·", "dim")}
-    lines = Table.grid(padding=(0, 1))
-    for tone, text in sentences:
-        lines.add_row(marks[tone], Text(text))
-    console.print(lines)
-
-
-def _shown(figures: dict[str, Any], name: str, form: str) -> str:
-    return form.format(figures[name]) if figures.get(name) is not None else ""
+    parts = [(f"{one.title}: {one.headline}", one.sentences) for one in report.verdicts]
+    for title, sentences in (*parts, ("Side by side", report.comparison)):
+        if sentences:
+            console.print(f"\n{title}", style="bold", markup=False)
+            lines = Table.grid(padding=(0, 1))
+            for one in sentences:
+                lines.add_row(marks["neutral" if sentences is report.comparison else one.tone], Text(one.text))
+            console.print(lines)
+    console.print(f"\nReport: {page}", markup=False, soft_wrap=True)

@@ -7,6 +7,8 @@ Attention, norms and confidence are properties of drafting and are means over al
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,6 @@ from fledge.drift.result import (
     DepthMetrics,
     FusionShare,
     HeadAttention,
-    PromptRow,
     tally_of,
 )
 from fledge.drift.segments import LABELS, Segment
@@ -92,69 +93,78 @@ class DriftSums:
     """Sums over the rounds of many sequences. `add` changes them in place."""
 
     def __init__(self, depth: int, parts: Sequence[str], in_draft: Tensor | None) -> None:
-        """`in_draft` bool [vocab]: which tokens can be drafted; None: all."""
+        """`in_draft` bool [vocab], on the CPU: which tokens can be drafted; None: all."""
         self.depth = depth
         self.parts = tuple(parts)
         self.acceptance = AcceptanceStatistics()
         self.engine_acceptance = AcceptanceStatistics()
-        self._in_draft = None if in_draft is None else in_draft.cpu()
+        self._in_draft = in_draft
         self._by_depth: dict[str, Tensor] = {}  # sums over rounds, [depth, ...]
         self._by_round: dict[str, Tensor] = {}  # of what a round has once, [...]
         self._agreeing = 0
-        self._replayed = 0
 
     def add(
         self, replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundRecord], limit: int
-    ) -> tuple[Judged, AcceptanceStatistics]:
-        """Add the rounds of one sequence. Returns the verdict on them, and their own acceptance."""
+    ) -> dict[str, Any]:
+        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them."""
         judged = judge(replayed, tokens, records, limit)
         acceptance = AcceptanceStatistics()
-        for drafted, accepted in judged.outcomes:
+        for (drafted, accepted), record in zip(judged.outcomes, records, strict=True):
             acceptance.add(drafted=drafted, accepted=accepted)
-        for record in records:
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
         self._agreeing += judged.agreeing
-        self._replayed += len(records)
         _increase(self._by_depth, _drafting_sums(replayed, judged.drafted.double()))
         _increase(self._by_depth, _verdict_sums(replayed, judged, torch.tensor(tokens), self._in_draft))
         norms = replayed.contributions.double()
         shares = norms / norms.sum(-1, keepdim=True).clamp(min=1e-30)
-        once = {"fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
+        once = {"rounds": torch.ones(len(records)), "fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
         _increase(self._by_round, {name: values.double().sum(0) for name, values in once.items()})
-        return judged, acceptance
+        return _row_fields(acceptance, judged.drafted, replayed.mass.mean((2, 3)), replayed.feature_rms)
 
     @property
-    def replay_agreement(self) -> float | None:
-        return self._agreeing / self._replayed if self._replayed else None
+    def unmeasured(self) -> dict[str, Any]:
+        """What the `PromptRow` of an answer holds that no draft was verified for."""
+        nothing = torch.zeros(0, self.depth)
+        return _row_fields(AcceptanceStatistics(), nothing, nothing[..., None].expand(-1, -1, len(Segment)), nothing)
 
-    def by_depth(self) -> tuple[DepthMetrics, ...]:
-        """Return the figures of each depth that any round drafted to."""
-        rounds = self._by_depth.get("rounds", torch.zeros(0))
-        return tuple(self._at(d) for d in range(len(rounds)) if rounds[d] > 0)
+    def figures(self) -> dict[str, Any]:
+        """The fields of `DriftResult` that follow from the sums."""
+        means = {name: total / self._by_round["rounds"] for name, total in self._by_round.items()}
+        rounds, bins = (self._by_depth.get(name, torch.zeros(1, BINS, 3)) for name in ("rounds", "bins"))
+        shares = zip(self.parts, means["shares"], means["norms"], strict=True) if means else ()
+        return {
+            "tally": tally_of(self.acceptance),
+            "engine_tally": tally_of(self.engine_acceptance),
+            "replay_agreement": self._agreeing / float(self._by_round["rounds"]) if means else None,
+            "by_depth": tuple(self._at(d) for d in range(len(rounds)) if means and rounds[d] > 0),
+            "fused_rms": float(means["fused_rms"]) if means else None,
+            "fusion_shares": tuple(FusionShare(part=part, share=float(s), norm=float(n)) for part, s, n in shares),
+            "calibration": _calibration(bins.sum(0)),  # all depths together
+        }
 
     def _at(self, d: int) -> DepthMetrics:
         sums = {name: values[d] for name, values in self._by_depth.items()}
         means = {name: values / sums["rounds"] for name, values in sums.items()}
         of_heads = {name: means[name] for name in ("mass", "entropy", "normalised_entropy", "distance")}
-        layers, heads = means["entropy"].shape
+        rates = (self.acceptance.rate_by_depth, self.acceptance.conditional_rate_by_depth)
+        acceptance, conditional = (rate[d] if d < len(rate) else None for rate in rates)
         return DepthMetrics(
             depth=d + 1,
             rounds=int(sums["rounds"]),
             attention=_attention({name: values.mean((0, 1)) for name, values in of_heads.items()}),
             heads=tuple(
                 HeadAttention(
-                    layer=i, head=j, attention=_attention({name: values[i, j] for name, values in of_heads.items()})
+                    layer=i, head=j, attention=_attention({n: values[i, j] for n, values in of_heads.items()})
                 )
-                for i in range(layers)
-                for j in range(heads)
+                for i, j in product(*map(range, means["entropy"].shape))
             ),
             uniform_mass=_by_label(means["visible"]),
             **{f"{what}_rms": float(means[f"{what}_rms"]) for what in _STATES},
             **{f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES},
             confidence=float(means["confidence"]),
-            acceptance=_entry(self.acceptance.rate_by_depth, d),
-            conditional_acceptance=_entry(self.acceptance.conditional_rate_by_depth, d),
+            acceptance=acceptance,
+            conditional_acceptance=conditional,
             reached=int(sums["reached"]),
             missed=int(sums["missed"]),
             missed_outside_vocabulary=int(sums["outside"]),
@@ -162,22 +172,6 @@ class DriftSums:
             feature_cosine=_mean(sums["feature_cosine"], sums["feature_cosine_count"]),
             calibration=_calibration(sums["bins"]),
         )
-
-    def calibration(self) -> Calibration:
-        """All depths together."""
-        return _calibration(self._by_depth.get("bins", torch.zeros(1, BINS, 3)).sum(0))
-
-    def fusion_shares(self) -> tuple[FusionShare, ...]:
-        if not self._replayed:
-            return ()
-        shares, norms = (self._by_round[name] / self._replayed for name in ("shares", "norms"))
-        return tuple(
-            FusionShare(part=part, share=float(share), norm=float(norm))
-            for part, share, norm in zip(self.parts, shares, norms, strict=True)
-        )
-
-    def fused_rms(self) -> float | None:
-        return float(self._by_round["fused_rms"] / self._replayed) if self._replayed else None
 
 
 def _increase(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
@@ -221,40 +215,24 @@ def _verdict_sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Te
     return sums | {"bins": torch.einsum("rdb,rdc->dbc", chosen, columns)}  # [depth, bins, 3]
 
 
-def prompt_row(
-    name: str,
-    category: str,
-    *,
-    prompt_tokens: int,
-    output_tokens: int,
-    depth: int,
-    found: tuple[Replayed, Judged, AcceptanceStatistics] | None,
-) -> PromptRow:
-    """What one prompt adds to the figures; `found` is None for an answer that no draft was verified for."""
-    if found is None:
-        drafted, acceptance = torch.zeros(0, depth), AcceptanceStatistics()
-        mass, feature_rms = torch.zeros(0, depth, len(Segment)), torch.zeros(0, depth)
-    else:
-        replayed, judged, acceptance = found
-        drafted, feature_rms = judged.drafted.double(), replayed.feature_rms
-        mass = replayed.mass.mean((2, 3))  # [rounds, depth, segments]
-    return PromptRow(
-        id=name,
-        category=category,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        tally=tally_of(acceptance),
-        rounds_by_depth=tuple(int(count) for count in drafted.sum(0)),
-        drafted_attention=_curve(mass[..., Segment.DRAFTED], drafted),
-        sink_attention=_curve(mass[..., Segment.SINK], drafted),
-        feature_rms=_curve(feature_rms, drafted),
-    )
+def _row_fields(acceptance: AcceptanceStatistics, drafted: Tensor, mass: Tensor, feature_rms: Tensor) -> dict[str, Any]:
+    """What a `PromptRow` holds of its rounds: counts, and means over those that drafted to each depth.
 
+    `drafted` and `feature_rms` [rounds, depth], `mass` [rounds, depth, segments].
+    """
+    counts = drafted.double().sum(0)
 
-def _curve(values: Tensor, drafted: Tensor) -> Curve:
-    """[rounds, depth] each -> means over the rounds that drafted to each depth."""
-    sums = (values.double() * drafted).sum(0)
-    return tuple(_mean(total, count) for total, count in zip(sums, drafted.sum(0), strict=True))
+    def curve(values: Tensor) -> Curve:
+        sums = (values.double() * drafted).sum(0)
+        return tuple(_mean(total, count) for total, count in zip(sums, counts, strict=True))
+
+    return {
+        "tally": tally_of(acceptance),
+        "rounds_by_depth": tuple(int(count) for count in counts),
+        "drafted_attention": curve(mass[..., Segment.DRAFTED]),
+        "sink_attention": curve(mass[..., Segment.SINK]),
+        "feature_rms": curve(feature_rms),
+    }
 
 
 def _attention(means: Mapping[str, Tensor]) -> AttentionMeans:
@@ -284,7 +262,3 @@ def _calibration(sums: Tensor) -> Calibration:
 
 def _mean(total: Tensor, count: Tensor) -> float | None:
     return float(total / count) if count > 0 else None
-
-
-def _entry(values: Sequence[float | None], index: int) -> float | None:
-    return values[index] if index < len(values) else None

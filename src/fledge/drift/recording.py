@@ -24,13 +24,11 @@ from fledge.layers.attention import AttentionSpec, ProjectedHeads
 _WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are computed together
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionRecord:
-    """Where the attention of one layer went in one draft step of some rounds. float32, or float64 for such models."""
-
-    mass: Tensor  # [rounds, heads, segments]: sums to 1 over segments
-    entropy: Tensor  # [rounds, heads], in nats
-    distance: Tensor  # [rounds, heads]: mean distance in tokens from query to key
+# Where the attention of one layer went in one draft step of some rounds. float32, or float64 for such models.
+#   mass      [rounds, heads, segments]: sums to 1 over segments
+#   entropy   [rounds, heads], in nats
+#   distance  [rounds, heads]: mean distance in tokens from query to key
+AttentionRecord = dict[str, Tensor]
 
 
 class CausalPass:
@@ -109,11 +107,10 @@ class VerifiedRows:
             mixed = mixed + drafted @ own_values
             summary[..., Segment.DRAFTED] += drafted.sum(-1)
             distance += (drafted * torch.arange(drafted.shape[-1] - 1, -1, -1, device=slots.device)).sum(-1)
-        return _by_round(mixed).to(query.dtype), AttentionRecord(
-            mass=_by_round(summary[..., :-1]),
-            entropy=_by_round(torch.special.entr(weights).sum(-1)),
-            distance=_by_round(distance),
-        )
+        record = {"mass": summary[..., :-1], "entropy": torch.special.entr(weights).sum(-1), "distance": distance}
+        # [kv_heads, rounds, group, ...] -> [rounds, heads, ...]
+        by_round = {name: x.transpose(0, 1).flatten(1, 2) for name, x in ({"mixed": mixed} | record).items()}
+        return by_round.pop("mixed").to(query.dtype), by_round
 
 
 class DraftedRows:
@@ -122,18 +119,16 @@ class DraftedRows:
     def __init__(self, verified: VerifiedRows, rounds: slice) -> None:
         self._verified = verified
         self._rounds = rounds
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, each [rounds, passes, kv_heads, head_dim]
+        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer and pass, each [rounds, kv_heads, head_dim]
         # The first draft comes from the verified text alone.
         self._records = [verified.look(i, rounds, kept.query[rounds])[1] for i, kept in enumerate(verified.layers)]
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query, key, value = heads.finished()
-        own = (key[:, None], value[:, None])
-        if spec.layer in self._own:
-            earlier = self._own[spec.layer]
-            own = (torch.cat([earlier[0], own[0]], dim=1), torch.cat([earlier[1], own[1]], dim=1))
-        self._own[spec.layer] = own
-        mixed, record = self._verified.look(spec.layer, self._rounds, query, own)
+        several = self._own.setdefault(spec.layer, [])
+        several.append((key, value))
+        keys, values = (torch.stack(side, dim=1) for side in zip(*several, strict=True))
+        mixed, record = self._verified.look(spec.layer, self._rounds, query, (keys, values))
         self._records.append(record)
         return mixed
 
@@ -161,11 +156,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float,
         queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
         parts.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
-
-
-def _by_round(x: Tensor) -> Tensor:
-    """[kv_heads, rounds, group, ...] -> [rounds, heads, ...]."""
-    return x.transpose(0, 1).flatten(1, 2)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -74,10 +74,8 @@ def replay(
 
     `starts` ascend, each 2 to len(tokens); `segments` names what each token is part of.
     """
-    assert len(starts) > 0
     assert list(starts) == sorted(starts)
-    assert starts[0] >= 2
-    assert starts[-1] <= len(tokens) == len(segments)
+    assert 2 <= starts[0] <= starts[-1] <= len(tokens) == len(segments)
     text = torch.tensor(tokens, device=target.embed_tokens.weight.device)
     positions = torch.arange(len(tokens), device=text.device)
     rows = starts[-1] - 1  # of the drafter that any round sees
@@ -85,76 +83,52 @@ def replay(
     truth = DraftStates(head=states.final, feature=drafter.fuse(states))
     kinds = torch.tensor(segments[:rows], device=text.device)
     verified = VerifiedRows([start - 2 for start in starts], kinds)
-    slots = verified.slots
+    parts = []
     with _last_hidden(drafter) as hidden:
         first = drafter(text[1 : rows + 1], truth.feature[:rows], positions[:rows], verified)
-        begun = _Step(head=first.head[slots], feature=first.feature[slots], hidden=hidden.pop()[slots])
+        begun = hidden.pop()
         chunk = max(1, min(_MAX_ROUNDS, max_scores // (verified.num_heads * (rows + depth))))
-        parts = [
-            _draft(drafter, verified, slice(low, low + chunk), begun, hidden, truth, depth)
-            for low in range(0, len(starts), chunk)
-        ]
+        for rounds in (slice(low, low + chunk) for low in range(0, len(starts), chunk)):
+            slots = verified.slots[rounds]
+            storage = DraftedRows(verified, rounds)
+            step = DraftStates(head=first.head[slots], feature=first.feature[slots])
+            recorded = [_record(drafter, step, begun[slots], storage, truth, slots + 1)]
+            for d in range(2, depth + 1):
+                step = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
+                recorded.append(_record(drafter, step, hidden.pop(), storage, truth, slots + d))
+            parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
+    slots = verified.slots
+    visible = F.one_hot(kinds, len(Segment)).cumsum(0)[slots][:, None].repeat(1, depth, 1)
+    visible[..., Segment.DRAFTED] += torch.arange(depth, device=slots.device)
     return Replayed(
         starts=torch.tensor(starts),
-        visible=_visible(kinds, slots, depth).cpu(),
+        visible=visible.cpu(),
         fused_rms=_rms(truth.feature[slots]).cpu(),
-        contributions=_contributions(drafter, _at(states, slots), text[slots + 1]).cpu(),
+        contributions=_contributions(drafter, states, text, slots).cpu(),
         **{name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """One draft step of some rounds, [rounds, hidden] each."""
-
-    head: Tensor
-    feature: Tensor
-    hidden: Tensor  # before the final norm
-
-
-def _draft(
-    drafter: Drafter,
-    verified: VerifiedRows,
-    rounds: slice,
-    begun: _Step,
-    hidden: list[Tensor],
-    truth: DraftStates,
-    depth: int,
-) -> dict[str, Tensor]:
-    """Draft `depth` tokens for some rounds from the states that the verified text left.
-
-    `truth` is what the target says at every place, [n, hidden] each. Returns the fields of `Replayed` that draft steps
-    fill in, [rounds, depth, ...].
-    """
-    slots = verified.slots[rounds]
-    storage = DraftedRows(verified, rounds)
-    step = _Step(head=begun.head[rounds], feature=begun.feature[rounds], hidden=begun.hidden[rounds])
-    recorded = [_record(drafter, step, storage, truth, slots + 1)]
-    for d in range(2, depth + 1):
-        states = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
-        step = _Step(head=states.head, feature=states.feature, hidden=hidden.pop())
-        recorded.append(_record(drafter, step, storage, truth, slots + d))
-    return {name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]}
-
-
 def _record(
-    drafter: Drafter, step: _Step, storage: DraftedRows, truth: DraftStates, places: Tensor
+    drafter: Drafter, step: DraftStates, hidden: Tensor, storage: DraftedRows, truth: DraftStates, places: Tensor
 ) -> dict[str, Tensor]:
-    """`places` [rounds]: where the target's state is that the drafter's stands for."""
+    """The fields of `Replayed` that one draft step of some rounds fills in, [rounds, ...] each.
+
+    `hidden` is the state before the final norm. `truth` is what the target says at every place, [n, hidden] each, and
+    `places` [rounds] where the state is that the drafter's stands for.
+    """
     logits = drafter.logits(step.head)
     wide = logits.float()
     attention = storage.take_records()
     return {
         "drafts": drafter.to_target_ids(argmax_rows(logits)),
         "confidence": (wide.amax(-1) - wide.logsumexp(-1)).exp(),
-        "hidden_rms": _rms(step.hidden),
+        "hidden_rms": _rms(hidden),
         "head_rms": _rms(step.head),
         "feature_rms": _rms(step.feature),
         "head_cosine": _cosine(step.head, truth.head, places),
         "feature_cosine": _cosine(step.feature, truth.feature, places),
-        "mass": torch.stack([record.mass for record in attention], dim=1),
-        "entropy": torch.stack([record.entropy for record in attention], dim=1),
-        "distance": torch.stack([record.distance for record in attention], dim=1),
+        **{name: torch.stack([record[name] for record in attention], dim=1) for name in attention[0]},
     }
 
 
@@ -175,16 +149,16 @@ def _last_hidden(drafter: Drafter) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _contributions(drafter: Drafter, states: TargetStates, tokens: Tensor) -> Tensor:
+def _contributions(drafter: Drafter, states: TargetStates, text: Tensor, slots: Tensor) -> Tensor:
     """Norm of what each input of fc adds to its output, [rounds, parts]: fc is a sum over its inputs."""
     if isinstance(drafter, EagleDrafter):
-        parts = [drafter.embed(tokens), states.final]
+        parts = [drafter.embed(text[slots + 1]), states.final[slots]]
         weight = drafter.fc.weight
     else:
         assert isinstance(drafter, Eagle3Drafter)
         assert states.aux is not None
-        fusion = drafter.fusion
-        aux = states.aux if fusion.input_norm is None else fusion.input_norm(states.aux)
+        fusion, aux = drafter.fusion, states.aux[slots]
+        aux = aux if fusion.input_norm is None else fusion.input_norm(aux)
         parts = list(aux.chunk(drafter.config.num_aux_states, dim=-1))
         if fusion.fc_norm is not None:
             parts = [norm(part) for norm, part in zip(fusion.fc_norm, parts, strict=True)]
@@ -192,18 +166,6 @@ def _contributions(drafter: Drafter, states: TargetStates, tokens: Tensor) -> Te
     pieces = torch.split(weight, [part.shape[-1] for part in parts], dim=1)
     sums = [F.linear(part, piece) for part, piece in zip(parts, pieces, strict=True)]
     return torch.stack([out.float().norm(dim=-1) for out in sums], dim=1)
-
-
-def _visible(segments: Tensor, slots: Tensor, depth: int) -> Tensor:
-    """How many rows of each segment each round sees at each depth, [rounds, depth, segments]."""
-    seen = F.one_hot(segments, len(Segment)).cumsum(0)[slots]  # [rounds, segments]
-    visible = seen[:, None].repeat(1, depth, 1)
-    visible[..., Segment.DRAFTED] += torch.arange(depth, device=slots.device)
-    return visible
-
-
-def _at(states: TargetStates, rows: Tensor) -> TargetStates:
-    return TargetStates(final=states.final[rows], aux=None if states.aux is None else states.aux[rows])
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -71,39 +71,29 @@ class SegmentedPrompt:
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Characters `begin` to `end` of a rendered prompt that came from a message."""
-
-    begin: int
-    end: int
-    segment: Segment
+Span = tuple[int, int, Segment]  # characters (begin, end) of a rendered prompt that came from a message
 
 
 def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> SegmentedPrompt:
     """Encode a prompt as `LLM` does, with the segment of each token."""
-    if prompt.token_ids:
-        return SegmentedPrompt(
-            token_ids=prompt.token_ids, segments=prompt.segments or (Segment.PROMPT,) * len(prompt.token_ids)
-        )
-    if tokenizer is None:
-        raise PromptError(
-            f"conversation '{prompt.id}' is text, and the target's directory has no tokenizer; give token ids"
-        )
-    if prompt.text is not None:
-        ids = tuple(int(token) for token in tokenizer.encode(prompt.text))
-        return SegmentedPrompt(token_ids=ids, segments=(Segment.PROMPT,) * len(ids))
-    messages = prompt.messages
-    if not messages:
-        raise PromptError(f"conversation '{prompt.id}': expected messages, text or token ids")
-    if tokenizer.chat_template is None and prompt.chat_template is None:
-        raise PromptError("this target's tokenizer has no chat template; give plain prompts instead")
-    text, spans = rendered(tokenizer, messages, prompt.chat_template)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return SegmentedPrompt(
-        token_ids=tuple(int(token) for token in encoding["input_ids"]),
-        segments=tuple(_of_tokens(encoding["offset_mapping"], spans, len(text))),
-    )
+    ids, segments = prompt.token_ids, prompt.segments
+    if not ids:
+        if tokenizer is None:
+            raise PromptError(
+                f"conversation '{prompt.id}' is text, and the target's directory has no tokenizer; give token ids"
+            )
+        if prompt.text is not None:
+            ids = tuple(int(token) for token in tokenizer.encode(prompt.text))
+        elif not prompt.messages:
+            raise PromptError(f"conversation '{prompt.id}': expected messages, text or token ids")
+        elif tokenizer.chat_template is None and prompt.chat_template is None:
+            raise PromptError("this target's tokenizer has no chat template; give plain prompts instead")
+        else:
+            text, spans = rendered(tokenizer, prompt.messages, prompt.chat_template)
+            encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = tuple(int(token) for token in encoding["input_ids"])
+            segments = _of_tokens(encoding["offset_mapping"], spans, len(text))
+    return SegmentedPrompt(token_ids=ids, segments=segments or (Segment.PROMPT,) * len(ids))
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], template: str | None = None) -> tuple[str, list[Span]]:
@@ -129,30 +119,14 @@ class _StandIns:
         self._name = "standin"
         while self._name in str(messages):
             self._name += "x"
-        self.messages = [self._replaced(message, with_calls) for message in messages]
-
-    def align(self, marked: str, text: str) -> list[Span] | None:
-        """Find the texts in `text` by what lies between the markers in `marked`; None if the two do not match."""
-        first, *rest = re.split(rf"{self._name}(\d+)x", marked)
-        if not text.startswith(first):
-            return None
-        spans: list[Span] = []
-        cursor = len(first)
-        for number, literal in zip(rest[::2], rest[1::2], strict=True):
-            value, segment = self.values[int(number)]
-            end = _end_of(value, text, cursor, literal, is_last=len(spans) == len(rest) // 2 - 1)
-            if end is None:
-                return None
-            spans.append(Span(begin=cursor, end=end, segment=segment))
-            cursor = end + len(literal)
-        return spans if cursor == len(text) else None
-
-    def _replaced(self, message: Message, with_calls: bool) -> dict[str, Any]:
-        segment = _ROLES.get(message["role"], Segment.USER)
-        changed = {key: self._marked(message[key], segment) for key in _CONTENT_KEYS if key in message}
-        if with_calls and "tool_calls" in message:
-            changed["tool_calls"] = self._marked(message["tool_calls"], Segment.ASSISTANT)
-        return {**message, **changed}
+        replaced = ("content", "reasoning_content", *(["tool_calls"] if with_calls else []))
+        self.messages = [
+            {
+                key: self._marked(value, _ROLES.get(message["role"], Segment.USER)) if key in replaced else value
+                for key, value in message.items()
+            }
+            for message in messages
+        ]
 
     def _marked(self, value: Any, segment: Segment) -> Any:
         """Replace the texts in a value: a string, or parts with a "text", or calls with names and arguments."""
@@ -166,66 +140,65 @@ class _StandIns:
             return [self._marked(item, segment) for item in value]
         return value
 
-
-_CONTENT_KEYS = ("content", "reasoning_content")
+    def align(self, marked: str, text: str) -> list[Span] | None:
+        """Find the texts in `text` by what lies between the markers in `marked`; None if the two do not match."""
+        first, *rest = re.split(rf"{self._name}(\d+)x", marked)
+        if not text.startswith(first):
+            return None
+        spans: list[Span] = []
+        cursor = len(first)
+        for number, literal in zip(rest[::2], rest[1::2], strict=True):
+            value, segment = self.values[int(number)]
+            end = _end_of(value, text, cursor, literal, is_last=len(spans) == len(rest) // 2 - 1)
+            if end is None:
+                return None
+            spans.append((cursor, end, segment))
+            cursor = end + len(literal)
+        return spans if cursor == len(text) else None
 
 
 def _end_of(value: str, text: str, begin: int, literal: str, *, is_last: bool) -> int | None:
     """Where a message's text ends in `text`, given that it begins at `begin` and `literal` follows it."""
-    forms = (value, value.rstrip(), value.lstrip(), value.strip(), json.dumps(value)[1:-1])
-    dropped = ("",) if literal else ()
-    for form in (*forms, json.dumps(value, ensure_ascii=False)[1:-1], *dropped):
+    rest = len(text) - len(literal)
+    forms = [value, value.rstrip(), value.lstrip(), value.strip()]
+    forms += [json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)]
+    for form in [*forms, ""] if literal else forms:
         end = begin + len(form)
-        if (
-            text.startswith(form, begin)
-            and text.startswith(literal, end)
-            and (not is_last or end == _rest(text, literal))
-        ):
+        if text.startswith(form, begin) and text.startswith(literal, end) and (not is_last or end == rest):
             return end
     # The template changed the text, such as by leaving out its thinking: it is what comes before the literal.
     if is_last:
-        return _rest(text, literal) if text.endswith(literal) and _rest(text, literal) >= begin else None
+        return rest if text.endswith(literal) and rest >= begin else None
     end = text.find(literal, begin) if literal else -1
     return end if end >= 0 else None
 
 
-def _rest(text: str, literal: str) -> int:
-    return len(text) - len(literal)
-
-
 def _found_in_order(messages: Sequence[Message], text: str) -> list[Span]:
     """Find the messages one after another by their text, where a template does not render stand-ins alike."""
-    spans, cursor = [], 0
+    spans: list[Span] = []
+    cursor = 0
     for message in messages:
         content = message.get("content")
         content = content.strip() if isinstance(content, str) else ""
         begin = text.find(content, cursor) if content else -1
         if begin >= 0:
             cursor = begin + len(content)
-            spans.append(Span(begin=begin, end=cursor, segment=_ROLES.get(message["role"], Segment.USER)))
+            spans.append((begin, cursor, _ROLES.get(message["role"], Segment.USER)))
     return spans
 
 
-def _of_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span], length: int) -> list[Segment]:
+def _of_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span], length: int) -> tuple[Segment, ...]:
     """A token that a message has any part in is the message's; a token without characters is the template's."""
     characters = [Segment.TEMPLATE] * length
-    for span in spans:
-        characters[span.begin : span.end] = [span.segment] * (span.end - span.begin)
-    found = []
-    for begin, end in offsets:
-        own = (segment for segment in characters[begin:end] if segment is not Segment.TEMPLATE)
-        found.append(next(own, Segment.TEMPLATE))
-    return found
+    for begin, end, segment in spans:
+        characters[begin:end] = [segment] * (end - begin)
+    owners = ((one for one in characters[begin:end] if one is not Segment.TEMPLATE) for begin, end in offsets)
+    return tuple(next(own, Segment.TEMPLATE) for own in owners)
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], template: str | None) -> str:
+    options = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
     try:
-        text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=template,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **options))
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise PromptError(f"messages: the chat template refuses them: {' '.join(str(error).split())}") from None
-    return text

@@ -1,37 +1,33 @@
-"""What a suite means, in sentences: each states figures and names the section of the report that shows them.
+"""What a suite means, in sentences (data/sentences.yaml): each states figures and names the section that shows them.
 
 Nothing is called better or worse unless the interval of the difference says so.
 """
 
-from collections.abc import Iterator, Sequence
+import string
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from fledge.drift.figures import cells_of
-from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DepthMetrics, DriftResult, PromptRow, Results
-from fledge.drift.summary import CellSummary, DriftSummary, SuiteResult, acceptance_counts, own_attention_counts
+from fledge.drift.perturb import UNPERTURBED, texts
+from fledge.drift.result import DriftResult, Results
+from fledge.drift.summary import (
+    GROUPS,
+    CellSummary,
+    SuiteResult,
+    acceptance_counts,
+    compare_own_attention,
+    worst_of,
+)
 from fledge.records import Record
-from fledge.report.intervals import Bootstrap, Comparison, Interval
+from fledge.report.intervals import Bootstrap, Comparison
 from fledge.report.prose import Sentence, Tone, interval_text, percent, sign_of
-
-# Sections of the report, by their anchors.
-ATTENTION, STATES, LAYERS = "attention", "states", "layers"
-ACCEPTANCE, CALIBRATION, PERTURBATIONS = "acceptance", "calibration", "perturbations"
 
 LEVEL_GROWTH = 1.25  # a state that grows by less stays level
 DOMINANCE = 1.5  # times its even share: from here on a layer dominates the fused input
 POOR_CALIBRATION = 0.1
 MANY_OUTSIDE = 0.2  # of the misses
 FEW_PROMPTS = 10  # fewer do not show how much prompts differ
-TASK_GROUPS = ("format", "temperature")  # these change the answer itself, so part of the loss is the task's
-GROUP_NAMES = {
-    "template": "template changes",
-    "system": "other system prompts",
-    "long_context": "long contexts",
-    "history": "earlier turns",
-    "format": "tools, JSON and switches of style",
-    "temperature": "temperatures above 0",
-}
+_SAID = {name: (section, text) for section, several in texts("sentences").items() for name, text in several.items()}
 _TONES: dict[int, Tone] = {-1: "bad", 0: "neutral", 1: "good"}  # by the sign of what should be large
 
 
@@ -46,72 +42,76 @@ class DrafterVerdict(Record):
     sentences: tuple[Sentence, ...]
 
 
+class _Formatter(string.Formatter):
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return percent(value) if conversion == "p" else super().convert_field(value, conversion)
+
+
+def _text(name: str, **values: Any) -> str:
+    return _Formatter().format(_SAID[name][1], **values)
+
+
+def _say(name: str, tone: Tone = "neutral", **values: Any) -> Sentence:
+    return Sentence(text=_text(name, **values), section=_SAID[name][0], tone=tone)
+
+
 def verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVerdict:
     """`result` is the drafter's unperturbed one."""
     cell = suite.cell(drafter)
-    headline, attention = _attention(result, cell.drift)
-    states = () if cell.drift is None else _states(result, cell.drift)
-    misses = () if cell.drift is None else _misses(cell.drift)
-    sentences = (*attention, *states, *_acceptance(suite, cell, result), *_perturbations(suite, drafter), *misses)
-    title = suite.titles[drafter]
-    return DrafterVerdict(drafter=drafter, title=title, headline=headline, tone=sentences[0].tone, sentences=sentences)
+    headline, *sentences = _attention(result, cell.drift or {})
+    sentences += [*_states(result, cell.drift or {}), *_acceptance(suite, cell, result)]
+    sentences += [*_perturbations(suite, drafter), *_misses(cell.drift or {})]
+    return DrafterVerdict(
+        drafter=drafter,
+        title=suite.titles[drafter],
+        headline=headline.text,
+        tone=sentences[0].tone,
+        sentences=tuple(sentences),
+    )
 
 
-def _say(section: str, text: str, tone: Tone = "neutral") -> Sentence:
-    return Sentence(text=text, section=section, tone=tone)
-
-
-def _attention(result: DriftResult, drift: DriftSummary | None) -> tuple[str, list[Sentence]]:
+def _attention(result: DriftResult, drift: dict[str, Any]) -> Iterator[Sentence]:
     """The headline, and what backs it."""
-    if drift is None:
-        text = "No draft was verified: the answers are too short to say anything."
-        return "Not measured", [_say(ATTENTION, text)]
     if len(result.by_depth) < 2:
-        text = "Depth 1 has no drafts of its own to look at; probe with a --depth of 2 or more to see drift."
-        return "Not measured", [_say(ATTENTION, text)]
+        yield Sentence(text="Not measured", section="attention")
+        yield _say("shallow" if drift else "nothing")
+        return
     last = result.by_depth[-1]
-    shares = f"{percent(last.own_attention)} of its attention is on its own drafts at depth {last.depth}, "
-    shares += f"{percent(last.prompt_attention)} on the prompt"
-    if drift.drift_depth is None:
+    several = [one.depth for one in result.by_depth if one.has_drifted]
+    if not several:
         headline = f"No drift to depth {last.depth}"
-        text = f"Its attention does not drift: {shares}."
+    elif len(several) <= last.depth - several[0]:
+        headline = f"Drifts at some depths ({', '.join(map(str, several))})"
     else:
-        headline = _drifting(drift.drift_depth, result.by_depth)
-        before = f"; at depth 2 it was {percent(result.by_depth[1].own_attention)}" if last.depth > 2 else ""
-        text = f"This drafter {headline[0].lower()}{headline[1:]}: {shares}{before}."
-    sentences = [_say(ATTENTION, f"{text} {_even(last)}", "good" if drift.drift_depth is None else "bad")]
-    first, kept = drift.sink_attention_depth_1, drift.sink_attention_last
-    if max(first, kept) >= 0.05:
-        text = f"The first token keeps {percent(kept)} of attention at depth {last.depth}, of {percent(first)} at 1."
-        sentences.append(_say(ATTENTION, text, "bad" if kept < first / 2 else "neutral"))
-    return headline, sentences
-
-
-def _drifting(first: int, depths: Sequence[DepthMetrics]) -> str:
-    several = [one.depth for one in depths if one.has_drifted]
-    if len(several) < sum(one.depth >= first for one in depths):
-        return f"Drifts at some depths ({', '.join(map(str, several))})"
-    return f"Drifts from depth {first} on" if first < depths[-1].depth else f"Drifts at depth {first}"
-
-
-def _even(last: DepthMetrics) -> str:
-    """Own drafts are a large part of a short text, so that a share says little by itself."""
+        headline = f"Drifts at depth {last.depth}" if len(several) == 1 else f"Drifts from depth {several[0]} on"
+    yield Sentence(text=headline, section="attention")
     even = last.uniform_mass["drafted"]
-    if last.has_drifted and last.own_attention <= even:
-        return f"That is no more than the {percent(even)} that even attention would give: try longer prompts."
-    return f"Even attention would give them {percent(even)}."
+    yield _say(
+        "drifts" if several else "steady",
+        "bad" if several else "good",
+        how=headline[0].lower() + headline[1:],
+        own=last.own_attention,
+        depth=last.depth,
+        prompt=last.prompt_attention,
+        before=_text("before", share=result.by_depth[1].own_attention) if last.depth > 2 else "",
+        # Own drafts are a large part of a short text, so that a share says little by itself.
+        even=_text("no_more" if last.has_drifted and last.own_attention <= even else "even", share=even),
+    )
+    first, kept = drift["sink_attention_depth_1"], drift["sink_attention_last"]
+    if max(first, kept) >= 0.05:
+        yield _say("sink", "bad" if kept < first / 2 else "neutral", kept=kept, depth=last.depth, first=first)
 
 
-def _states(result: DriftResult, drift: DriftSummary) -> Iterator[Sentence]:
-    fed, hidden, share = drift.feature_growth, drift.hidden_growth, drift.top_layer_share
-    text = f"The state fed from depth to depth {_grown(fed)} by depth {drift.last_depth}"
-    if abs(fed - hidden) > 0.02:
-        text += f"; before the final norm it {_grown(hidden)}"
-    yield _say(STATES, f"{text}.", "bad" if fed > LEVEL_GROWTH else "neutral" if fed < 1 / LEVEL_GROWTH else "good")
+def _states(result: DriftResult, drift: dict[str, Any]) -> Iterator[Sentence]:
+    if not drift:
+        return
+    fed, hidden, share = drift["feature_growth"], drift["hidden_growth"], drift["top_layer_share"]
+    tone: Tone = "bad" if fed > LEVEL_GROWTH else "neutral" if fed < 1 / LEVEL_GROWTH else "good"
+    before = _text("hidden", hidden=_grown(hidden)) if abs(fed - hidden) > 0.02 else ""
+    yield _say("growth", tone, fed=_grown(fed), depth=drift["last_depth"], hidden=before)
     even = 1 / max(1, len(result.fusion_shares))
     if share is not None and share >= DOMINANCE * even:
-        text = f"The highest target layer dominates the fused input: {percent(share)} of it, where an even part is "
-        yield _say(LAYERS, f"{text}{percent(even)}.", "bad")
+        yield _say("dominates", "bad", share=share, even=even)
 
 
 def _grown(growth: float) -> str:
@@ -124,139 +124,107 @@ def _acceptance(suite: SuiteResult, cell: CellSummary, result: DriftResult) -> I
     length, trained = cell.acceptance_length, result.trained_depth
     if length is None:
         return
-    interval = interval_text(length, suite.level)
-    yield _say(ACCEPTANCE, f"Acceptance length {length.value:.2f}{interval}, drafting {suite.depth} ahead.")
+    yield _say("length", length=length, interval=interval_text(length, suite.level), depth=suite.depth)
     if length.low is not None and cell.prompts < FEW_PROMPTS:
-        text = f"These are {cell.prompts} prompts: intervals from so few are too narrow to rely on."
-        yield _say(ACCEPTANCE, text)
+        yield _say("few", prompts=cell.prompts)
     if trained is None or trained >= len(result.by_depth):
         return
-    within = {row.id: _stood(row, 0, trained) for row in result.prompt_rows}
-    beyond = {row.id: _stood(row, trained, suite.depth) for row in result.prompt_rows}
+    beyond, within = (
+        {
+            row.id: (sum(row.acceptance.accepted_by_depth[depths]), sum(row.acceptance.reached_by_depth[depths]))
+            for row in result.prompt_rows
+        }
+        for depths in (slice(trained, None), slice(trained))
+    )
     compared = Bootstrap(level=suite.level).compare(beyond, within)
     if compared is None:
-        yield _say(ACCEPTANCE, f"No round got beyond the {trained} depths it was trained for.")
-        return
-    after = compared.base + compared.difference.value
-    text = (
-        f"Beyond the {trained} depths it was trained for, {percent(after)} of the drafts that follow right ones are "
-        f"right too, against {percent(compared.base)} up to there."
-    )
-    yield _say(ACCEPTANCE, text, _TONES[sign_of(compared.difference)])
+        yield _say("unreached", trained=trained)
+    else:
+        after, tone = compared.base + compared.difference.value, _TONES[sign_of(compared.difference)]
+        yield _say("beyond", tone, trained=trained, after=after, within=compared.base)
 
 
-def _stood(row: PromptRow, begin: int, end: int) -> tuple[float, float]:
-    """Accepted drafts, and those up for acceptance, at depths from `begin` (0 is the first) to before `end`."""
-    found = row.acceptance
-    return sum(found.accepted_by_depth[begin:end]), sum(found.reached_by_depth[begin:end])
-
-
-def _misses(drift: DriftSummary) -> Iterator[Sentence]:
-    if drift.ece is not None and drift.ece > POOR_CALIBRATION:
-        text = f"Its confidence is {100 * drift.ece:.0f} points off the share of drafts that are right, on average."
-        yield _say(CALIBRATION, text, "bad")
-    if drift.outside_vocabulary is not None and drift.outside_vocabulary > MANY_OUTSIDE:
-        text = f"{percent(drift.outside_vocabulary)} of its misses are tokens that its vocabulary does not have."
-        yield _say(ACCEPTANCE, text, "bad")
+def _misses(drift: dict[str, Any]) -> Iterator[Sentence]:
+    if (drift.get("ece") or 0) > POOR_CALIBRATION:
+        yield _say("poor", "bad", points=100 * drift["ece"])
+    if (drift.get("outside_vocabulary") or 0) > MANY_OUTSIDE:
+        yield _say("outside", "bad", share=drift["outside_vocabulary"])
 
 
 def _perturbations(suite: SuiteResult, drafter: str) -> Iterator[Sentence]:
     unmeasured = []
-    for group, name in GROUP_NAMES.items():
-        cells = cells_of(suite, drafter, group)
-        worst = worst_of(cells)
+    for group, about in GROUPS.items():
+        cells = suite.perturbed(drafter, group)
+        worst = worst_of(cells, prefer_certain=True)
         if worst is not None:
-            measured = sum(cell.compared is not None for cell in cells)
-            yield _cost(group, *worst, measured, suite.level)
+            yield _cost(about, *worst, sum(cell.compared is not None for cell in cells), suite.level)
         elif cells:
             reasons = list(dict.fromkeys(cell.skip or "no draft was verified" for cell in cells))
-            unmeasured.append(f"{name} ({'; '.join(reasons[:2])})")
-        elif len(suite.perturbations) > 1:
-            unmeasured.append(f"{name} (not asked for)")
+            unmeasured.append(f"{about['name']} ({'; '.join(reasons[:2])})")
+        else:
+            unmeasured.append(f"{about['name']} (not asked for)")
     if len(suite.perturbations) == 1:
-        unmeasured.append("other prompts (no perturbation was asked for)")
+        unmeasured = ["other prompts (no perturbation was asked for)"]
     if unmeasured:
-        yield _say(PERTURBATIONS, f"Not measured: {'; '.join(unmeasured)}.")
+        yield _say("unmeasured", what="; ".join(unmeasured))
 
 
-def worst_of(cells: Sequence[CellSummary]) -> tuple[CellSummary, Comparison] | None:
-    """The cell of lowest ratio to the unperturbed run: of those that surely lose, if any do."""
-    compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
-    losing = [pair for pair in compared if sign_of(pair[1].ratio, around=1.0) < 0]
-    return min(losing or compared, key=lambda pair: pair[1].ratio.value, default=None)
-
-
-def _cost(group: str, worst: CellSummary, compared: Comparison, measured: int, level: float) -> Sentence:
-    name, ratio = GROUP_NAMES[group], compared.ratio
-    which = f"the worst of {measured}: {worst.perturbation}" if measured > 1 else worst.perturbation
-    change, sign = percent(abs(ratio.value - 1)), sign_of(ratio, around=1.0)
-    capital = name[0].upper() + name[1:]
-    if ratio.low is None or ratio.high is None:
-        text = f"{capital} change acceptance length by {percent(ratio.value - 1)} ({which}); one prompt says no more."
-        return _say(PERTURBATIONS, text)
-    low, high = (ratio.low - 1, ratio.high - 1) if sign > 0 else (1 - ratio.high, 1 - ratio.low)
-    interval = f" ({percent(level)} interval {100 * low:.0f} to {100 * high:.0f})"
-    if sign == 0:
-        text = f"No loss from {name} can be told from chance: {percent(1 - ratio.value)}{interval}; {which}."
-        return _say(PERTURBATIONS, text)
-    verb = "gain" if sign > 0 else "cost up to" if measured > 1 else "cost"
-    task = " The answers change too, so part of this is the task's." if group in TASK_GROUPS else ""
-    text = f"{capital} {verb} {change} of acceptance length{interval}; {which}.{task}"
-    return _say(PERTURBATIONS, text, _TONES[sign])
+def _cost(about: dict[str, Any], worst: CellSummary, compared: Comparison, measured: int, level: float) -> Sentence:
+    ratio, sign = compared.ratio, sign_of(compared.ratio, around=1.0)
+    ends = sorted(100 * (end - 1 if sign > 0 else 1 - end) for end in ratio.ends)
+    values = {
+        "group": about["name"],
+        "capital": about["name"][0].upper() + about["name"][1:],
+        "which": f"the worst of {measured}: {worst.perturbation}" if measured > 1 else worst.perturbation,
+        "change": ratio.value - 1,
+        "loss": 1 - ratio.value,
+        "size": abs(ratio.value - 1),
+        "interval": _text("interval", level=level, low=ends[0], high=ends[1]),
+        "verb": "gain" if sign > 0 else "cost up to" if measured > 1 else "cost",
+        "task": _text("task") if "changes_task" in about else "",
+    }
+    return _say("once" if ratio.low is None else "cost" if sign else "chance", _TONES[sign], **values)
 
 
 def side_by_side(suite: SuiteResult, results: Results, one: str, other: str) -> Iterator[Sentence]:
     """One drafter against another, over the prompts that both have."""
     names = suite.titles[one], suite.titles[other]
     bootstrap = Bootstrap(level=suite.level)
-    mine, theirs = results[one, UNPERTURBED], results[other, UNPERTURBED]
-    depth = min(len(mine.by_depth), len(theirs.by_depth))
-    if depth > 1:
-        attention = bootstrap.compare(own_attention_counts(mine, depth), own_attention_counts(theirs, depth))
-        if attention is not None:
-            yield _own_against(attention, names, depth, suite.level)
+    pair = results[one, UNPERTURBED], results[other, UNPERTURBED]
+    depth = min(len(result.by_depth) for result in pair)
+    attention = compare_own_attention(bootstrap, *pair) if depth > 1 else None
+    if attention is not None:
+        yield _own_against(attention, names, depth, suite.level)
     where = {"On the unperturbed workload": [UNPERTURBED]} | {
-        f"Under {GROUP_NAMES[group]}": [cell.perturbation for cell in cells_of(suite, one, group)]
+        f"Under {GROUPS[group]['name']}": [cell.perturbation for cell in suite.perturbed(one, group)]
         for group in ("template", "long_context")
     }
     for place, perturbations in where.items():
         shared = [name for name in perturbations if (one, name) in results and (other, name) in results]
         sides = [acceptance_counts(*(results[drafter, name] for name in shared)) for drafter in (one, other)]
-        compared = bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
-        if compared is not None:
-            section = ACCEPTANCE if UNPERTURBED in perturbations else PERTURBATIONS
-            yield _length_against(place, compared, names, section, suite.level)
+        compared = bootstrap.compare(sides[0], sides[1], offset=1.0)
+        if compared is None:
+            continue
+        mine, ratio, sign = compared.base + compared.difference.value, compared.ratio, sign_of(compared.ratio, 1.0)
+        text = _text(
+            "differ" if sign else "same",
+            where=place,
+            one=names[0],
+            which="longer" if sign > 0 else "shorter",
+            lengths=_text("lengths", mine=mine, theirs=compared.base, other=names[1]),
+            ratio=ratio.value,
+            interval=interval_text(ratio, suite.level, "" if sign else "ratio "),
+        )
+        section = "acceptance" if UNPERTURBED in perturbations else "perturbations"
+        yield Sentence(text=text, section=section, tone=_TONES[sign])
 
 
 def _own_against(compared: Comparison, names: tuple[str, str], depth: int, level: float) -> Sentence:
-    difference = compared.difference
+    difference, sign, interval = compared.difference, sign_of(compared.difference), ""
     small, large = sorted((compared.base, compared.base + difference.value))
-    shares = f"{percent(small)} of attention is on own drafts at depth {depth}, against {percent(large)}"
-    shares += _points(difference, level)
-    sign = sign_of(difference)
-    if sign == 0:
-        text = f"Which of {names[0]} and {names[1]} drifts less cannot be told: {shares}."
-    else:
-        less, more = names if sign < 0 else names[::-1]
-        text = f"{less} drifts less than {more}: {shares}."
-    return _say(ATTENTION, text, _TONES[-sign])
-
-
-def _points(interval: Interval, level: float) -> str:
-    """Of a difference of shares, whichever way round."""
-    if interval.low is None or interval.high is None:
-        return ""
-    low, high = (-interval.high, -interval.low) if interval.high < 0 else (interval.low, interval.high)
-    return f" (difference, {percent(level)} interval: {100 * low:.0f} to {100 * high:.0f} points)"
-
-
-def _length_against(where: str, compared: Comparison, names: tuple[str, str], section: str, level: float) -> Sentence:
-    lengths = f"{compared.base + compared.difference.value:.2f} against {compared.base:.2f} of {names[1]}"
-    sign = sign_of(compared.ratio, around=1.0)
-    if sign == 0:
-        text = f"{where}, no difference in acceptance length can be told: {names[0]} {lengths}"
-        text += f"{interval_text(compared.ratio, level, 'ratio ')}."
-    else:
-        text = f"{where}, {names[0]} has the {'longer' if sign > 0 else 'shorter'} acceptance length: {lengths}"
-        text += f", {compared.ratio.value:.2f} times{interval_text(compared.ratio, level)}."
-    return _say(section, text, _TONES[sign])
+    if difference.low is not None:
+        low, high = sorted(100 * end * (sign or 1) for end in difference.ends)
+        interval = _text("points", level=level, low=low, high=high)
+    shares = _text("shares", small=small, depth=depth, large=large, interval=interval)
+    less, more = names[::-1] if sign > 0 else names
+    return _say("drifts_less" if sign else "drifts_alike", _TONES[-sign], less=less, more=more, shares=shares)

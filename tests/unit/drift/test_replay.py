@@ -290,4 +290,4 @@ def test_values_may_be_narrower_than_keys() -> None:
             weights = (seen @ query[r, h] * 0.3).softmax(0)
             expected = weights @ torch.cat([values[: slot + 1, h // 2], own[1][r, :, h // 2]])
             torch.testing.assert_close(mixed[r, h], expected)
-            assert float(record.mass[r, h, Segment.DRAFTED]) == pytest.approx(float(weights[-1]))
+            assert float(record["mass"][r, h, Segment.DRAFTED]) == pytest.approx(float(weights[-1]))

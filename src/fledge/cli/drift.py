@@ -87,7 +87,7 @@ def drift(
     )
     options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed}
     options |= {} if max_model_len is None else {"max_model_len": max_model_len}
-    prober = Prober(target, workload=prompts.name, settings=settings, **options)
+    prober = Prober(target, prompts.name, settings, options)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

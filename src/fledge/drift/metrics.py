@@ -19,7 +19,6 @@ from fledge.drift.result import (
     AttentionMeans,
     Calibration,
     CalibrationBin,
-    Curve,
     DepthMetrics,
     FusionShare,
     HeadAttention,
@@ -29,6 +28,8 @@ from fledge.drift.segments import LABELS, Segment
 from fledge.engine.outputs import RoundRecord
 
 BINS = 10
+_ONCE = ("fused_rms", "norms", "shares")  # what a round has once, not at each depth
+_CURVES = ("drafted_attention", "sink_attention", "feature_rms")  # that a `PromptRow` has
 _STATES = ("hidden", "head", "feature")  # whose size is followed from depth to depth
 
 
@@ -99,8 +100,7 @@ class DriftSums:
         self.acceptance = AcceptanceStatistics()
         self.engine_acceptance = AcceptanceStatistics()
         self._in_draft = in_draft
-        self._by_depth: dict[str, Tensor] = {}  # sums over rounds, [depth, ...]
-        self._by_round: dict[str, Tensor] = {}  # of what a round has once, [...]
+        self._sums: dict[str, Tensor] = {}  # over rounds, [depth, ...]
         self._agreeing = 0
 
     def add(
@@ -114,37 +114,38 @@ class DriftSums:
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
         self._agreeing += judged.agreeing
-        _increase(self._by_depth, _drafting_sums(replayed, judged.drafted.double()))
-        _increase(self._by_depth, _verdict_sums(replayed, judged, torch.tensor(tokens), self._in_draft))
-        norms = replayed.contributions.double()
-        shares = norms / norms.sum(-1, keepdim=True).clamp(min=1e-30)
-        once = {"rounds": torch.ones(len(records)), "fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
-        _increase(self._by_round, {name: values.double().sum(0) for name, values in once.items()})
-        return _row_fields(acceptance, judged.drafted, replayed.mass.mean((2, 3)), replayed.feature_rms)
+        sums = _sums(replayed, judged, torch.tensor(tokens), self._in_draft)
+        self._sums = {name: values + self._sums.get(name, 0) for name, values in sums.items()}
+        mass = sums["mass"].mean((1, 2))  # [depth, segments]
+        curves = dict(zip(_CURVES, (mass[:, Segment.DRAFTED], mass[:, Segment.SINK], sums["feature_rms"]), strict=True))
+        return {
+            "tally": tally_of(acceptance),
+            "rounds_by_depth": tuple(int(count) for count in sums["rounds"]),
+            **{name: tuple(map(_mean, totals, sums["rounds"])) for name, totals in curves.items()},
+        }
 
     @property
     def unmeasured(self) -> dict[str, Any]:
         """What the `PromptRow` of an answer holds that no draft was verified for."""
-        nothing = torch.zeros(0, self.depth)
-        return _row_fields(AcceptanceStatistics(), nothing, nothing[..., None].expand(-1, -1, len(Segment)), nothing)
+        return {"tally": (), "rounds_by_depth": (0,) * self.depth, **dict.fromkeys(_CURVES, (None,) * self.depth)}
 
     def figures(self) -> dict[str, Any]:
         """The fields of `DriftResult` that follow from the sums."""
-        means = {name: total / self._by_round["rounds"] for name, total in self._by_round.items()}
-        rounds, bins = (self._by_depth.get(name, torch.zeros(1, BINS, 3)) for name in ("rounds", "bins"))
-        shares = zip(self.parts, means["shares"], means["norms"], strict=True) if means else ()
+        depths = [d for d, rounds in enumerate(self._sums.get("rounds", ())) if rounds > 0]
+        once = {name: self._sums[name][0] / self._sums["replayed"][0] for name in _ONCE if self._sums}
+        shares = zip(self.parts, once["shares"], once["norms"], strict=True) if once else ()
         return {
             "tally": tally_of(self.acceptance),
             "engine_tally": tally_of(self.engine_acceptance),
-            "replay_agreement": self._agreeing / float(self._by_round["rounds"]) if means else None,
-            "by_depth": tuple(self._at(d) for d in range(len(rounds)) if means and rounds[d] > 0),
-            "fused_rms": float(means["fused_rms"]) if means else None,
+            "replay_agreement": self._agreeing / int(self._sums["replayed"][0]) if once else None,
+            "by_depth": tuple(self._at(d) for d in depths),
+            "fused_rms": float(once["fused_rms"]) if once else None,
             "fusion_shares": tuple(FusionShare(part=part, share=float(s), norm=float(n)) for part, s, n in shares),
-            "calibration": _calibration(bins.sum(0)),  # all depths together
+            "calibration": _calibration(self._sums.get("bins", torch.zeros(1, BINS, 3)).sum(0)),  # all depths together
         }
 
     def _at(self, d: int) -> DepthMetrics:
-        sums = {name: values[d] for name, values in self._by_depth.items()}
+        sums = {name: values[d] for name, values in self._sums.items()}
         means = {name: values / sums["rounds"] for name, values in sums.items()}
         of_heads = {name: means[name] for name in ("mass", "entropy", "normalised_entropy", "distance")}
         rates = (self.acceptance.rate_by_depth, self.acceptance.conditional_rate_by_depth)
@@ -174,17 +175,12 @@ class DriftSums:
         )
 
 
-def _increase(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
-    for name, values in more.items():
-        sums[name] = sums.get(name, 0) + values.double()
-
-
-def _drafting_sums(replayed: Replayed, drafted: Tensor) -> dict[str, Tensor]:
-    """Sums of what drafting is like over the rounds that drafted to each depth; `drafted` [rounds, depth] is 0 or 1."""
+def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | None) -> dict[str, Tensor]:
+    """Sums by depth, [depth, ...] each, over the rounds of one sequence that count there."""
     seen = replayed.visible.sum(-1)  # [rounds, depth]
     limit = seen.double().log()[..., None, None]
-    per_round = {
-        "rounds": torch.ones_like(drafted),
+    drafting = {
+        "rounds": torch.ones_like(seen),
         "mass": replayed.mass,
         "entropy": replayed.entropy,
         # One visible row leaves no choice: attention is as even as it can be.
@@ -195,43 +191,32 @@ def _drafting_sums(replayed: Replayed, drafted: Tensor) -> dict[str, Tensor]:
     }
     for name in (f"{what}_rms" for what in _STATES):
         values = getattr(replayed, name)
-        per_round |= {name: values, f"first_{name}": values[:, :1].expand_as(values)}
-    return {name: torch.einsum("rd,rd...->d...", drafted, values.double()) for name, values in per_round.items()}
-
-
-def _verdict_sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | None) -> dict[str, Tensor]:
-    """Sums of what became of the drafts over the rounds that reached each depth."""
-    missed = judged.reached & ~judged.right
-    places = (replayed.starts[:, None] + torch.arange(missed.shape[1])).clamp(max=len(text) - 1)
-    outside = torch.zeros_like(missed) if in_draft is None else missed & ~in_draft[text[places]]
-    sums = {"reached": judged.reached.sum(0), "missed": missed.sum(0), "outside": outside.sum(0)}
-    for name in ("head_cosine", "feature_cosine"):
-        values = getattr(replayed, name).double()
-        counted = judged.comparable & ~values.isnan()
-        sums |= {name: torch.where(counted, values, 0.0).sum(0), f"{name}_count": counted.sum(0)}
+        drafting |= {name: values, f"first_{name}": values[:, :1].expand_as(values)}
+    norms = replayed.contributions.double()
+    shares = norms / norms.sum(-1, keepdim=True).clamp(min=1e-30)
+    once = {"replayed": torch.ones(len(norms)), "fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
+    places = (replayed.starts[:, None] + torch.arange(seen.shape[1])).clamp(max=len(text) - 1)
     bins = (replayed.confidence * BINS).long().clamp(0, BINS - 1)
-    chosen = torch.nn.functional.one_hot(bins, BINS).double() * judged.reached[..., None]  # [rounds, depth, bins]
     columns = torch.stack([judged.reached, replayed.confidence, judged.right], dim=-1).double()
-    return sums | {"bins": torch.einsum("rdb,rdc->dbc", chosen, columns)}  # [depth, bins, 3]
-
-
-def _row_fields(acceptance: AcceptanceStatistics, drafted: Tensor, mass: Tensor, feature_rms: Tensor) -> dict[str, Any]:
-    """What a `PromptRow` holds of its rounds: counts, and means over those that drafted to each depth.
-
-    `drafted` and `feature_rms` [rounds, depth], `mass` [rounds, depth, segments].
-    """
-    counts = drafted.double().sum(0)
-
-    def curve(values: Tensor) -> Curve:
-        sums = (values.double() * drafted).sum(0)
-        return tuple(_mean(total, count) for total, count in zip(sums, counts, strict=True))
-
+    verdicts = {
+        "reached": torch.ones_like(seen),
+        "missed": ~judged.right,
+        "outside": torch.zeros_like(seen) if in_draft is None else ~judged.right & ~in_draft[text[places]],
+        "bins": torch.nn.functional.one_hot(bins, BINS).double()[..., None] * columns[..., None, :],
+    }
+    weighted = [
+        (judged.drafted, drafting),
+        (torch.ones_like(seen), {name: values[:, None] for name, values in once.items()}),
+        (judged.reached, verdicts),
+    ]
+    for name in ("head_cosine", "feature_cosine"):
+        values = getattr(replayed, name)
+        counted = judged.comparable & ~values.isnan()
+        weighted.append((counted, {name: values.nan_to_num(), f"{name}_count": torch.ones_like(seen)}))
     return {
-        "tally": tally_of(acceptance),
-        "rounds_by_depth": tuple(int(count) for count in counts),
-        "drafted_attention": curve(mass[..., Segment.DRAFTED]),
-        "sink_attention": curve(mass[..., Segment.SINK]),
-        "feature_rms": curve(feature_rms),
+        name: torch.einsum("rd,rd...->d...", weight.double(), values.double().expand(*seen.shape, *values.shape[2:]))
+        for weight, several in weighted
+        for name, values in several.items()
     }
 
 

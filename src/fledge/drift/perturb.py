@@ -34,11 +34,6 @@ from fledge.errors import ConfigError, PromptError, nearest_name_hint
 from fledge.evaluation.conversations import Message
 
 UNPERTURBED = "unperturbed"
-# How other models write conversations down. A target's own tokenizer renders them: markers of another family ([INST],
-# <|eot_id|>) are special tokens only where it knows them, and ordinary text elsewhere, which is what a target meets
-# when it is served behind the wrong template. A begin-of-text token is the tokenizer's own, where it has one.
-FAMILIES = ("chatml", "llama3", "mistral", "gemma", "alpaca", "vicuna", "deepseek", "kimi", "plain")
-SYSTEMS = ("none", "short", "long", "out-of-domain", "other-language")
 SYSTEM_ROLES = ("system", "developer")
 # Room left by padding for tokens that only appear when the text is rendered as a whole.
 _SLACK = 32
@@ -70,6 +65,13 @@ def chat_template(family: str) -> str:
 def texts(name: str) -> dict[str, Any]:
     """What data/NAME.yaml holds: `insertions` (system prompts, exchanges, tools, requests), `suites`, `figures`, ..."""
     return dict(yaml.safe_load((files("fledge.drift") / "data" / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+KINDS: dict[str, dict[str, Any]] = texts("perturbations")
+# How other models write conversations down. A target's own tokenizer renders them: markers of another family ([INST],
+# <|eot_id|>) are special tokens only where it knows them, and ordinary text elsewhere, which is what a target meets
+# when it is served behind the wrong template. A begin-of-text token is the tokenizer's own, where it has one.
+FAMILIES: list[str] = KINDS["template"]["names"]
 
 
 def _change_template(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, family: str) -> ProbePrompt:
@@ -203,67 +205,15 @@ def _messages(prompt: ProbePrompt) -> tuple[Message, ...]:
     return prompt.messages
 
 
-@dataclass(frozen=True, kw_only=True)
-class PerturbationKind:
-    """How a kind of change is written, how what follows its name is read, and what it does to a prompt."""
-
-    usage: str
-    read: Callable[[str], Any] | None = None  # ValueError says what is wrong; None: nothing may follow
-    change: Callable[[ProbePrompt, random.Random, PerturbationContext, Any], ProbePrompt] | None = None
-    stage: int = 0  # of the kinds that must not come in the order they were written in
-    changes_task: bool = False  # asks for another answer, so that part of a loss is the task's
-
-
-def _one_of(*known: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"unknown '{text}'.{nearest_name_hint(text, known)}")
-        return text
-
-    return read
-
-
-def _number(kind: type[int] | type[float], up_to: float, allowed: str) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value <= up_to:
-            raise ValueError(f"found '{text}', allowed is {allowed}")
-        return value
-
-    return read
-
-
-def _read_padding(text: str) -> str:
-    size, _, side = text.partition(":")
-    if not re.fullmatch(r"[0-9]{1,3}k", size) or not 1 <= int(size[:-1]) <= 128:
-        raise ValueError(f"found size '{size}', allowed is 1k to 128k")
-    return f"{int(size[:-1])}k:{_one_of('before', 'after')(side or 'before')}"
-
-
-_SWITCHES = ("code-prose", "prose-code")
-_KIND = PerturbationKind
-KINDS = {
-    "template": _KIND(usage=f"template:{'|'.join(FAMILIES)}", read=_one_of(*FAMILIES), change=_change_template),
-    "template-noise": _KIND(
-        usage="template-noise:0.05",
-        read=_number(float, 1, "a number above 0, up to 1"),
-        change=_token_noise,
-        stage=2,
-    ),
-    "system": _KIND(usage=f"system:{'|'.join(SYSTEMS)}", read=_one_of(*SYSTEMS), change=_change_system),
-    "pad": _KIND(usage="pad:4k:before or pad:4k:after", read=_read_padding, change=_pad, stage=1),
-    "history": _KIND(usage="history:2", read=_number(int, 8, "1 to 8 exchanges"), change=_put_history),
-    "tools": _KIND(usage="tools", change=_describe_tools),
-    "json": _KIND(usage="json", change=_ask_for_json, changes_task=True),
-    "switch": _KIND(
-        usage=f"switch:{'|'.join(_SWITCHES)}", read=_one_of(*_SWITCHES), change=_ask_for_switch, changes_task=True
-    ),
-    "temperature": _KIND(
-        usage="temperature:0.7", read=_number(float, 2, "a number above 0, up to 2"), changes_task=True
-    ),
+_CHANGES: dict[str, Callable[[ProbePrompt, random.Random, PerturbationContext, Any], ProbePrompt]] = {
+    "template": _change_template,
+    "template-noise": _token_noise,
+    "system": _change_system,
+    "pad": _pad,
+    "history": _put_history,
+    "tools": _describe_tools,
+    "json": _ask_for_json,
+    "switch": _ask_for_switch,
 }
 
 
@@ -297,11 +247,10 @@ class Perturbation:
 
     def apply(self, prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
         """Return the changed prompt under the same id. Raises NotApplicableError, with a reason."""
-        for step in sorted(self.steps, key=lambda step: KINDS[step.kind].stage):
-            change = KINDS[step.kind].change
-            if change is not None:
+        for step in sorted(self.steps, key=lambda step: KINDS[step.kind].get("stage", 0)):
+            if step.kind in _CHANGES:
                 generator = random.Random(f"{context.seed}/{step.name}/{prompt.id}")
-                prompt = change(prompt, generator, context, step.argument)
+                prompt = _CHANGES[step.kind](prompt, generator, context, step.argument)
         try:
             length = len(segmented(prompt, context.tokenizer).token_ids)
         except PromptError as error:
@@ -368,14 +317,15 @@ def _parse_step(name: str) -> PerturbationStep:
     if kind not in KINDS:
         single = [known for known in default_suite("full") if "+" not in known]
         raise ConfigError(f"unknown perturbation '{name}'.{nearest_name_hint(name, {*single, 'pad:1k', *KINDS})}")
-    read, usage = KINDS[kind].read, KINDS[kind].usage
-    try:
-        if bool(text) != (read is not None):
-            raise ValueError(f"what kind of '{kind}'? Write {usage}" if read else f"too many parts; write {usage}")
-        argument = None if read is None else read(text)
-    except ValueError as error:
-        raise ConfigError(f"perturbation '{name}': {error}") from None
-    return PerturbationStep(name=f"pad:{argument}" if kind == "pad" else name, kind=kind, argument=argument)
+    about = KINDS[kind]
+    names = about.get("names", ())
+    if not re.fullmatch(about.get("pattern", "|".join(names)), text):
+        which = text.rpartition(":")[2]
+        raise ConfigError(f"perturbation '{name}': {about['rule']}{nearest_name_hint(which, names) if names else ''}")
+    if kind == "pad" and ":" not in text:
+        text += ":before"
+    read = {"history": int, "template-noise": float, "temperature": float}.get(kind, str)
+    return PerturbationStep(name=f"{kind}:{text}" if text else kind, kind=kind, argument=read(text))
 
 
 def default_suite(size: str = "quick") -> tuple[str, ...]:

@@ -46,17 +46,16 @@ class ProbeSettings:
     keep_examples: int = 5  # answers of lowest acceptance to keep in full
 
 
+@dataclass
 class Prober:
-    """A target whose drafters are probed, one after another. `workload` is what results call the prompts."""
+    """A target whose drafters are probed, one after another. Nothing is loaded before `load`."""
 
-    def __init__(self, target: str, *, workload: str, settings: ProbeSettings, **options: Any) -> None:
-        """`options` are those of `LLM`. Nothing is loaded before `load`."""
-        self.target = target
-        self.workload = workload
-        self.settings = settings
-        self.options = options
-        self._drafter = ""
-        self._llm: LLM | None = None
+    target: str
+    workload: str  # what results call the prompts
+    settings: ProbeSettings
+    options: dict[str, Any]  # of `LLM`
+    _drafter: str = ""
+    _llm: LLM | None = None
 
     def identity(self, drafter: str) -> Any:
         """JSON values: whatever a result depends on besides prompts."""
@@ -173,9 +172,14 @@ def probe(
         )
         rows.append(row)
         if (length := row.acceptance.acceptance_length) is not None:
-            text, tokens = _text(read.token_ids, llm.tokenizer), _example_tokens(llm, read, answer, drafts, in_draft)
-            named = {"id": prompt.id, "category": prompt.category, "acceptance_length": length}
-            examples.append(AnswerExample(prompt=text, tokens=tokens, **named))
+            example = AnswerExample(
+                id=prompt.id,
+                category=prompt.category,
+                acceptance_length=length,
+                prompt=_text(read.token_ids, llm.tokenizer),
+                tokens=_example_tokens(llm, read, answer, drafts, in_draft),
+            )
+            examples.append(example)
         progress("replay", len(rows), len(prompts))
     return DriftResult(
         variant=name_of(drafter.config),

@@ -86,7 +86,7 @@ def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str
         ratio_tone=ratio_tone,
         visible=visible,
         worst_of=worst_of,
-        task_kinds=[name for name, kind in KINDS.items() if kind.changes_task],
+        task_kinds=[name for name, about in KINDS.items() if "changes_task" in about],
         figures=FIGURES,
         examples=_examples(suite, results),
         drift_share=percent(DRIFT_SHARE),
@@ -103,7 +103,7 @@ def _title(chart: Chart, suite: SuiteResult) -> str:
     return f"{suite.titles[chart.drafter]}: {chart.title[0].lower()}{chart.title[1:]}"
 
 
-def _examples(suite: SuiteResult, results: Results) -> list[tuple[str, str, Sequence[AnswerExample]]]:
+def _examples(suite: SuiteResult, results: Results) -> list[tuple[str, str, tuple[AnswerExample, ...]]]:
     """The worst of each drafter, unperturbed and under the perturbation that costs it the most."""
     groups = []
     for drafter in suite.names:

@@ -200,14 +200,18 @@ class DriftResult(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteCell(Record):
-    """One drafter under one perturbation: a result, or a reason for there being none."""
+class DriftCell(Record):
+    """One drafter under one perturbation."""
 
     drafter: str
     perturbation: str
     kinds: tuple[str, ...]
     left_out: dict[str, str]  # prompt id -> reason
-    skip: str | None
+    skip: str | None  # why there is no result
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteCell(DriftCell):
     result: DriftResult | None
 
 

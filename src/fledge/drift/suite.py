@@ -104,8 +104,15 @@ def _run_cell(
             result = prober.probe(changed.prompts, perturbation=name, temperature=temperature, progress=progress)
         except NotApplicableError as error:
             skip, is_final = str(error), False
-    named = {"drafter": drafter, "perturbation": name, "kinds": perturbation.kinds}
-    return SuiteCell(left_out=changed.left_out, skip=skip, result=result, **named), is_final
+    cell = SuiteCell(
+        drafter=drafter,
+        perturbation=name,
+        kinds=perturbation.kinds,
+        left_out=changed.left_out,
+        skip=skip,
+        result=result,
+    )
+    return cell, is_final
 
 
 def _with_history(

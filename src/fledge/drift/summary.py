@@ -4,14 +4,14 @@ Its named figures (data/figures.yaml) are what verdicts state and `--fail-if 'al
 """
 
 import math
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 from fledge.drift.perturb import UNPERTURBED, texts
-from fledge.drift.result import DriftResult, SuiteCell
+from fledge.drift.result import DriftCell, DriftResult, SuiteCell
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.files import distinct_names
 from fledge.records import Record
@@ -20,28 +20,16 @@ from fledge.report.prose import sign_of
 
 FIGURES: dict[str, str] = texts("figures")["figures"]
 GROUPS: dict[str, dict[str, Any]] = texts("figures")["groups"]
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+_COMPARISONS = {">=": ge, "<=": le, ">": gt, "<": lt, "==": eq, "!=": ne}
 _CONDITION = re.compile(r"\s*([A-Za-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellSummary(Record):
-    """One drafter under one perturbation."""
+class CellSummary(DriftCell):
+    """What one drafter under one perturbation comes to."""
 
-    drafter: str
-    perturbation: str
-    kinds: tuple[str, ...]
     prompts: int
     rounds: int
-    left_out: dict[str, str]  # prompt id -> reason
-    skip: str | None  # why there are no figures
     acceptance_length: Interval | None
     compared: Comparison | None  # acceptance length against the unperturbed run
     drift: dict[str, Any] | None  # see `drift_figures`
@@ -182,7 +170,7 @@ def compare_own_attention(bootstrap: Bootstrap, *pair: DriftResult) -> Compariso
 
 def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
     """Return the figures (see FIGURES) of a drafter. What was not measured is left out."""
-    base, compared = suite.cell(drafter), [cell for cell in suite.perturbed(drafter) if cell.compared is not None]
+    base, cells = suite.cell(drafter), suite.perturbed(drafter)
     found: dict[str, float | None] = dict(base.drift or {})
     if base.acceptance_length is not None:
         found |= {"al": base.acceptance_length.value, "al_low": base.acceptance_length.low}
@@ -191,9 +179,9 @@ def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
     for name, group in {"al_drop": None, **{f"al_drop_{group}": group for group in GROUPS}}.items():
         if (worst := worst_of(suite.perturbed(drafter, group))) is not None:
             found[name] = 1 - worst[1].ratio.value
-    highs = [cell.compared.ratio.high for cell in compared if cell.compared is not None]
+    highs = [cell.compared.ratio.high for cell in cells if cell.compared is not None]
     found["al_drop_certain"] = max((1 - high for high in highs if high), default=None)
-    rises = [cell.own_attention_compared for cell in compared]
+    rises = [cell.own_attention_compared for cell in cells if cell.compared is not None]
     found["own_attention_rise"] = max((rise.difference.value for rise in rises if rise is not None), default=None)
     return {name: float(value) for name in FIGURES if (value := found.get(name)) is not None and not math.isnan(value)}
 

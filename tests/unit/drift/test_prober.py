@@ -43,7 +43,7 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
     settings = ProbeSettings(depth=3, max_tokens=12)
-    prober = Prober(str(pair / "target"), workload="small", settings=settings, device="cpu")
+    prober = Prober(str(pair / "target"), "small", settings, {"device": "cpu"})
     drafters = [str(pair / "eagle1"), str(pair / "eagle3.1")]
     names = ("template:llama3", "template-noise:0.3", "pad:1k", "pad:4k", "temperature:0.8")
     suite, found = run_suite(drafters, WORKLOAD, names, prober, tmp_path, bootstrap=Bootstrap(resamples=50))
@@ -69,10 +69,10 @@ def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
     assert 0 < other["top_layer_share"] < 1
     assert check(["al<1"], other) == []
 
-    again = Prober(str(pair / "target"), workload="small", settings=settings, device="cpu")
+    again = Prober(str(pair / "target"), "small", settings, {"device": "cpu"})
     retold = run_suite(drafters, WORKLOAD, names, again, tmp_path, bootstrap=Bootstrap(resamples=50))
     assert retold == (suite, found)
     with pytest.raises(AssertionError, match="no drafter is loaded"):  # all of it was there
         _ = again.llm
-    deeper = Prober(prober.target, workload="small", settings=replace(settings, depth=4), device="cpu")
+    deeper = Prober(prober.target, "small", replace(settings, depth=4), {"device": "cpu"})
     assert deeper.identity(drafters[0]) != prober.identity(drafters[0])

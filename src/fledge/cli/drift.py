@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.cli.command import leave, models, one_of, options
+from fledge.cli.command import leave, models, options
 from fledge.cli.options import INTERRUPTED
 from fledge.errors import CheckpointError, ConfigError
 
@@ -43,16 +43,13 @@ def drift(
     prompts come in other shapes. After Ctrl-C the same command goes on where it was.
     """
     target, drafters = models(target, drafter)
-    perturbations = list(perturb or ())
-    suite = suite or ("none" if perturbations else "quick")
-    one_of("suite", suite, ("none", "quick", "full"))
 
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
-    from fledge.drift.figures import check, figures, parse_conditions  # noqa: PLC0415 - torch takes seconds
-    from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415
+    from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415 - torch takes seconds
     from fledge.drift.probe import Prober, ProbeSettings  # noqa: PLC0415
     from fledge.drift.report import REPORT_FILE, make_report, write_report  # noqa: PLC0415
     from fledge.drift.suite import run_suite  # noqa: PLC0415
+    from fledge.drift.summary import check, figures, parse_conditions  # noqa: PLC0415
     from fledge.drift.workloads import load_probe_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance  # noqa: PLC0415
@@ -63,20 +60,19 @@ def drift(
                 f"{name}: this installation of Fledge has no bundled models; name your own with --target and --drafter"
             )
     conditions = fail_if or []
-    if suite != "none":
-        perturbations = [*default_suite(suite), *perturbations]
+    perturbations = [*default_suite(suite or ("none" if perturb else "quick")), *(perturb or ())]
     for name in perturbations:
         parse_perturbation(name)
-    for condition in parse_conditions(conditions):
-        if not perturbations and condition.figure.startswith(("al_drop", "own_attention_rise")):
-            raise ConfigError(f"condition '{condition.text}': needs perturbations; leave out --suite none")
+    for text, figure, *_ in parse_conditions(conditions):
+        if not perturbations and figure.startswith(("al_drop", "own_attention_rise")):
+            raise ConfigError(f"condition '{text}': needs perturbations; leave out --suite none")
     prompts = load_probe_workload(workload, sample=sample, seed=seed)
     settings = ProbeSettings(
         depth=depth, max_tokens=max_tokens, temperature=temperature, seed=seed, sink_tokens=sink_tokens
     )
-    chosen: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed}  # they tell results apart
+    chosen: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed}
     chosen |= {} if max_model_len is None else {"max_model_len": max_model_len}
-    prober = Prober(target, workload=prompts.name, settings=settings, **chosen)
+    prober = Prober(target, prompts.name, settings, chosen)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,6 +110,7 @@ def _setup(
         f"{one.name} ({one.variant}" + (f", trained to depth {one.trained_depth})" if one.trained_depth else ")")
         for one in suite.drafters
     ]
+    skipped = {cell.perturbation for cell in suite.cells if cell.skip is not None}
     rounds = [f"{suite.cell(one.name).rounds:,} ({suite.titles[one.name]})" for one in suite.drafters]
     return {
         "Target": suite.target,
@@ -122,8 +119,7 @@ def _setup(
         "Rounds, unperturbed": ", ".join(rounds),
         "Depth": str(suite.depth),
         "Settings": ", ".join(f"{name} {value}" for name, value in facts.items()),
-        "Perturbations": f"{len(suite.perturbations) - 1}, of which some drafter skipped "
-        f"{len({cell.perturbation for cell in suite.skipped})}",
+        "Perturbations": f"{len(suite.perturbations) - 1}, of which some drafter skipped {len(skipped)}",
         "Command": provenance["command"],
         "Fledge": provenance["fledge_version"] + (f", commit {commit}" if commit else ""),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),

@@ -7,6 +7,8 @@ Attention, norms and confidence are properties of drafting and are means over al
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +19,17 @@ from fledge.drift.result import (
     AttentionMeans,
     Calibration,
     CalibrationBin,
-    Curve,
     DepthMetrics,
     FusionShare,
     HeadAttention,
-    PromptRow,
     tally_of,
 )
 from fledge.drift.segments import LABELS, Segment
 from fledge.engine.outputs import RoundRecord
 
 BINS = 10
+_ONCE = ("fused_rms", "norms", "shares")  # what a round has once, not at each depth
+_CURVES = ("drafted_attention", "sink_attention", "feature_rms")  # that a `PromptRow` has
 _STATES = ("hidden", "head", "feature")  # whose size is followed from depth to depth
 
 
@@ -92,69 +94,78 @@ class DriftSums:
     """Sums over the rounds of many sequences. `add` changes them in place."""
 
     def __init__(self, depth: int, parts: Sequence[str], in_draft: Tensor | None) -> None:
-        """`in_draft` bool [vocab]: which tokens can be drafted; None: all."""
+        """`in_draft` bool [vocab], on the CPU: which tokens can be drafted; None: all."""
         self.depth = depth
         self.parts = tuple(parts)
         self.acceptance = AcceptanceStatistics()
         self.engine_acceptance = AcceptanceStatistics()
-        self._in_draft = None if in_draft is None else in_draft.cpu()
-        self._by_depth: dict[str, Tensor] = {}  # sums over rounds, [depth, ...]
-        self._by_round: dict[str, Tensor] = {}  # of what a round has once, [...]
+        self._in_draft = in_draft
+        self._sums: dict[str, Tensor] = {}  # over rounds, [depth, ...]
         self._agreeing = 0
-        self._replayed = 0
 
     def add(
         self, replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundRecord], limit: int
-    ) -> tuple[Judged, AcceptanceStatistics]:
-        """Add the rounds of one sequence. Returns the verdict on them, and their own acceptance."""
+    ) -> dict[str, Any]:
+        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them."""
         judged = judge(replayed, tokens, records, limit)
         acceptance = AcceptanceStatistics()
-        for drafted, accepted in judged.outcomes:
+        for (drafted, accepted), record in zip(judged.outcomes, records, strict=True):
             acceptance.add(drafted=drafted, accepted=accepted)
-        for record in records:
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
         self._agreeing += judged.agreeing
-        self._replayed += len(records)
-        _increase(self._by_depth, _drafting_sums(replayed, judged.drafted.double()))
-        _increase(self._by_depth, _verdict_sums(replayed, judged, torch.tensor(tokens), self._in_draft))
-        norms = replayed.contributions.double()
-        shares = norms / norms.sum(-1, keepdim=True).clamp(min=1e-30)
-        once = {"fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
-        _increase(self._by_round, {name: values.double().sum(0) for name, values in once.items()})
-        return judged, acceptance
+        sums = _sums(replayed, judged, torch.tensor(tokens), self._in_draft)
+        self._sums = {name: values + self._sums.get(name, 0) for name, values in sums.items()}
+        mass = sums["mass"].mean((1, 2))  # [depth, segments]
+        curves = dict(zip(_CURVES, (mass[:, Segment.DRAFTED], mass[:, Segment.SINK], sums["feature_rms"]), strict=True))
+        return {
+            "tally": tally_of(acceptance),
+            "rounds_by_depth": tuple(int(count) for count in sums["rounds"]),
+            **{name: tuple(map(_mean, totals, sums["rounds"])) for name, totals in curves.items()},
+        }
 
     @property
-    def replay_agreement(self) -> float | None:
-        return self._agreeing / self._replayed if self._replayed else None
+    def unmeasured(self) -> dict[str, Any]:
+        """What the `PromptRow` of an answer holds that no draft was verified for."""
+        return {"tally": (), "rounds_by_depth": (0,) * self.depth, **dict.fromkeys(_CURVES, (None,) * self.depth)}
 
-    def by_depth(self) -> tuple[DepthMetrics, ...]:
-        """Return the figures of each depth that any round drafted to."""
-        rounds = self._by_depth.get("rounds", torch.zeros(0))
-        return tuple(self._at(d) for d in range(len(rounds)) if rounds[d] > 0)
+    def figures(self) -> dict[str, Any]:
+        """The fields of `DriftResult` that follow from the sums."""
+        depths = [d for d, rounds in enumerate(self._sums.get("rounds", ())) if rounds > 0]
+        once = {name: self._sums[name][0] / self._sums["replayed"][0] for name in _ONCE if self._sums}
+        shares = zip(self.parts, once["shares"], once["norms"], strict=True) if once else ()
+        return {
+            "tally": tally_of(self.acceptance),
+            "engine_tally": tally_of(self.engine_acceptance),
+            "replay_agreement": self._agreeing / int(self._sums["replayed"][0]) if once else None,
+            "by_depth": tuple(self._at(d) for d in depths),
+            "fused_rms": float(once["fused_rms"]) if once else None,
+            "fusion_shares": tuple(FusionShare(part=part, share=float(s), norm=float(n)) for part, s, n in shares),
+            "calibration": _calibration(self._sums.get("bins", torch.zeros(1, BINS, 3)).sum(0)),  # all depths together
+        }
 
     def _at(self, d: int) -> DepthMetrics:
-        sums = {name: values[d] for name, values in self._by_depth.items()}
+        sums = {name: values[d] for name, values in self._sums.items()}
         means = {name: values / sums["rounds"] for name, values in sums.items()}
         of_heads = {name: means[name] for name in ("mass", "entropy", "normalised_entropy", "distance")}
-        layers, heads = means["entropy"].shape
+        rates = (self.acceptance.rate_by_depth, self.acceptance.conditional_rate_by_depth)
+        acceptance, conditional = (rate[d] if d < len(rate) else None for rate in rates)
         return DepthMetrics(
             depth=d + 1,
             rounds=int(sums["rounds"]),
             attention=_attention({name: values.mean((0, 1)) for name, values in of_heads.items()}),
             heads=tuple(
                 HeadAttention(
-                    layer=i, head=j, attention=_attention({name: values[i, j] for name, values in of_heads.items()})
+                    layer=i, head=j, attention=_attention({n: values[i, j] for n, values in of_heads.items()})
                 )
-                for i in range(layers)
-                for j in range(heads)
+                for i, j in product(*map(range, means["entropy"].shape))
             ),
             uniform_mass=_by_label(means["visible"]),
             **{f"{what}_rms": float(means[f"{what}_rms"]) for what in _STATES},
             **{f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES},
             confidence=float(means["confidence"]),
-            acceptance=_entry(self.acceptance.rate_by_depth, d),
-            conditional_acceptance=_entry(self.acceptance.conditional_rate_by_depth, d),
+            acceptance=acceptance,
+            conditional_acceptance=conditional,
             reached=int(sums["reached"]),
             missed=int(sums["missed"]),
             missed_outside_vocabulary=int(sums["outside"]),
@@ -163,34 +174,13 @@ class DriftSums:
             calibration=_calibration(sums["bins"]),
         )
 
-    def calibration(self) -> Calibration:
-        """All depths together."""
-        return _calibration(self._by_depth.get("bins", torch.zeros(1, BINS, 3)).sum(0))
 
-    def fusion_shares(self) -> tuple[FusionShare, ...]:
-        if not self._replayed:
-            return ()
-        shares, norms = (self._by_round[name] / self._replayed for name in ("shares", "norms"))
-        return tuple(
-            FusionShare(part=part, share=float(share), norm=float(norm))
-            for part, share, norm in zip(self.parts, shares, norms, strict=True)
-        )
-
-    def fused_rms(self) -> float | None:
-        return float(self._by_round["fused_rms"] / self._replayed) if self._replayed else None
-
-
-def _increase(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
-    for name, values in more.items():
-        sums[name] = sums.get(name, 0) + values.double()
-
-
-def _drafting_sums(replayed: Replayed, drafted: Tensor) -> dict[str, Tensor]:
-    """Sums of what drafting is like over the rounds that drafted to each depth; `drafted` [rounds, depth] is 0 or 1."""
+def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | None) -> dict[str, Tensor]:
+    """Sums by depth, [depth, ...] each, over the rounds of one sequence that count there."""
     seen = replayed.visible.sum(-1)  # [rounds, depth]
     limit = seen.double().log()[..., None, None]
-    per_round = {
-        "rounds": torch.ones_like(drafted),
+    drafting = {
+        "rounds": torch.ones_like(seen),
         "mass": replayed.mass,
         "entropy": replayed.entropy,
         # One visible row leaves no choice: attention is as even as it can be.
@@ -201,60 +191,33 @@ def _drafting_sums(replayed: Replayed, drafted: Tensor) -> dict[str, Tensor]:
     }
     for name in (f"{what}_rms" for what in _STATES):
         values = getattr(replayed, name)
-        per_round |= {name: values, f"first_{name}": values[:, :1].expand_as(values)}
-    return {name: torch.einsum("rd,rd...->d...", drafted, values.double()) for name, values in per_round.items()}
-
-
-def _verdict_sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | None) -> dict[str, Tensor]:
-    """Sums of what became of the drafts over the rounds that reached each depth."""
-    missed = judged.reached & ~judged.right
-    places = (replayed.starts[:, None] + torch.arange(missed.shape[1])).clamp(max=len(text) - 1)
-    outside = torch.zeros_like(missed) if in_draft is None else missed & ~in_draft[text[places]]
-    sums = {"reached": judged.reached.sum(0), "missed": missed.sum(0), "outside": outside.sum(0)}
-    for name in ("head_cosine", "feature_cosine"):
-        values = getattr(replayed, name).double()
-        counted = judged.comparable & ~values.isnan()
-        sums |= {name: torch.where(counted, values, 0.0).sum(0), f"{name}_count": counted.sum(0)}
+        drafting |= {name: values, f"first_{name}": values[:, :1].expand_as(values)}
+    norms = replayed.contributions.double()
+    shares = norms / norms.sum(-1, keepdim=True).clamp(min=1e-30)
+    once = {"replayed": torch.ones(len(norms)), "fused_rms": replayed.fused_rms, "norms": norms, "shares": shares}
+    places = (replayed.starts[:, None] + torch.arange(seen.shape[1])).clamp(max=len(text) - 1)
     bins = (replayed.confidence * BINS).long().clamp(0, BINS - 1)
-    chosen = torch.nn.functional.one_hot(bins, BINS).double() * judged.reached[..., None]  # [rounds, depth, bins]
     columns = torch.stack([judged.reached, replayed.confidence, judged.right], dim=-1).double()
-    return sums | {"bins": torch.einsum("rdb,rdc->dbc", chosen, columns)}  # [depth, bins, 3]
-
-
-def prompt_row(
-    name: str,
-    category: str,
-    *,
-    prompt_tokens: int,
-    output_tokens: int,
-    depth: int,
-    found: tuple[Replayed, Judged, AcceptanceStatistics] | None,
-) -> PromptRow:
-    """What one prompt adds to the figures; `found` is None for an answer that no draft was verified for."""
-    if found is None:
-        drafted, acceptance = torch.zeros(0, depth), AcceptanceStatistics()
-        mass, feature_rms = torch.zeros(0, depth, len(Segment)), torch.zeros(0, depth)
-    else:
-        replayed, judged, acceptance = found
-        drafted, feature_rms = judged.drafted.double(), replayed.feature_rms
-        mass = replayed.mass.mean((2, 3))  # [rounds, depth, segments]
-    return PromptRow(
-        id=name,
-        category=category,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        tally=tally_of(acceptance),
-        rounds_by_depth=tuple(int(count) for count in drafted.sum(0)),
-        drafted_attention=_curve(mass[..., Segment.DRAFTED], drafted),
-        sink_attention=_curve(mass[..., Segment.SINK], drafted),
-        feature_rms=_curve(feature_rms, drafted),
-    )
-
-
-def _curve(values: Tensor, drafted: Tensor) -> Curve:
-    """[rounds, depth] each -> means over the rounds that drafted to each depth."""
-    sums = (values.double() * drafted).sum(0)
-    return tuple(_mean(total, count) for total, count in zip(sums, drafted.sum(0), strict=True))
+    verdicts = {
+        "reached": torch.ones_like(seen),
+        "missed": ~judged.right,
+        "outside": torch.zeros_like(seen) if in_draft is None else ~judged.right & ~in_draft[text[places]],
+        "bins": torch.nn.functional.one_hot(bins, BINS).double()[..., None] * columns[..., None, :],
+    }
+    weighted = [
+        (judged.drafted, drafting),
+        (torch.ones_like(seen), {name: values[:, None] for name, values in once.items()}),
+        (judged.reached, verdicts),
+    ]
+    for name in ("head_cosine", "feature_cosine"):
+        values = getattr(replayed, name)
+        counted = judged.comparable & ~values.isnan()
+        weighted.append((counted, {name: values.nan_to_num(), f"{name}_count": torch.ones_like(seen)}))
+    return {
+        name: torch.einsum("rd,rd...->d...", weight.double(), values.double().expand(*seen.shape, *values.shape[2:]))
+        for weight, several in weighted
+        for name, values in several.items()
+    }
 
 
 def _attention(means: Mapping[str, Tensor]) -> AttentionMeans:
@@ -284,7 +247,3 @@ def _calibration(sums: Tensor) -> Calibration:
 
 def _mean(total: Tensor, count: Tensor) -> float | None:
     return float(total / count) if count > 0 else None
-
-
-def _entry(values: Sequence[float | None], index: int) -> float | None:
-    return values[index] if index < len(values) else None

@@ -10,51 +10,211 @@
     switch:code-prose|prose-code        asks for an answer that changes from one to the other
     temperature:T                       samples instead of taking the likeliest token
 
-Each (changes.py) is a pure function of the prompt, a random generator and the run's limits. What is drawn follows from
-the seed, the perturbation's name and the prompt's id alone, so that order and company do not matter. Whatever order
-they are written in, padding comes after all other changes of messages (it must know what room is left), and noise last
-(it is done on tokens).
+Each is a pure function of the prompt, a random generator, the run's limits and its own argument; the texts it puts into
+prompts are data (data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and
+the prompt's id alone, so that order and company do not matter. Whatever order they are written in, padding comes after
+all other changes of messages (it must know what room is left), and noise last (it is done on tokens).
 """
 
+import json
 import random
 import re
+import string
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from fledge.drift.changes import (
-    FAMILIES,
-    NotApplicableError,
-    PerturbationContext,
-    ask_for_json,
-    ask_for_switch,
-    change_system,
-    change_template,
-    describe_tools,
-    pad,
-    put_history,
-    texts,
-    token_noise,
-)
-from fledge.drift.segments import ProbePrompt, segmented
+import yaml
+
+from fledge.drift.segments import ProbePrompt, Segment, segmented
 from fledge.errors import ConfigError, PromptError, nearest_name_hint
+from fledge.evaluation.conversations import Message
 
 UNPERTURBED = "unperturbed"
-MAX_EXCHANGES = 8  # as many as there are to choose from
-SWITCHES = ("code-prose", "prose-code")
-SYSTEMS = ("none", "short", "long", "out-of-domain", "other-language")
+SYSTEM_ROLES = ("system", "developer")
+# Room left by padding for tokens that only appear when the text is rendered as a whole.
+_SLACK = 32
+
+
+class NotApplicableError(Exception):
+    """A perturbation cannot be applied to a prompt; the message says why, in words for a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerturbationKind:
-    """How a kind of change is written, how what follows its name is read, and what it does to a prompt."""
+class PerturbationContext:
+    """What perturbations know of the run."""
 
-    usage: str
-    read: Callable[[str, list[str]], Any] | None = None  # (the whole name, its parts after the first); None: no parts
-    change: Callable[[ProbePrompt, random.Random, PerturbationContext, Any], ProbePrompt] | None = None
-    stage: int = 0  # of the kinds that must not come in the order they were written in
-    changes_task: bool = False  # asks for another answer, so that part of a loss is the task's
+    tokenizer: Any | None  # of the target
+    max_model_len: int  # what target and drafter can hold: prompt and answer together
+    answer_tokens: int
+    seed: int = 0
+    vocab_size: int | None = None  # ids from here on are never put into a prompt; None: the tokenizer's own number
+
+
+@cache
+def chat_template(family: str) -> str:
+    """Return a family's template as Jinja text, for `ProbePrompt.chat_template`."""
+    path = files("fledge.drift") / "chat_templates" / f"{family}.jinja"
+    return path.read_text(encoding="utf-8").rstrip("\n")
+
+
+@cache
+def texts(name: str) -> dict[str, Any]:
+    """What data/NAME.yaml holds: `insertions` (system prompts, exchanges, tools, requests), `suites`, `figures`, ..."""
+    return dict(yaml.safe_load((files("fledge.drift") / "data" / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+KINDS: dict[str, dict[str, Any]] = texts("perturbations")
+# How other models write conversations down. A target's own tokenizer renders them: markers of another family ([INST],
+# <|eot_id|>) are special tokens only where it knows them, and ordinary text elsewhere, which is what a target meets
+# when it is served behind the wrong template. A begin-of-text token is the tokenizer's own, where it has one.
+FAMILIES: list[str] = KINDS["template"]["names"]
+
+
+def _change_template(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, family: str) -> ProbePrompt:
+    _messages(prompt)
+    return replace(prompt, chat_template=chat_template(family))
+
+
+def _change_system(prompt: ProbePrompt, generator: random.Random, _: PerturbationContext, which: str) -> ProbePrompt:
+    """Take system prompts out, and put another one first unless `which` is "none"."""
+    rest = [message for message in _messages(prompt) if message["role"] not in SYSTEM_ROLES]
+    if which != "none":
+        known = texts("insertions")["system"]
+        choices = ["\n\n".join(known["long_paragraphs"])] if which == "long" else known[which]
+        rest.insert(0, {"role": "system", "content": generator.choice(choices)})
+    return replace(prompt, messages=tuple(rest))
+
+
+def _put_history(prompt: ProbePrompt, generator: random.Random, _: PerturbationContext, exchanges: int) -> ProbePrompt:
+    """Put earlier exchanges about other things between the system prompt and the first question."""
+    messages = _messages(prompt)
+    first = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
+    earlier: list[Message] = []
+    for exchange in generator.sample(texts("insertions")["history"], exchanges):
+        earlier += [{"role": role, "content": exchange[role]} for role in ("user", "assistant")]
+    return replace(prompt, messages=(*messages[:first], *earlier, *messages[first:]))
+
+
+def _describe_tools(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, ___: None) -> ProbePrompt:
+    """Describe functions in the system prompt, after what it says. Works with templates that know no tools."""
+    known = texts("insertions")
+    described = "\n".join([known["tools_preamble"], "", *(json.dumps(tool) for tool in known["tools"])])
+    first, *rest = _messages(prompt)
+    if first["role"] in SYSTEM_ROLES:
+        return replace(prompt, messages=({**first, "content": f"{first['content']}\n\n{described}"}, *rest))
+    return replace(prompt, messages=({"role": "system", "content": described}, first, *rest))
+
+
+def _ask_for_json(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, ___: None) -> ProbePrompt:
+    return _asked(prompt, "{text}\n\n" + texts("insertions")["json_request"])
+
+
+def _ask_for_switch(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, which: str) -> ProbePrompt:
+    return _asked(prompt, "{text}\n\n" + texts("insertions")["switches"][which])
+
+
+def _pad(prompt: ProbePrompt, generator: random.Random, context: PerturbationContext, size: str) -> ProbePrompt:
+    """Put about as many tokens of other text around the last question as `size`, such as "4k:before", says.
+
+    Where question, padding and answer together do not fit, padding is shortened, but not below half its size.
+    """
+    thousands, side = size.split("k:")
+    tokens, limit, answer = 1024 * int(thousands), context.max_model_len, context.answer_tokens
+    wording = texts("insertions")["padding"][side]
+    bare = _asked(prompt, wording, padding="")
+    if tokens > limit:
+        raise NotApplicableError(f"{tokens} tokens of padding do not fit into {limit} tokens")
+    room = limit - answer - len(segmented(bare, context.tokenizer).token_ids) - _SLACK
+    if room < tokens / 2:
+        several = f"{tokens} tokens of padding, the prompt and an answer of {answer} tokens"
+        raise NotApplicableError(f"{several} do not fit into {limit} tokens")
+    return _asked(prompt, wording, padding=_distraction(generator, context.tokenizer, min(tokens, room)))
+
+
+def _token_noise(
+    prompt: ProbePrompt, generator: random.Random, context: PerturbationContext, rate: float
+) -> ProbePrompt:
+    """Replace, double or drop each of the template's tokens with probability `rate`; messages stay as they are.
+
+    A begin-of-text token at the start is left alone: it is where attention rests, and no part of the layout.
+    """
+    read = segmented(prompt, context.tokenizer)
+    if context.tokenizer is None or Segment.TEMPLATE not in read.segments:
+        raise NotApplicableError("the prompt has no template tokens")
+    special, size = set(context.tokenizer.all_special_ids), len(context.tokenizer)
+    ordinary = [token for token in range(min(size, context.vocab_size or size)) if token not in special]
+    ids: list[int] = []
+    segments: list[Segment] = []
+    for position, (token, segment) in enumerate(zip(read.token_ids, read.segments, strict=True)):
+        kept = [token]
+        is_begin = position == 0 and token == context.tokenizer.bos_token_id
+        if segment is Segment.TEMPLATE and not is_begin and generator.random() < rate:
+            kept = generator.choice(([generator.choice(ordinary)], [token, token], []))
+        ids += kept
+        segments += [segment] * len(kept)
+    return replace(prompt, messages=(), chat_template=None, text=None, token_ids=tuple(ids), segments=tuple(segments))
+
+
+def distracting_paragraphs(generator: random.Random) -> Iterator[str]:
+    """Yield paragraphs without end that have nothing to do with any question. The generator decides them.
+
+    Names, numbers and things are drawn anew each time, so that a long text does not repeat itself: repeated text is far
+    easier to predict than the long documents it stands for.
+    """
+    words, patterns = texts("distractor")["words"], texts("distractor")["patterns"]
+    while True:
+        for pattern in generator.sample(patterns, len(patterns)):
+            pairs = {name: generator.sample(choices, 2) for name, choices in words.items()}
+            values = {f"{name}{end}": pair[i] for name, pair in pairs.items() for i, end in enumerate(("", "2"))}
+            for name, low, high in (("year", 1702, 1889), ("number", 13, 960), ("small", 3, 12)):
+                values[name] = generator.randint(low, high)
+            yield string.Template(pattern).substitute(values)
+
+
+def _distraction(generator: random.Random, tokenizer: Any, tokens: int) -> str:
+    """Return about `tokens` tokens of text, never more."""
+    parts: list[str] = []
+    for paragraph in distracting_paragraphs(generator):
+        size = len(tokenizer("\n\n" + paragraph, add_special_tokens=False, verbose=False)["input_ids"])
+        if size > tokens:
+            words = paragraph.split()
+            last = " ".join(words[: int(len(words) * tokens / size)])
+            return "\n\n".join([*parts, last] if last else parts)
+        parts.append(paragraph)
+        tokens -= size
+    raise AssertionError("paragraphs do not end")
+
+
+def _asked(prompt: ProbePrompt, wording: str, **parts: str) -> ProbePrompt:
+    """Reword the last user turn; `{text}` is what it says."""
+    messages = list(_messages(prompt))
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        raise NotApplicableError("the conversation has no user turn")
+    messages[last] = {**messages[last], "content": wording.format(text=messages[last]["content"], **parts)}
+    return replace(prompt, messages=tuple(messages))
+
+
+def _messages(prompt: ProbePrompt) -> tuple[Message, ...]:
+    if not prompt.messages:
+        raise NotApplicableError("the prompt is plain text or token ids, without messages to change")
+    return prompt.messages
+
+
+_CHANGES: dict[str, Callable[[ProbePrompt, random.Random, PerturbationContext, Any], ProbePrompt]] = {
+    "template": _change_template,
+    "template-noise": _token_noise,
+    "system": _change_system,
+    "pad": _pad,
+    "history": _put_history,
+    "tools": _describe_tools,
+    "json": _ask_for_json,
+    "switch": _ask_for_switch,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +247,17 @@ class Perturbation:
 
     def apply(self, prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
         """Return the changed prompt under the same id. Raises NotApplicableError, with a reason."""
-        for step in sorted(self.steps, key=lambda step: KINDS[step.kind].stage):
-            change = KINDS[step.kind].change
-            if change is not None:
+        for step in sorted(self.steps, key=lambda step: KINDS[step.kind].get("stage", 0)):
+            if step.kind in _CHANGES:
                 generator = random.Random(f"{context.seed}/{step.name}/{prompt.id}")
-                prompt = change(prompt, generator, context, step.argument)
-        _check_fit(prompt, context)
+                prompt = _CHANGES[step.kind](prompt, generator, context, step.argument)
+        try:
+            length = len(segmented(prompt, context.tokenizer).token_ids)
+        except PromptError as error:
+            raise NotApplicableError(str(error)) from None
+        if length + context.answer_tokens > context.max_model_len:
+            several = f"the prompt and an answer of {context.answer_tokens} tokens"
+            raise NotApplicableError(f"{several} do not fit into {context.max_model_len} tokens")
         return prompt
 
 
@@ -127,6 +292,14 @@ def perturb(perturbation: Perturbation, prompts: Sequence[ProbePrompt], context:
     return Perturbed(prompts=() if skip else tuple(changed), left_out=left_out, skip=skip)
 
 
+def _reads_alike(before: ProbePrompt, after: ProbePrompt, context: PerturbationContext) -> bool:
+    """Whether the model reads the same tokens."""
+    try:
+        return segmented(before, context.tokenizer).token_ids == segmented(after, context.tokenizer).token_ids
+    except PromptError:  # a tokenizer without a template of its own: whatever is rendered differs
+        return False
+
+
 def parse_perturbation(name: str) -> Perturbation:
     """Return the perturbation of a name such as `template:llama3+pad:4k:after`."""
     if name.strip() == UNPERTURBED:
@@ -139,110 +312,25 @@ def parse_perturbation(name: str) -> Perturbation:
     return Perturbation(steps=steps)
 
 
+def _parse_step(name: str) -> PerturbationStep:
+    kind, _, text = name.partition(":")
+    if kind not in KINDS:
+        single = [known for known in default_suite("full") if "+" not in known]
+        raise ConfigError(f"unknown perturbation '{name}'.{nearest_name_hint(name, {*single, 'pad:1k', *KINDS})}")
+    about = KINDS[kind]
+    names = about.get("names", ())
+    if not re.fullmatch(about.get("pattern", "|".join(names)), text):
+        which = text.rpartition(":")[2]
+        raise ConfigError(f"perturbation '{name}': {about['rule']}{nearest_name_hint(which, names) if names else ''}")
+    if kind == "pad" and ":" not in text:
+        text += ":before"
+    read = {"history": int, "template-noise": float, "temperature": float}.get(kind, str)
+    return PerturbationStep(name=f"{kind}:{text}" if text else kind, kind=kind, argument=read(text))
+
+
 def default_suite(size: str = "quick") -> tuple[str, ...]:
     """Names of what `fledge drift` runs besides the unperturbed workload: a "quick" suite, or all kinds: "full"."""
     suites = texts("suites")
     if size not in suites:
         raise ConfigError(f"unknown suite '{size}'.{nearest_name_hint(size, suites)}")
     return tuple(suites[size])
-
-
-def _parse_step(name: str) -> PerturbationStep:
-    kind, *parts = name.split(":")
-    if kind not in KINDS:
-        single = [known for known in default_suite("full") if "+" not in known]
-        raise ConfigError(f"unknown perturbation '{name}'.{nearest_name_hint(name, {*single, 'pad:1k', *KINDS})}")
-    read, usage = KINDS[kind].read, KINDS[kind].usage
-    if len(parts) > (0 if read is None else 2 if kind == "pad" else 1):
-        raise _refusal(name, f"too many parts; write {usage}")
-    if read is None:
-        return PerturbationStep(name=name, kind=kind, argument=None)
-    if not parts or not parts[0]:
-        raise _refusal(name, f"what kind of '{kind}'? Write {usage}")
-    argument = read(name, parts)
-    return PerturbationStep(name=f"pad:{argument}" if kind == "pad" else name, kind=kind, argument=argument)
-
-
-def _refusal(name: str, why: str) -> ConfigError:
-    return ConfigError(f"perturbation '{name}': {why}")
-
-
-def _one_of(*known: str) -> Callable[[str, list[str]], str]:
-    def read(name: str, parts: list[str]) -> str:
-        if parts[-1] not in known:
-            kind = name.partition(":")[0]
-            hint = nearest_name_hint(parts[-1], known)
-            raise ConfigError(f"unknown {kind} '{parts[-1]}' in perturbation '{name}'.{hint}")
-        return parts[-1]
-
-    return read
-
-
-def _number(*, up_to: float) -> Callable[[str, list[str]], float]:
-    def read(name: str, parts: list[str]) -> float:
-        try:
-            value = float(parts[0])
-        except ValueError:
-            value = float("nan")
-        if not 0 < value <= up_to:
-            raise _refusal(name, f"found '{parts[0]}', allowed is a number above 0, up to {up_to:g}")
-        return value
-
-    return read
-
-
-def _read_exchanges(name: str, parts: list[str]) -> int:
-    if not re.fullmatch(r"[1-9]", parts[0]) or int(parts[0]) > MAX_EXCHANGES:
-        raise _refusal(name, f"found {parts[0]!r}, allowed is 1 to {MAX_EXCHANGES} exchanges")
-    return int(parts[0])
-
-
-def _read_padding(name: str, parts: list[str]) -> str:
-    found = re.fullmatch(r"([0-9]{1,3})k", parts[0])
-    if found is None or not 1 <= int(found[1]) <= 128:
-        raise _refusal(name, f"found size '{parts[0]}', allowed is 1k to 128k")
-    side = _one_of("before", "after")(name, parts) if len(parts) == 2 else "before"
-    return f"{int(found[1])}k:{side}"
-
-
-KINDS = {
-    "template": PerturbationKind(
-        usage=f"template:{'|'.join(FAMILIES)}", read=_one_of(*FAMILIES), change=change_template
-    ),
-    "template-noise": PerturbationKind(usage="template-noise:0.05", read=_number(up_to=1), change=token_noise, stage=2),
-    "system": PerturbationKind(usage=f"system:{'|'.join(SYSTEMS)}", read=_one_of(*SYSTEMS), change=change_system),
-    "pad": PerturbationKind(usage="pad:4k:before or pad:4k:after", read=_read_padding, change=pad, stage=1),
-    "history": PerturbationKind(usage="history:2", read=_read_exchanges, change=put_history),
-    "tools": PerturbationKind(usage="tools", change=describe_tools),
-    "json": PerturbationKind(usage="json", change=ask_for_json, changes_task=True),
-    "switch": PerturbationKind(
-        usage=f"switch:{'|'.join(SWITCHES)}", read=_one_of(*SWITCHES), change=ask_for_switch, changes_task=True
-    ),
-    "temperature": PerturbationKind(usage="temperature:0.7", read=_number(up_to=2), changes_task=True),
-}
-
-
-def _check_fit(prompt: ProbePrompt, context: PerturbationContext) -> None:
-    try:
-        length = len(segmented(prompt, context.tokenizer).token_ids)
-    except PromptError as error:
-        raise NotApplicableError(str(error)) from None
-    if length + context.answer_tokens > context.max_model_len:
-        raise NotApplicableError(
-            f"the prompt and an answer of {context.answer_tokens} tokens do not fit into {context.max_model_len} tokens"
-        )
-
-
-def _reads_alike(before: ProbePrompt, after: ProbePrompt, context: PerturbationContext) -> bool:
-    """Whether the model reads the same tokens."""
-    if before == after:
-        return True
-    first, second = _ids(before, context), _ids(after, context)
-    return first is not None and first == second
-
-
-def _ids(prompt: ProbePrompt, context: PerturbationContext) -> Any:
-    try:
-        return segmented(prompt, context.tokenizer).token_ids
-    except PromptError:  # a tokenizer without a template of its own: whatever is rendered differs
-        return None

@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
-from fledge.drift.changes import NotApplicableError, PerturbationContext
-from fledge.drift.examples import Answered, worst_examples
-from fledge.drift.metrics import DriftSums, prompt_row
+from fledge.drift.metrics import DriftSums
+from fledge.drift.perturb import NotApplicableError, PerturbationContext
 from fledge.drift.replay import MAX_SCORES, fusion_parts, replay
-from fledge.drift.result import DriftResult, tally_of
+from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow, TokenStatus
 from fledge.drift.segments import ProbePrompt, Segment, SegmentedPrompt, segmented
 from fledge.drift.workloads import with_earlier_answers
 from fledge.engine.config import MAX_DEPTH
+from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import CompletionOutput
-from fledge.errors import ConfigError, PromptError
 from fledge.files import read_json
-from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import name_of
 
 PhaseProgress = Callable[[str, int, int], None]  # phase ("decode", "replay"), done, all
@@ -46,25 +45,17 @@ class ProbeSettings:
     max_scores: int = MAX_SCORES  # attention weights that exist at a time
     keep_examples: int = 5  # answers of lowest acceptance to keep in full
 
-    def __post_init__(self) -> None:
-        lowest = {"depth": 1, "max_tokens": 1, "sink_tokens": 0, "max_scores": 1, "keep_examples": 0}
-        for name, low in lowest.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < low:
-                raise ConfigError(f"{name}: found {value!r}, allowed is an integer of at least {low}")
 
-
+@dataclass
 class Prober:
-    """A target whose drafters are probed, one after another. `workload` is what results call the prompts."""
+    """A target whose drafters are probed, one after another. Nothing is loaded before `load`."""
 
-    def __init__(self, target: str, *, workload: str, settings: ProbeSettings, **options: Any) -> None:
-        """`options` are those of `LLM`. Nothing is loaded before `load`."""
-        self.target = target
-        self.workload = workload
-        self.settings = settings
-        self.options = options
-        self._drafter = ""
-        self._llm: LLM | None = None
+    target: str
+    workload: str  # what results call the prompts
+    settings: ProbeSettings
+    options: dict[str, Any]  # of `LLM`
+    _drafter: str = ""
+    _llm: LLM | None = None
 
     def identity(self, drafter: str) -> Any:
         """JSON values: whatever a result depends on besides prompts."""
@@ -93,37 +84,30 @@ class Prober:
     def context(self) -> PerturbationContext:
         return PerturbationContext(
             tokenizer=self.llm.tokenizer,
-            max_model_len=min(self.llm.max_model_len, _require_chains(self.llm).config.max_positions),
+            max_model_len=_limit(self.llm),
             answer_tokens=self.settings.max_tokens,
             seed=self.settings.seed,
             vocab_size=self.llm.target.config.vocab_size,
         )
 
     def probe(
-        self,
-        prompts: Sequence[ProbePrompt],
-        *,
-        perturbation: str,
-        temperature: float | None,
-        progress: PhaseProgress,
+        self, prompts: Sequence[ProbePrompt], *, perturbation: str, temperature: float | None, progress: PhaseProgress
     ) -> DriftResult:
         """`temperature` None: the run's own. Raises NotApplicableError where memory does not suffice."""
         settings = self.settings if temperature is None else replace(self.settings, temperature=temperature)
         try:
-            return probe(
-                self.llm,
-                prompts,
-                settings,
-                drafter=self._drafter,
-                target=self.target,
-                workload=self.workload,
-                perturbation=perturbation,
-                trained_depth=trained_depth(self._drafter),
-                progress=progress,
-            )
+            result = probe(self.llm, prompts, settings, progress)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             raise NotApplicableError("the device's memory does not suffice for prompts of this length") from None
+        return replace(
+            result,
+            drafter=self._drafter,
+            target=self.target,
+            workload=self.workload,
+            perturbation=perturbation,
+            trained_depth=trained_depth(self._drafter),
+        )
 
     def answer_earlier_turns(self, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
         return with_earlier_answers(prompts, self.llm, self.settings.max_tokens)
@@ -140,6 +124,12 @@ def _speculation(drafter: str | Path, depth: int) -> dict[str, Any]:
     return {"model": str(drafter), "num_speculative_tokens": min(depth, MAX_DEPTH)}
 
 
+def _limit(llm: LLM) -> int:
+    """Tokens that target and drafter can hold."""
+    assert llm.drafter is not None
+    return min(llm.max_model_len, llm.drafter.config.max_positions)
+
+
 def trained_depth(drafter: str | Path) -> int | None:
     """Return the draft steps a drafter was trained on, if a file beside its weights says so."""
     try:
@@ -153,113 +143,105 @@ def probe(
     llm: LLM,
     prompts: Sequence[ProbePrompt],
     settings: ProbeSettings,
-    *,
-    drafter: str = "",
-    target: str = "",
-    workload: str = "",
-    perturbation: str | None = None,
-    trained_depth: int | None = None,
     progress: PhaseProgress = lambda _phase, _done, _all: None,
 ) -> DriftResult:
-    """Observe how `llm`'s drafter drafts on prompts. The tokens produced are those without a probe.
-
-    The names and the trained depth are only put into the result.
-    """
-    model = _require_chains(llm)
-    encoded = [segmented(prompt, llm.tokenizer) for prompt in prompts]
-    answers = _decode(llm, prompts, encoded, settings, progress)
-    in_draft = None if model.vocabulary is None else model.vocabulary.in_draft.cpu()
-    sums = DriftSums(settings.depth, fusion_parts(model), in_draft)
-    answered: list[Answered] = []
-    for prompt, read, answer in zip(prompts, encoded, answers, strict=True):
-        answered.append(_observe(llm, model, prompt, read, answer, settings, sums))
-        progress("replay", len(answered), len(prompts))
-    return DriftResult(
-        drafter=drafter,
-        variant=name_of(model.config),
-        target=target,
-        workload=workload,
-        perturbation=perturbation,
-        temperature=settings.temperature,
-        trained_depth=trained_depth,
-        depth=settings.depth,
-        engine_depth=llm.config.max_depth,
-        prompts=len(prompts),
-        prompt_tokens=sum(len(read.token_ids) for read in encoded),
-        output_tokens=sum(len(answer.token_ids) for answer in answers),
-        tally=tally_of(sums.acceptance),
-        engine_tally=tally_of(sums.engine_acceptance),
-        replay_agreement=sums.replay_agreement,
-        by_depth=sums.by_depth(),
-        fused_rms=sums.fused_rms(),
-        fusion_shares=sums.fusion_shares(),
-        calibration=sums.calibration(),
-        prompt_rows=tuple(one.row for one in answered),
-        examples=worst_examples(answered, settings.keep_examples, llm.tokenizer, in_draft),
-    )
-
-
-def _require_chains(llm: LLM) -> Drafter:
+    """Observe how `llm`'s drafter drafts chains of its best tokens. The tokens produced are those without a probe."""
     drafter, config = llm.drafter, llm.config
-    if drafter is None:
-        raise ConfigError("the probe observes a drafter, and this LLM has none; give speculative_config")
-    if config.drafts_trees or config.sample_drafts:
-        raise ConfigError(
-            "the probe follows chains of a drafter's best tokens; load it without tree_width and without "
-            "draft_sample_method 'probabilistic'"
-        )
-    return drafter
-
-
-def _decode(
-    llm: LLM,
-    prompts: Sequence[ProbePrompt],
-    encoded: Sequence[SegmentedPrompt],
-    settings: ProbeSettings,
-    progress: PhaseProgress,
-) -> list[CompletionOutput]:
-    for prompt, read in zip(prompts, encoded, strict=True):
-        if not 0 < len(read.token_ids) < llm.max_model_len:
-            raise PromptError(
-                f"conversation '{prompt.id}' has {len(read.token_ids)} tokens, allowed are 1 to "
-                f"{llm.max_model_len - 1} with this target"
-            )
+    assert drafter is not None
+    assert not config.drafts_trees
+    assert not config.sample_drafts
+    encoded = [segmented(prompt, llm.tokenizer) for prompt in prompts]
     sampling = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
     outputs = llm.generate(
         [{"prompt_token_ids": list(read.token_ids)} for read in encoded],
         [replace(sampling, seed=settings.seed + i) for i in range(len(encoded))],
         progress=lambda done, total: progress("decode", done, total),
     )
-    return [output.outputs[0] for output in outputs]
+    answers = [output.outputs[0] for output in outputs]
+    in_draft = None if drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
+    sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
+    rows, examples = [], []
+    for prompt, read, answer in zip(prompts, encoded, answers, strict=True):
+        drafts, measured = _observe(llm, read, answer, settings, sums)
+        row = PromptRow(
+            id=prompt.id,
+            category=prompt.category,
+            prompt_tokens=len(read.token_ids),
+            output_tokens=len(answer.token_ids),
+            **measured,
+        )
+        rows.append(row)
+        if (length := row.acceptance.acceptance_length) is not None:
+            example = AnswerExample(
+                id=prompt.id,
+                category=prompt.category,
+                acceptance_length=length,
+                prompt=_text(read.token_ids, llm.tokenizer),
+                tokens=_example_tokens(llm, read, answer, drafts, in_draft),
+            )
+            examples.append(example)
+        progress("replay", len(rows), len(prompts))
+    return DriftResult(
+        variant=name_of(drafter.config),
+        temperature=settings.temperature,
+        depth=settings.depth,
+        engine_depth=config.max_depth,
+        prompts=len(prompts),
+        prompt_tokens=sum(row.prompt_tokens for row in rows),
+        output_tokens=sum(row.output_tokens for row in rows),
+        prompt_rows=tuple(rows),
+        examples=tuple(sorted(examples, key=lambda one: one.acceptance_length)[: settings.keep_examples]),
+        **sums.figures(),
+    )
 
 
 def _observe(
-    llm: LLM,
-    drafter: Drafter,
-    prompt: ProbePrompt,
-    read: SegmentedPrompt,
-    answer: CompletionOutput,
-    settings: ProbeSettings,
-    sums: DriftSums,
-) -> Answered:
-    """Replay one answer and add it to the sums."""
+    llm: LLM, read: SegmentedPrompt, answer: CompletionOutput, settings: ProbeSettings, sums: DriftSums
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Replay one answer and add it to the sums. Returns the drafts of each round, and what its `PromptRow` holds."""
+    if not answer.rounds:
+        return [], sums.unmeasured
+    assert llm.drafter is not None
     tokens = (*read.token_ids, *answer.token_ids)
-    found, drafts = None, []
-    if answer.rounds:
-        segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
-        segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
-        starts = [record.start for record in answer.rounds]
-        sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
-        replayed = replay(llm.target, drafter, tokens, segments, starts, **sizes)
-        limit = min(llm.max_model_len, drafter.config.max_positions)
-        judged, acceptance = sums.add(replayed, tokens, answer.rounds, limit)
-        found, drafts = (replayed, judged, acceptance), replayed.drafts.tolist()
-    row = prompt_row(
-        prompt.id,
-        prompt.category,
-        prompt_tokens=len(read.token_ids),
-        output_tokens=len(answer.token_ids),
-        depth=settings.depth,
-        found=found,
-    )
-    return Answered(row=row, prompt=read.token_ids, output=answer.token_ids, records=answer.rounds, drafts=drafts)
+    segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
+    segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
+    starts = [record.start for record in answer.rounds]
+    sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
+    replayed = replay(llm.target, llm.drafter, tokens, segments, starts, **sizes)
+    return replayed.drafts.tolist(), sums.add(replayed, tokens, answer.rounds, _limit(llm))
+
+
+def _example_tokens(
+    llm: LLM, read: SegmentedPrompt, answer: CompletionOutput, drafts: list[list[int]], in_draft: Tensor | None
+) -> tuple[ExampleToken, ...]:
+    """An answer token by token: which were drafted, and what had been drafted in the place of the others."""
+    accepted: set[int] = set()  # places in the answer
+    wrong: dict[int, int] = {}  # place -> what had been drafted there
+    for record, several in zip(answer.rounds, drafts, strict=True):
+        begin = record.start - len(read.token_ids)
+        accepted.update(range(begin, begin + record.accepted))
+        if record.accepted < min(record.drafted, len(several)):
+            wrong[begin + record.accepted] = several[record.accepted]
+    found = []
+    for place, (token, text) in enumerate(zip(answer.token_ids, _pieces(answer, llm.tokenizer), strict=True)):
+        status: TokenStatus = "accepted" if place in accepted else "own"
+        draft = None
+        if place in wrong and place not in accepted:
+            status = "rejected" if in_draft is None or bool(in_draft[token]) else "outside"
+            draft = _text([wrong[place]], llm.tokenizer)
+        found.append(ExampleToken(text=text, status=status, draft=draft))
+    return tuple(found)
+
+
+def _pieces(answer: CompletionOutput, tokenizer: Any | None) -> list[str]:
+    """The text of each token. A character of several tokens is the last one's; the others are empty."""
+    if tokenizer is None:
+        return [_text([token], None) for token in answer.token_ids]
+    detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False))
+    for token in answer.token_ids:
+        detokenizer.push(token)
+    return detokenizer.token_texts()
+
+
+def _text(tokens: Sequence[int], tokenizer: Any | None) -> str:
+    return " ".join(f"[{token}]" for token in tokens) if tokenizer is None else str(tokenizer.decode(list(tokens)))

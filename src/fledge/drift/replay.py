@@ -10,6 +10,17 @@ before every round:
 
 A round that begins when `start` tokens are known drafts from row `start - 2`, and its d-th draft is for place
 `start + d - 1`. The engine itself is not touched: the tokens it produced are what they are without a probe.
+
+The drafter is the module that serves; only where its keys and values live is different: in storages that record where
+attention goes, and reduce it to position classes as they compute it. `VerifiedRows` is its pass over the verified text,
+`DraftedRows` the draft steps of many rounds at once: round r sees the verified rows up to its own slot, as serving does
+after each resynchronisation, and the rows it drafted itself.
+
+                verified rows        drafted by round 0   drafted by round 1
+    round 0     x x x . . .          x x                  . .
+    round 1     x x x x x .          . .                  x x
+
+How many heads there are and how wide keys and values are is read from what a layer projects, not assumed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.drift.recording import CausalPass, DraftedRows, VerifiedRows
 from fledge.drift.segments import Segment
 from fledge.kernels.argmax import argmax_rows
+from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
@@ -30,6 +41,138 @@ from fledge.models.target.decoder import TargetModel, TargetStates
 
 MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
 _MAX_ROUNDS = 256  # that draft together
+_WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are computed together
+
+
+# Where the attention of one layer went in one draft step of some rounds. float32, or float64 for such models.
+#   mass      [rounds, heads, segments]: sums to 1 over segments
+#   entropy   [rounds, heads], in nats
+#   distance  [rounds, heads]: mean distance in tokens from query to key
+AttentionRecord = dict[str, Tensor]
+
+
+class CausalPass:
+    """`KeyValueStorage` for one pass of a target over one sequence. Keeps nothing, forms no square matrix."""
+
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        return causal_attention(*heads.finished(), scale=spec.scale, window=spec.sliding_window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """What one layer leaves of the verified text. At least float32."""
+
+    spec: AttentionSpec
+    query: Tensor  # [rounds, heads, head_dim]: of the rows from which rounds begin to draft
+    keys: Tensor  # [kv_heads, n, head_dim]
+    values: Tensor  # [kv_heads, n, value_dim]
+
+
+class VerifiedRows:
+    """`KeyValueStorage` for the drafter's pass over verified rows 0 .. n - 1, which it keeps.
+
+    `slots`, ascending, are the rows from which rounds begin to draft. `segments` [n] int64 says what each row is part
+    of.
+    """
+
+    def __init__(self, slots: Sequence[int], segments: Tensor) -> None:
+        self.slots = torch.tensor(slots, device=segments.device)  # [rounds]
+        self.layers: list[_Layer] = []
+        self._seen = [slot + 1 for slot in slots]  # verified rows that each round sees; on the host, not to wait for it
+        # Attention weights times this give the mass of each segment and, in the last column, the mean distance from the
+        # last row: the rounds are near it, and distances to far rows should not drown those to near ones.
+        places = torch.arange(len(segments), device=segments.device)
+        self._last = len(segments) - 1
+        self._summary = torch.cat([F.one_hot(segments, len(Segment)), (self._last - places)[:, None]], dim=1)
+
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        assert spec.layer == len(self.layers), "one pass, layer by layer"
+        assert spec.sliding_window is None, "drafters have no windows"
+        query, key, value = heads.finished()
+        keys, values = (_wide(side).transpose(0, 1).contiguous() for side in (key, value))
+        self.layers.append(_Layer(spec=spec, query=query[self.slots], keys=keys, values=values))
+        self._summary = self._summary.to(keys.dtype)
+        return causal_attention(query, key, value, scale=spec.scale)
+
+    def look(
+        self, layer: int, rounds: slice, query: Tensor, own: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, AttentionRecord]:
+        """Attend from query [rounds, heads, head_dim] of some rounds to verified and `own` rows of a layer.
+
+        `own` are the keys and values, each [rounds, n, kv_heads, dim], that each round drafted, its current row the
+        last. Returns the attention [rounds, heads, value_dim] and its record.
+        """
+        kept, slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
+        keys, values = kept.keys[:, :seen], kept.values[:, :seen]
+        grouped = _wide(query).view(len(query), len(keys), -1, query.shape[-1])
+        wide = grouped.transpose(0, 1) * kept.spec.scale  # [kv, rounds, group, dim]
+        scores = torch.bmm(wide.flatten(1, 2), keys.mT).view(*wide.shape[:3], seen)
+        hidden = torch.arange(seen, device=slots.device) > slots[:, None]  # [rounds, seen]
+        scores.masked_fill_(hidden[:, None], -torch.inf)
+        if own is not None:
+            own_keys, own_values = (_wide(side).permute(2, 0, 1, 3) for side in own)  # [kv, rounds, n, dim]
+            scores = torch.cat([scores, wide @ own_keys.mT], dim=-1)
+        weights = scores.softmax(-1)  # [kv, rounds, group, seen + n]
+        verified, drafted = weights[..., :seen], weights[..., seen:]
+        mixed = torch.bmm(verified.flatten(1, 2), values).view(*wide.shape[:3], -1)
+        summary = verified @ self._summary[:seen]  # [kv, rounds, group, segments + 1]
+        position = slots[:, None] + drafted.shape[-1]  # [rounds, 1], of the queries
+        distance = summary[..., -1] + verified.sum(-1) * (position - self._last)
+        if own is not None:
+            mixed = mixed + drafted @ own_values
+            summary[..., Segment.DRAFTED] += drafted.sum(-1)
+            distance += (drafted * torch.arange(drafted.shape[-1] - 1, -1, -1, device=slots.device)).sum(-1)
+        record = {"mass": summary[..., :-1], "entropy": torch.special.entr(weights).sum(-1), "distance": distance}
+        # [kv_heads, rounds, group, ...] -> [rounds, heads, ...]
+        by_round = {name: x.transpose(0, 1).flatten(1, 2) for name, x in ({"mixed": mixed} | record).items()}
+        return by_round.pop("mixed").to(query.dtype), by_round
+
+
+class DraftedRows:
+    """`KeyValueStorage` for draft steps of some rounds, [rounds] leading: pass k is the draft step at depth k + 2.
+
+    `records` are those of the last draft step, by layer, for whoever reads them to take away.
+    """
+
+    def __init__(self, verified: VerifiedRows, rounds: slice) -> None:
+        self._verified = verified
+        self._rounds = rounds
+        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer and pass, each [rounds, kv_heads, head_dim]
+        # The first draft comes from the verified text alone.
+        self.records = [verified.look(i, rounds, kept.query[rounds])[1] for i, kept in enumerate(verified.layers)]
+
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        query, key, value = heads.finished()
+        several = self._own.setdefault(spec.layer, [])
+        several.append((key, value))
+        keys, values = (torch.stack(side, dim=1) for side in zip(*several, strict=True))
+        mixed, record = self._verified.look(spec.layer, self._rounds, query, (keys, values))
+        self.records.append(record)
+        return mixed
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    """Attention of all rows of one sequence. query [n, heads, head_dim], key and value [n, kv_heads, head_dim]."""
+    group, rows = query.shape[1] // key.shape[1], len(query)
+    # Heads first, [1, heads, n, head_dim]. Keys and values are repeated, because not every backend that avoids the
+    # square matrix takes grouped heads.
+    query = query.transpose(0, 1)[None]
+    key, value = (side.repeat_interleave(group, dim=1).transpose(0, 1)[None] for side in (key, value))
+    if window is None or window >= rows:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[0].transpose(0, 1)
+    parts = []
+    for low in range(0, rows, _WINDOW_CHUNK):
+        high, start = min(low + _WINDOW_CHUNK, rows), max(0, low - window + 1)
+        places = torch.arange(start, high, device=query.device)
+        distance = places[low - start :, None] - places
+        visible = (distance >= 0) & (distance < window)
+        queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
+        parts.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +217,8 @@ def replay(
 
     `starts` ascend, each 2 to len(tokens); `segments` names what each token is part of.
     """
-    assert len(starts) > 0
     assert list(starts) == sorted(starts)
-    assert starts[0] >= 2
-    assert starts[-1] <= len(tokens) == len(segments)
+    assert 2 <= starts[0] <= starts[-1] <= len(tokens) == len(segments)
     text = torch.tensor(tokens, device=target.embed_tokens.weight.device)
     positions = torch.arange(len(tokens), device=text.device)
     rows = starts[-1] - 1  # of the drafter that any round sees
@@ -85,76 +226,53 @@ def replay(
     truth = DraftStates(head=states.final, feature=drafter.fuse(states))
     kinds = torch.tensor(segments[:rows], device=text.device)
     verified = VerifiedRows([start - 2 for start in starts], kinds)
-    slots = verified.slots
+    parts = []
     with _last_hidden(drafter) as hidden:
         first = drafter(text[1 : rows + 1], truth.feature[:rows], positions[:rows], verified)
-        begun = _Step(head=first.head[slots], feature=first.feature[slots], hidden=hidden.pop()[slots])
-        chunk = max(1, min(_MAX_ROUNDS, max_scores // (verified.num_heads * (rows + depth))))
-        parts = [
-            _draft(drafter, verified, slice(low, low + chunk), begun, hidden, truth, depth)
-            for low in range(0, len(starts), chunk)
-        ]
+        begun = hidden.pop()
+        heads = max(kept.query.shape[1] for kept in verified.layers)
+        chunk = max(1, min(_MAX_ROUNDS, max_scores // (heads * (rows + depth))))
+        for rounds in (slice(low, low + chunk) for low in range(0, len(starts), chunk)):
+            slots = verified.slots[rounds]
+            storage = DraftedRows(verified, rounds)
+            step = DraftStates(head=first.head[slots], feature=first.feature[slots])
+            recorded = [_record(drafter, step, begun[slots], storage, truth, slots + 1)]
+            for d in range(2, depth + 1):
+                step = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
+                recorded.append(_record(drafter, step, hidden.pop(), storage, truth, slots + d))
+            parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
+    slots = verified.slots
+    visible = F.one_hot(kinds, len(Segment)).cumsum(0)[slots][:, None].repeat(1, depth, 1)
+    visible[..., Segment.DRAFTED] += torch.arange(depth, device=slots.device)
     return Replayed(
         starts=torch.tensor(starts),
-        visible=_visible(kinds, slots, depth).cpu(),
+        visible=visible.cpu(),
         fused_rms=_rms(truth.feature[slots]).cpu(),
-        contributions=_contributions(drafter, _at(states, slots), text[slots + 1]).cpu(),
+        contributions=_contributions(drafter, states, text, slots).cpu(),
         **{name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """One draft step of some rounds, [rounds, hidden] each."""
-
-    head: Tensor
-    feature: Tensor
-    hidden: Tensor  # before the final norm
-
-
-def _draft(
-    drafter: Drafter,
-    verified: VerifiedRows,
-    rounds: slice,
-    begun: _Step,
-    hidden: list[Tensor],
-    truth: DraftStates,
-    depth: int,
-) -> dict[str, Tensor]:
-    """Draft `depth` tokens for some rounds from the states that the verified text left.
-
-    `truth` is what the target says at every place, [n, hidden] each. Returns the fields of `Replayed` that draft steps
-    fill in, [rounds, depth, ...].
-    """
-    slots = verified.slots[rounds]
-    storage = DraftedRows(verified, rounds)
-    step = _Step(head=begun.head[rounds], feature=begun.feature[rounds], hidden=begun.hidden[rounds])
-    recorded = [_record(drafter, step, storage, truth, slots + 1)]
-    for d in range(2, depth + 1):
-        states = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
-        step = _Step(head=states.head, feature=states.feature, hidden=hidden.pop())
-        recorded.append(_record(drafter, step, storage, truth, slots + d))
-    return {name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]}
-
-
 def _record(
-    drafter: Drafter, step: _Step, storage: DraftedRows, truth: DraftStates, places: Tensor
+    drafter: Drafter, step: DraftStates, hidden: Tensor, storage: DraftedRows, truth: DraftStates, places: Tensor
 ) -> dict[str, Tensor]:
-    """`places` [rounds]: where the target's state is that the drafter's stands for."""
+    """The fields of `Replayed` that one draft step of some rounds fills in, [rounds, ...] each.
+
+    `hidden` is the state before the final norm. `truth` is what the target says at every place, [n, hidden] each, and
+    `places` [rounds] where the state is that the drafter's stands for.
+    """
     logits = drafter.logits(step.head)
     wide = logits.float()
-    attention = storage.take_records()
+    attention, storage.records = storage.records, []
     return {
         "drafts": drafter.to_target_ids(argmax_rows(logits)),
         "confidence": (wide.amax(-1) - wide.logsumexp(-1)).exp(),
-        "hidden_rms": _rms(step.hidden),
+        "hidden_rms": _rms(hidden),
         "head_rms": _rms(step.head),
         "feature_rms": _rms(step.feature),
         "head_cosine": _cosine(step.head, truth.head, places),
         "feature_cosine": _cosine(step.feature, truth.feature, places),
-        "mass": torch.stack([record.mass for record in attention], dim=1),
-        "entropy": torch.stack([record.entropy for record in attention], dim=1),
-        "distance": torch.stack([record.distance for record in attention], dim=1),
+        **{name: torch.stack([record[name] for record in attention], dim=1) for name in attention[0]},
     }
 
 
@@ -175,16 +293,16 @@ def _last_hidden(drafter: Drafter) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _contributions(drafter: Drafter, states: TargetStates, tokens: Tensor) -> Tensor:
+def _contributions(drafter: Drafter, states: TargetStates, text: Tensor, slots: Tensor) -> Tensor:
     """Norm of what each input of fc adds to its output, [rounds, parts]: fc is a sum over its inputs."""
     if isinstance(drafter, EagleDrafter):
-        parts = [drafter.embed(tokens), states.final]
+        parts = [drafter.embed(text[slots + 1]), states.final[slots]]
         weight = drafter.fc.weight
     else:
         assert isinstance(drafter, Eagle3Drafter)
         assert states.aux is not None
-        fusion = drafter.fusion
-        aux = states.aux if fusion.input_norm is None else fusion.input_norm(states.aux)
+        fusion, aux = drafter.fusion, states.aux[slots]
+        aux = aux if fusion.input_norm is None else fusion.input_norm(aux)
         parts = list(aux.chunk(drafter.config.num_aux_states, dim=-1))
         if fusion.fc_norm is not None:
             parts = [norm(part) for norm, part in zip(fusion.fc_norm, parts, strict=True)]
@@ -192,18 +310,6 @@ def _contributions(drafter: Drafter, states: TargetStates, tokens: Tensor) -> Te
     pieces = torch.split(weight, [part.shape[-1] for part in parts], dim=1)
     sums = [F.linear(part, piece) for part, piece in zip(parts, pieces, strict=True)]
     return torch.stack([out.float().norm(dim=-1) for out in sums], dim=1)
-
-
-def _visible(segments: Tensor, slots: Tensor, depth: int) -> Tensor:
-    """How many rows of each segment each round sees at each depth, [rounds, depth, segments]."""
-    seen = F.one_hot(segments, len(Segment)).cumsum(0)[slots]  # [rounds, segments]
-    visible = seen[:, None].repeat(1, depth, 1)
-    visible[..., Segment.DRAFTED] += torch.arange(depth, device=slots.device)
-    return visible
-
-
-def _at(states: TargetStates, rows: Tensor) -> TargetStates:
-    return TargetStates(final=states.final[rows], aux=None if states.aux is None else states.aux[rows])
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -2,39 +2,25 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
-from fledge.drift.figures import FIGURES, cells_of, figures, worst_cell
 from fledge.drift.perturb import KINDS, UNPERTURBED
 from fledge.drift.plots import FEW_DRAFTS, charts
-from fledge.drift.result import DRIFT_SHARE, Results
-from fledge.drift.summary import SuiteResult
-from fledge.drift.verdict import (
-    ACCEPTANCE,
-    ATTENTION,
-    LEVEL_GROWTH,
-    PERTURBATIONS,
-    STATES,
-    DrafterVerdict,
-    side_by_side,
-    verdict,
-    worst_of,
-)
+from fledge.drift.result import DRIFT_SHARE, AnswerExample, Results
+from fledge.drift.summary import FIGURES, SuiteResult, figures, worst_of
+from fledge.drift.verdict import LEVEL_GROWTH, DrafterVerdict, side_by_side, verdict
 from fledge.files import write_text
 from fledge.records import Record
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
-from fledge.report.intervals import RESAMPLES, Interval
+from fledge.report.intervals import RESAMPLES
 from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
-from fledge.report.prose import Sentence, Tone, percent, ratio_tone
+from fledge.report.prose import Sentence, percent, ratio_tone
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
-LONGEST_PROMPT = 1200  # characters of a prompt that are shown, from both ends
 SHOWN_EXAMPLES = 3  # of each run
 
 
@@ -91,17 +77,16 @@ def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str
         report=report,
         suite=suite,
         colours={name: f"var(--series-{i % len(SERIES)})" for i, name in enumerate(suite.names)},
-        tiles={name: _tiles(suite, name) for name in suite.names},
         level=percent(suite.level),
+        level_growth=LEVEL_GROWTH,
         charts=drawn,
         svg=lambda chart: Markup(to_svg(chart.figure, chart.name, _title(chart, suite))),
         bar=lambda ratio: ratio_bar(ratio, end),
-        interval=_range,
         percent=percent,
+        ratio_tone=ratio_tone,
         visible=visible,
-        shortened=_shortened,
-        task_kinds=[name for name, kind in KINDS.items() if kind.changes_task],
-        left_out=_left_out(suite),
+        worst_of=worst_of,
+        task_kinds=[name for name, about in KINDS.items() if "changes_task" in about],
         figures=FIGURES,
         examples=_examples(suite, results),
         drift_share=percent(DRIFT_SHARE),
@@ -118,57 +103,12 @@ def _title(chart: Chart, suite: SuiteResult) -> str:
     return f"{suite.titles[chart.drafter]}: {chart.title[0].lower()}{chart.title[1:]}"
 
 
-def _tiles(suite: SuiteResult, drafter: str) -> list[tuple[str, str, str, Tone]]:
-    """The figures to see first, as large numbers: section, figure, what it is, tone."""
-    cell = suite.cell(drafter)
-    tiles: list[tuple[str, str, str, Tone]] = []
-    if cell.drift is not None:
-        own, growth, at = cell.drift.own_attention_last, cell.drift.feature_growth, f"at depth {cell.drift.last_depth}"
-        drifts, grows = cell.drift.drift_depth is not None, growth > LEVEL_GROWTH
-        tiles = [
-            (ATTENTION, percent(own), f"of attention on own drafts {at}", "bad" if drifts else "good"),
-            (STATES, f"{growth:.2f}", f"times its size: the state fed on, {at}", "bad" if grows else "good"),
-        ]
-    if cell.acceptance_length is not None:
-        tiles.append((ACCEPTANCE, f"{cell.acceptance_length.value:.2f}", "acceptance length", "neutral"))
-    for group, text in (("template", "under the worst template change"), ("long_context", "in the worst long context")):
-        worst = worst_of(cells_of(suite, drafter, group))
-        if worst is not None:
-            ratio = worst[1].ratio
-            change = ("+" if ratio.value > 1 else "") + percent(ratio.value - 1).replace("-", "\N{MINUS SIGN}")
-            tiles.append((PERTURBATIONS, change, f"of acceptance length {text}", ratio_tone(ratio)))
-    return tiles
-
-
-def _range(interval: Interval) -> str:
-    return "" if interval.low is None or interval.high is None else f"{interval.low:.2f} to {interval.high:.2f}"
-
-
-def _left_out(suite: SuiteResult) -> list[str]:
-    """Why prompts are missing from cells that have some."""
-    return [
-        f"{suite.titles[cell.drafter]}, {cell.perturbation}: {count} ({reason})"
-        for cell in suite.cells
-        if cell.skip is None
-        for reason, count in Counter(cell.left_out.values()).most_common()
-    ]
-
-
-def _examples(suite: SuiteResult, results: Results) -> list[dict[str, Any]]:
+def _examples(suite: SuiteResult, results: Results) -> list[tuple[str, str, tuple[AnswerExample, ...]]]:
     """The worst of each drafter, unperturbed and under the perturbation that costs it the most."""
     groups = []
-    for name in suite.names:
-        worst = worst_cell(suite, name)
-        for perturbation in (UNPERTURBED, *(() if worst is None else (worst.perturbation,))):
-            result = results.get((name, perturbation))
-            if result is not None and result.examples:
-                shown = result.examples[:SHOWN_EXAMPLES]
-                groups.append({"drafter": name, "perturbation": perturbation, "examples": shown})
+    for drafter in suite.names:
+        worst = worst_of(suite.perturbed(drafter))
+        for perturbation in (UNPERTURBED, *([worst[0].perturbation] if worst else [])):
+            if (result := results.get((drafter, perturbation))) is not None and result.examples:
+                groups.append((drafter, perturbation, result.examples[:SHOWN_EXAMPLES]))
     return groups
-
-
-def _shortened(prompt: str) -> str:
-    half = LONGEST_PROMPT // 2
-    if len(prompt) <= LONGEST_PROMPT:
-        return prompt
-    return f"{prompt[:half]} [… {len(prompt) - 2 * half:,} characters …] {prompt[-half:]}"

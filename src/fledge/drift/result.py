@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.segments import PROMPT_LABELS, Segment
+from fledge.drift.segments import PROMPT_LABELS
 from fledge.records import Record
 
 # Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
@@ -82,7 +82,7 @@ class DepthMetrics(Record):
     @property
     def own_attention(self) -> float:
         """Attention on the drafter's own drafts."""
-        return self.attention.mass[Segment.DRAFTED.label]
+        return self.attention.mass["drafted"]
 
     @property
     def prompt_attention(self) -> float:
@@ -123,26 +123,13 @@ class PromptRow(Record):
         return statistics(self.tally)
 
     @property
-    def rounds(self) -> int:
-        return self.acceptance.rounds
-
-    @property
     def accepted(self) -> int:
         return sum(self.acceptance.accepted_by_depth)
 
-    @property
-    def drafted(self) -> int:
-        return sum(self.acceptance.drafted_by_depth)
-
-    def own_attention(self, depth: int) -> tuple[float, float]:
-        """(sum over rounds, rounds) of the attention on own drafts at a depth from 1, for pooled means."""
-        if depth > len(self.rounds_by_depth):
-            return 0.0, 0.0
-        rounds = self.rounds_by_depth[depth - 1]
-        return (self.drafted_attention[depth - 1] or 0.0) * rounds, rounds
-
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "rounds": self.rounds, "accepted": self.accepted, "drafted": self.drafted}
+        found = self.acceptance
+        counts = {"rounds": found.rounds, "accepted": self.accepted, "drafted": sum(found.drafted_by_depth)}
+        return super().to_dict() | counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +157,13 @@ class DriftResult(Record):
     """One drafter on one workload, perturbed or not."""
 
     schema: int = 1
-    drafter: str
+    drafter: str = ""
     variant: str  # "EAGLE-3.1", ...
-    target: str
-    workload: str
-    perturbation: str | None
+    target: str = ""
+    workload: str = ""
+    perturbation: str | None = None
     temperature: float
-    trained_depth: int | None  # draft steps it was trained on, where its provenance says so
+    trained_depth: int | None = None  # draft steps it was trained on, where its provenance says so
     depth: int  # to which the probe drafted
     engine_depth: int  # to which the engine drafted while the text was made
     prompts: int
@@ -197,14 +184,6 @@ class DriftResult(Record):
         return statistics(self.tally)
 
     @property
-    def engine_acceptance(self) -> AcceptanceStatistics:
-        return statistics(self.engine_tally)
-
-    @property
-    def rounds(self) -> int:
-        return self.acceptance.rounds
-
-    @property
     def outside_vocabulary(self) -> float | None:
         """Share of all misses whose right token cannot be drafted."""
         missed = sum(depth.missed for depth in self.by_depth)
@@ -212,24 +191,27 @@ class DriftResult(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the fields, and the figures that follow from them, which `from_dict` ignores."""
-        return {
-            **super().to_dict(),
-            "rounds": self.rounds,
+        return super().to_dict() | {
+            "rounds": self.acceptance.rounds,
             "outside_vocabulary": self.outside_vocabulary,
             "acceptance": self.acceptance.to_dict(),
-            "engine_acceptance": self.engine_acceptance.to_dict(),
+            "engine_acceptance": statistics(self.engine_tally).to_dict(),
         }
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteCell(Record):
-    """One drafter under one perturbation: a result, or a reason for there being none."""
+class DriftCell(Record):
+    """One drafter under one perturbation."""
 
     drafter: str
     perturbation: str
     kinds: tuple[str, ...]
     left_out: dict[str, str]  # prompt id -> reason
-    skip: str | None
+    skip: str | None  # why there is no result
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteCell(DriftCell):
     result: DriftResult | None
 
 

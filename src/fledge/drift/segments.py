@@ -1,16 +1,15 @@
 r"""What each token of a prompt is part of: the system prompt, a user's turn, the template around them, ...
 
 A chat template writes role headers and separators around the messages and may trim or drop parts of them. To know
-exactly which characters came from where, the conversation is rendered a second time with a stand-in for each text:
+exactly which characters came from where, the conversation is rendered a second time with marks around each text, which
+are characters that no text has:
 
     rendered    <user>what is a user?\n<assistant>          what the model reads
-    stand-ins   <user>standin0x\n<assistant>                so "<user>", "\n<assistant>" are the template's
-    aligned     <user> | what is a user? | \n<assistant>
+    marked      <user>[what is a user?]\n<assistant>        so "<user>", "\n<assistant>" are the template's
 
 which cannot be fooled by a message that looks like a header.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ from jinja2 import TemplateError
 from fledge.errors import PromptError
 from fledge.evaluation.conversations import Message
 from fledge.evaluation.workloads import Prompt
+
+_FIRST_MARK = 0xF0000  # of a plane for private use
+_MARK = re.compile("([\U000f0000-\U000ffffd])")
 
 
 class Segment(IntEnum):
@@ -71,161 +73,104 @@ class SegmentedPrompt:
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Characters `begin` to `end` of a rendered prompt that came from a message."""
-
-    begin: int
-    end: int
-    segment: Segment
-
-
 def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> SegmentedPrompt:
     """Encode a prompt as `LLM` does, with the segment of each token."""
-    if prompt.token_ids:
-        return SegmentedPrompt(
-            token_ids=prompt.token_ids, segments=prompt.segments or (Segment.PROMPT,) * len(prompt.token_ids)
-        )
-    if tokenizer is None:
-        raise PromptError(
-            f"conversation '{prompt.id}' is text, and the target's directory has no tokenizer; give token ids"
-        )
-    if prompt.text is not None:
-        ids = tuple(int(token) for token in tokenizer.encode(prompt.text))
-        return SegmentedPrompt(token_ids=ids, segments=(Segment.PROMPT,) * len(ids))
-    messages = prompt.messages
-    if not messages:
-        raise PromptError(f"conversation '{prompt.id}': expected messages, text or token ids")
-    if tokenizer.chat_template is None and prompt.chat_template is None:
-        raise PromptError("this target's tokenizer has no chat template; give plain prompts instead")
-    text, spans = rendered(tokenizer, messages, prompt.chat_template)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return SegmentedPrompt(
-        token_ids=tuple(int(token) for token in encoding["input_ids"]),
-        segments=tuple(_of_tokens(encoding["offset_mapping"], spans, len(text))),
-    )
+    ids, segments = prompt.token_ids, prompt.segments
+    if not ids:
+        if tokenizer is None:
+            raise PromptError(
+                f"conversation '{prompt.id}' is text, and the target's directory has no tokenizer; give token ids"
+            )
+        if prompt.text is not None:
+            ids = tuple(int(token) for token in tokenizer.encode(prompt.text))
+        elif not prompt.messages:
+            raise PromptError(f"conversation '{prompt.id}': expected messages, text or token ids")
+        elif tokenizer.chat_template is None and prompt.chat_template is None:
+            raise PromptError("this target's tokenizer has no chat template; give plain prompts instead")
+        else:
+            text, owners = rendered(tokenizer, prompt.messages, prompt.chat_template)
+            encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = tuple(int(token) for token in encoding["input_ids"])
+            # A token that a message has any part in is the message's; one without characters is the template's.
+            several = ((one for one in owners[begin:end] if one) for begin, end in encoding["offset_mapping"])
+            segments = tuple(next(own, None) or Segment.TEMPLATE for own in several)
+    return SegmentedPrompt(token_ids=ids, segments=segments or (Segment.PROMPT,) * len(ids))
 
 
-def rendered(tokenizer: Any, messages: Sequence[Message], template: str | None = None) -> tuple[str, list[Span]]:
-    """Return a conversation as the model reads it, ready for the answer, and where its messages are in it."""
+def rendered(
+    tokenizer: Any, messages: Sequence[Message], template: str | None = None
+) -> tuple[str, list[Segment | None]]:
+    """Return a conversation as the model reads it, ready for the answer, and what each character is part of."""
     text = _render(tokenizer, messages, template)
-    for with_calls in (True, False):
-        stand_ins = _StandIns(messages, with_calls=with_calls)
+    for strip in (False, True) if not _MARK.search(text) else ():
+        marks = _Marks(strip=strip)
         try:
-            marked = _render(tokenizer, stand_ins.messages, template)
+            found = marks.read(_render(tokenizer, [marks.put_around(message) for message in messages], template))
         except PromptError:  # a template that reads what it is given, such as JSON arguments
             continue
-        spans = stand_ins.align(marked, text)
-        if spans is not None:
-            return text, spans
-    return text, _found_in_order(messages, text)
-
-
-class _StandIns:
-    """A conversation with each text replaced by a marker that a template passes on as it is."""
-
-    def __init__(self, messages: Sequence[Message], *, with_calls: bool) -> None:
-        self.values: list[tuple[str, Segment]] = []  # by marker number
-        self._name = "standin"
-        while self._name in str(messages):
-            self._name += "x"
-        self.messages = [self._replaced(message, with_calls) for message in messages]
-
-    def align(self, marked: str, text: str) -> list[Span] | None:
-        """Find the texts in `text` by what lies between the markers in `marked`; None if the two do not match."""
-        first, *rest = re.split(rf"{self._name}(\d+)x", marked)
-        if not text.startswith(first):
-            return None
-        spans: list[Span] = []
-        cursor = len(first)
-        for number, literal in zip(rest[::2], rest[1::2], strict=True):
-            value, segment = self.values[int(number)]
-            end = _end_of(value, text, cursor, literal, is_last=len(spans) == len(rest) // 2 - 1)
-            if end is None:
-                return None
-            spans.append(Span(begin=cursor, end=end, segment=segment))
-            cursor = end + len(literal)
-        return spans if cursor == len(text) else None
-
-    def _replaced(self, message: Message, with_calls: bool) -> dict[str, Any]:
-        segment = _ROLES.get(message["role"], Segment.USER)
-        changed = {key: self._marked(message[key], segment) for key in _CONTENT_KEYS if key in message}
-        if with_calls and "tool_calls" in message:
-            changed["tool_calls"] = self._marked(message["tool_calls"], Segment.ASSISTANT)
-        return {**message, **changed}
-
-    def _marked(self, value: Any, segment: Segment) -> Any:
-        """Replace the texts in a value: a string, or parts with a "text", or calls with names and arguments."""
-        if isinstance(value, str) and value:
-            self.values.append((value, segment))
-            return f"{self._name}{len(self.values) - 1}x"
-        if isinstance(value, Mapping):
-            kept = ("type", "id")  # templates look at these
-            return {key: item if key in kept else self._marked(item, segment) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._marked(item, segment) for item in value]
-        return value
-
-
-_CONTENT_KEYS = ("content", "reasoning_content")
-
-
-def _end_of(value: str, text: str, begin: int, literal: str, *, is_last: bool) -> int | None:
-    """Where a message's text ends in `text`, given that it begins at `begin` and `literal` follows it."""
-    forms = (value, value.rstrip(), value.lstrip(), value.strip(), json.dumps(value)[1:-1])
-    dropped = ("",) if literal else ()
-    for form in (*forms, json.dumps(value, ensure_ascii=False)[1:-1], *dropped):
-        end = begin + len(form)
-        if (
-            text.startswith(form, begin)
-            and text.startswith(literal, end)
-            and (not is_last or end == _rest(text, literal))
-        ):
-            return end
-    # The template changed the text, such as by leaving out its thinking: it is what comes before the literal.
-    if is_last:
-        return _rest(text, literal) if text.endswith(literal) and _rest(text, literal) >= begin else None
-    end = text.find(literal, begin) if literal else -1
-    return end if end >= 0 else None
-
-
-def _rest(text: str, literal: str) -> int:
-    return len(text) - len(literal)
-
-
-def _found_in_order(messages: Sequence[Message], text: str) -> list[Span]:
-    """Find the messages one after another by their text, where a template does not render stand-ins alike."""
-    spans, cursor = [], 0
+        if found is not None and found[0] == text:
+            return found
+    # The template does not write marked messages alike: look for them one after another by their text.
+    owners: list[Segment | None] = [None] * len(text)
+    cursor = 0
     for message in messages:
         content = message.get("content")
         content = content.strip() if isinstance(content, str) else ""
         begin = text.find(content, cursor) if content else -1
         if begin >= 0:
             cursor = begin + len(content)
-            spans.append(Span(begin=begin, end=cursor, segment=_ROLES.get(message["role"], Segment.USER)))
-    return spans
+            owners[begin:cursor] = [_segment(message)] * len(content)
+    return text, owners
 
 
-def _of_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span], length: int) -> list[Segment]:
-    """A token that a message has any part in is the message's; a token without characters is the template's."""
-    characters = [Segment.TEMPLATE] * length
-    for span in spans:
-        characters[span.begin : span.end] = [span.segment] * (span.end - span.begin)
-    found = []
-    for begin, end in offsets:
-        own = (segment for segment in characters[begin:end] if segment is not Segment.TEMPLATE)
-        found.append(next(own, Segment.TEMPLATE))
-    return found
+def _segment(message: Message) -> Segment:
+    return _ROLES.get(message["role"], Segment.USER)
+
+
+class _Marks:
+    """Characters around each text of a conversation that a template passes on as they are, two for each text."""
+
+    def __init__(self, *, strip: bool) -> None:
+        """`strip`: white space at a text's ends stays outside, where a template can trim it."""
+        self._strip = strip
+        self._segments: list[Segment] = []
+
+    def put_around(self, message: Message) -> dict[str, Any]:
+        texts = ("content", "reasoning_content", "tool_calls")
+        return {key: self._marked(item, _segment(message)) if key in texts else item for key, item in message.items()}
+
+    def _marked(self, value: Any, segment: Segment) -> Any:
+        """Mark the texts in a value: a string, or parts with a "text", or calls with names and arguments."""
+        if isinstance(value, str) and value:
+            inner = (self._strip and value.strip()) or value
+            before, _, after = value.partition(inner)
+            mark = _FIRST_MARK + 2 * len(self._segments)
+            self._segments.append(segment)
+            # Of earlier answers templates leave the thinking out: the text may begin after it.
+            return before + re.sub(r"^|</think>\s*", rf"\g<0>{chr(mark)}", inner) + chr(mark + 1) + after
+        if isinstance(value, Mapping):
+            kept = ("type", "id")  # templates look at these
+            return {key: item if key in kept else self._marked(item, segment) for key, item in value.items()}
+        return [self._marked(item, segment) for item in value] if isinstance(value, list | tuple) else value
+
+    def read(self, marked: str) -> tuple[str, list[Segment | None]] | None:
+        """Return the text without marks and whose each character is; None if a text is cut off."""
+        text, owners, current = "", list[Segment | None](), None
+        pieces = _MARK.split(marked)
+        for piece, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+            text += piece
+            owners += [None if current is None else self._segments[current]] * len(piece)
+            if mark:
+                number, is_end = divmod(ord(mark) - _FIRST_MARK, 2)
+                if current not in ((number,) if is_end else (None, number)):
+                    return None
+                current = None if is_end else number
+        return (text, owners) if current is None else None
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], template: str | None) -> str:
+    options = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
     try:
-        text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=template,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **options))
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise PromptError(f"messages: the chat template refuses them: {' '.join(str(error).split())}") from None
-    return text

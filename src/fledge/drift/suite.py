@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from fledge.drift.changes import NotApplicableError
-from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, perturb
+from fledge.drift.perturb import NotApplicableError, Perturbation, parse_perturbation, perturb
 from fledge.drift.probe import PhaseProgress, Prober
 from fledge.drift.result import Results, SuiteCell
 from fledge.drift.segments import ProbePrompt
 from fledge.drift.summary import SuiteResult, summarise
-from fledge.drift.workloads import has_open_turns, probe_prompts
+from fledge.drift.workloads import has_open_turns
 from fledge.errors import ConfigError
 from fledge.evaluation.workloads import Workload
 from fledge.files import digest, json_line, read_json, write_json, write_text
@@ -27,7 +26,6 @@ from fledge.progress import Progress
 from fledge.report.intervals import Bootstrap
 
 VERSION = 1  # of cells: raise it when a probe's figures change their meaning
-SUITE_FILE = "suite.json"
 
 
 def run_suite(
@@ -46,32 +44,15 @@ def run_suite(
         raise ConfigError("drafters: expected at least one, each once")
     directory.mkdir(parents=True, exist_ok=True)
     progress = progress or Progress(quiet=True)
-    prompts = _with_history(probe_prompts(workload), drafters[0], prober, directory)
+    prompts = _with_history([ProbePrompt(**vars(one)) for one in workload.prompts], drafters[0], prober, directory)
     cells = [
         cell
         for drafter in drafters
         for cell in _run_drafter(drafter, prompts, list(parsed.values()), prober, directory, progress)
     ]
     suite = summarise(cells, workload=workload.name, bootstrap=bootstrap or Bootstrap())
-    write_json(directory / SUITE_FILE, suite.to_dict())
+    write_json(directory / "suite.json", suite.to_dict())
     return suite, {(cell.drafter, cell.perturbation): cell.result for cell in cells if cell.result is not None}
-
-
-def read_cell(directory: Path, drafter: str, perturbation: str = UNPERTURBED) -> SuiteCell:
-    """Return a cell that a run has saved."""
-    path = _path(directory, drafter, parse_perturbation(perturbation).name)
-    found = read_json(path)
-    if found is None:
-        raise ConfigError(f"{path}: no such cell, or it cannot be read; run the suite again")
-    return SuiteCell.from_dict(found, str(path))
-
-
-def read_suite(directory: Path) -> SuiteResult:
-    """Return the comparison that a run has saved."""
-    found = read_json(directory / SUITE_FILE)
-    if found is None:
-        raise ConfigError(f"{directory / SUITE_FILE}: no finished suite there; run it to its end first")
-    return SuiteResult.from_dict(found, SUITE_FILE)
 
 
 def _run_drafter(
@@ -82,16 +63,20 @@ def _run_drafter(
     directory: Path,
     progress: Progress,
 ) -> list[SuiteCell]:
-    depends_on = [VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts]]
-    paths = {one.name: _path(directory, drafter, one.name) for one in perturbations}
-    keys = {name: digest([*depends_on, name]) for name in paths}
-    cells: dict[str, SuiteCell] = {}
-    for name, path in paths.items():
-        found = read_json(path)
-        if found is not None and found.get("key") == keys[name]:
-            cells[name] = SuiteCell.from_dict(found, str(path))
+    key = _key(prober, drafter, prompts)
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
+    folder = directory / "cells" / f"{readable}-{digest(drafter)[:6]}"
+    paths = {one.name: folder / f"{one.name.replace(':', '-')}.json" for one in perturbations}
+    keys = {name: digest([*key, name]) for name in paths}
+    saved = {name: found for name, path in paths.items() if (found := read_json(path)) is not None}
+    cells = {
+        name: SuiteCell.from_dict(found, str(paths[name]))
+        for name, found in saved.items()
+        if found.get("key") == keys[name]
+    }
     missing = [one for one in perturbations if one.name not in cells]
     if missing:
+        folder.mkdir(parents=True, exist_ok=True)
         with progress.task(drafter, len(perturbations), done=len(cells)) as advance:
             prober.load(drafter)
             for perturbation in missing:
@@ -100,40 +85,34 @@ def _run_drafter(
                 def note(phase: str, done: int, total: int, name: str = name) -> None:
                     advance(0, note=f"{name}: {phase} {done}/{total}")
 
-                cell, is_final = _run_cell(drafter, perturbation, prompts, prober, note)
-                cells[name] = cell
+                cells[name], is_final = _run_cell(drafter, perturbation, prompts, prober, note)
                 if is_final:
-                    paths[name].parent.mkdir(parents=True, exist_ok=True)
-                    write_text(paths[name], json_line({"key": keys[name], **cell.to_dict()}))
-                advance(1, note=f"{name}: {'skipped' if cell.skip else 'done'}")
+                    write_text(paths[name], json_line({"key": keys[name], **cells[name].to_dict()}))
+                advance(1, note=f"{name}: {'skipped' if cells[name].skip else 'done'}")
     return [cells[name] for name in paths]
 
 
 def _run_cell(
-    drafter: str,
-    perturbation: Perturbation,
-    prompts: Sequence[ProbePrompt],
-    prober: Prober,
-    progress: PhaseProgress,
+    drafter: str, perturbation: Perturbation, prompts: Sequence[ProbePrompt], prober: Prober, progress: PhaseProgress
 ) -> tuple[SuiteCell, bool]:
     """Return the cell, and whether it stays so: memory that does not suffice may do so the next time."""
     changed = perturb(perturbation, prompts, prober.context)
-    name, temperature = perturbation.name, perturbation.temperature
+    name, skip, result, is_final = perturbation.name, changed.skip, None, True
+    if skip is None:
+        try:
+            temperature = perturbation.temperature
+            result = prober.probe(changed.prompts, perturbation=name, temperature=temperature, progress=progress)
+        except NotApplicableError as error:
+            skip, is_final = str(error), False
     cell = SuiteCell(
         drafter=drafter,
         perturbation=name,
         kinds=perturbation.kinds,
         left_out=changed.left_out,
-        skip=changed.skip,
-        result=None,
+        skip=skip,
+        result=result,
     )
-    if cell.skip is not None:
-        return cell, True
-    try:
-        result = prober.probe(changed.prompts, perturbation=name, temperature=temperature, progress=progress)
-    except NotApplicableError as error:
-        return replace(cell, skip=str(error)), False
-    return replace(cell, result=result), True
+    return cell, is_final
 
 
 def _with_history(
@@ -143,7 +122,7 @@ def _with_history(
     if not any(has_open_turns(prompt) for prompt in prompts):
         return prompts
     # The text is the target's own whichever drafter helps it, so the key names one drafter to name the target.
-    key = digest([VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts]])
+    key = digest(_key(prober, drafter, prompts))
     path = directory / "conversations.json"
     found = read_json(path)
     if found is None or found["key"] != key:
@@ -154,6 +133,6 @@ def _with_history(
     return [replace(one, messages=tuple(several)) for one, several in zip(prompts, found["messages"], strict=True)]
 
 
-def _path(directory: Path, drafter: str, perturbation: str) -> Path:
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
-    return directory / "cells" / f"{readable}-{digest(drafter)[:6]}" / f"{perturbation.replace(':', '-')}.json"
+def _key(prober: Prober, drafter: str, prompts: Sequence[ProbePrompt]) -> list[object]:
+    """What a cell depends on besides its perturbation."""
+    return [VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts]]

@@ -1,52 +1,38 @@
-"""What a suite comes to: each drafter under each perturbation, with intervals, against its unperturbed run."""
+"""What a suite comes to: each drafter under each perturbation, with intervals, against its unperturbed run.
 
-from collections.abc import Sequence
+Its named figures (data/figures.yaml) are what verdicts state and `--fail-if 'al_drop>0.2'` checks.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from operator import eq, ge, gt, le, lt, ne
+from typing import Any
 
-from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.result import DriftResult, SuiteCell
-from fledge.drift.segments import Segment
+from fledge.drift.perturb import UNPERTURBED, texts
+from fledge.drift.result import DriftCell, DriftResult, SuiteCell
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.files import distinct_names
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
+from fledge.report.prose import sign_of
+
+FIGURES: dict[str, str] = texts("figures")["figures"]
+GROUPS: dict[str, dict[str, Any]] = texts("figures")["groups"]
+_COMPARISONS = {">=": ge, "<=": le, ">": gt, "<": lt, "==": eq, "!=": ne}
+_CONDITION = re.compile(r"\s*([A-Za-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DriftSummary(Record):
-    """Where attention went and how states grew, at the first, the middle and the last depth."""
+class CellSummary(DriftCell):
+    """What one drafter under one perturbation comes to."""
 
-    middle_depth: int
-    last_depth: int
-    own_attention_depth_1: float  # share of attention on the drafter's own drafts, mean over layers and heads
-    own_attention_middle: float
-    own_attention_last: float
-    prompt_attention_depth_1: float  # on the prompt without the sink
-    prompt_attention_last: float
-    sink_attention_depth_1: float
-    sink_attention_last: float
-    drift_depth: int | None  # first depth at which attention drifts (see DRIFT_SHARE); None: at no depth
-    hidden_growth: float  # RMS before the final norm, last depth over depth 1
-    feature_growth: float  # RMS of what the next depth is fed, last depth over depth 1
-    top_layer_share: float | None  # of the highest target layer in what fc sums up; None for EAGLE-1
-    ece: float | None  # expected calibration error, all depths together
-    outside_vocabulary: float | None  # share of misses whose right token cannot be drafted
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellSummary(Record):
-    """One drafter under one perturbation."""
-
-    drafter: str
-    perturbation: str
-    kinds: tuple[str, ...]
     prompts: int
     rounds: int
-    left_out: dict[str, str]  # prompt id -> reason
-    skip: str | None  # why there are no figures
     acceptance_length: Interval | None
     compared: Comparison | None  # acceptance length against the unperturbed run
-    drift: DriftSummary | None
+    drift: dict[str, Any] | None  # see `drift_figures`
     own_attention_compared: Comparison | None  # at the last depth, against the unperturbed run
 
 
@@ -71,11 +57,12 @@ class SuiteResult(Record):
     cells: tuple[CellSummary, ...]
 
     def cell(self, drafter: str, perturbation: str = UNPERTURBED) -> CellSummary:
-        for cell in self.cells:
-            if (cell.drafter, cell.perturbation) == (drafter, perturbation):
-                return cell
-        name, known = (perturbation, self.perturbations) if drafter in self.names else (drafter, self.names)
-        raise ConfigError(f"the suite has no '{name}'.{nearest_name_hint(name, known)}")
+        return next(cell for cell in self.cells if (cell.drafter, cell.perturbation) == (drafter, perturbation))
+
+    def perturbed(self, drafter: str, group: str | None = None) -> list[CellSummary]:
+        """A drafter's perturbed cells, skipped ones included; of a group (see GROUPS), those made of nothing else."""
+        cells = [cell for cell in self.cells if cell.drafter == drafter and cell.perturbation != UNPERTURBED]
+        return [cell for cell in cells if group is None or set(cell.kinds) <= set(GROUPS[group]["kinds"])]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,26 +72,21 @@ class SuiteResult(Record):
     def titles(self) -> dict[str, str]:
         """What to call each drafter, by name: its variant, and as much of its name as tells it from the others."""
         variants = [drafter.variant for drafter in self.drafters]
-        shown = {name: Path(name).name or name for name in self.names}
-        if len(set(shown.values())) < len(shown):
-            shown = {name: name for name in self.names}
         return {
-            one.name: one.variant if variants.count(one.variant) == 1 else f"{one.variant} ({shown[one.name]})"
-            for one in self.drafters
+            one.name: one.variant if variants.count(one.variant) == 1 else f"{one.variant} ({short})"
+            for one, short in zip(self.drafters, distinct_names(self.names), strict=True)
         }
-
-    @property
-    def skipped(self) -> tuple[CellSummary, ...]:
-        return tuple(cell for cell in self.cells if cell.skip is not None)
 
 
 def summarise(cells: Sequence[SuiteCell], *, workload: str, bootstrap: Bootstrap) -> SuiteResult:
     """Compare every cell with its drafter's unperturbed one."""
-    bases = {cell.drafter: cell for cell in cells if cell.perturbation == UNPERTURBED}
-    for name, base in bases.items():
-        if base.result is None:
-            raise ConfigError(f"{name}: nothing to compare with, the unperturbed workload cannot be run: {base.skip}")
-    results = {name: base.result for name, base in bases.items() if base.result is not None}
+    results: dict[str, DriftResult] = {}
+    for cell in cells:
+        if cell.perturbation == UNPERTURBED:
+            if cell.result is None:
+                why = f"nothing to compare with, the unperturbed workload cannot be run: {cell.skip}"
+                raise ConfigError(f"{cell.drafter}: {why}")
+            results[cell.drafter] = cell.result
     first = next(iter(results.values()))
     return SuiteResult(
         target=first.target,
@@ -120,67 +102,120 @@ def summarise(cells: Sequence[SuiteCell], *, workload: str, bootstrap: Bootstrap
     )
 
 
-def drift_summary(result: DriftResult) -> DriftSummary | None:
-    """None where no draft was verified."""
-    if not result.by_depth:
-        return None
-    first, middle, last = result.by_depth[0], result.by_depth[(len(result.by_depth) - 1) // 2], result.by_depth[-1]
-    is_fused = bool(result.fusion_shares) and all(one.part.startswith("layer") for one in result.fusion_shares)
-    return DriftSummary(
-        middle_depth=middle.depth,
-        last_depth=last.depth,
-        own_attention_depth_1=first.own_attention,
-        own_attention_middle=middle.own_attention,
-        own_attention_last=last.own_attention,
-        prompt_attention_depth_1=first.prompt_attention,
-        prompt_attention_last=last.prompt_attention,
-        sink_attention_depth_1=first.attention.mass[Segment.SINK.label],
-        sink_attention_last=last.attention.mass[Segment.SINK.label],
-        drift_depth=next((one.depth for one in result.by_depth if one.has_drifted), None),
-        hidden_growth=last.hidden_growth,
-        feature_growth=last.feature_growth,
-        top_layer_share=result.fusion_shares[-1].share if is_fused else None,
-        ece=result.calibration.error,
-        outside_vocabulary=result.outside_vocabulary,
-    )
-
-
 def _summary(cell: SuiteCell, base: DriftResult, bootstrap: Bootstrap) -> CellSummary:
     result = cell.result
-    length = compared = own_compared = None
-    if result is not None:
-        counts = acceptance_counts(result)
-        length = bootstrap.acceptance_length(counts)
-        if cell.perturbation != UNPERTURBED:
-            compared = bootstrap.compare(counts, acceptance_counts(base), offset=1.0)
-            last = min(len(result.by_depth), len(base.by_depth))
-            if last > 0:
-                own_compared = bootstrap.compare(own_attention_counts(result, last), own_attention_counts(base, last))
+    compared = own_compared = None
+    if result is not None and cell.perturbation != UNPERTURBED:
+        compared = bootstrap.compare(acceptance_counts(result), acceptance_counts(base), offset=1.0)
+        own_compared = compare_own_attention(bootstrap, result, base)
     return CellSummary(
-        drafter=cell.drafter,
-        perturbation=cell.perturbation,
-        kinds=cell.kinds,
+        **{name: value for name, value in vars(cell).items() if name != "result"},
         prompts=0 if result is None else result.prompts,
-        rounds=0 if result is None else result.rounds,
-        left_out=cell.left_out,
-        skip=cell.skip,
-        acceptance_length=length,
+        rounds=0 if result is None else result.acceptance.rounds,
+        acceptance_length=None if result is None else bootstrap.acceptance_length(acceptance_counts(result)),
         compared=compared,
-        drift=None if result is None else drift_summary(result),
+        drift=None if result is None else drift_figures(result),
         own_attention_compared=own_compared,
     )
 
 
+def drift_figures(result: DriftResult) -> dict[str, Any] | None:
+    """Where attention went and how states grew (see FIGURES), and at what depths. None where no draft was verified."""
+    if not result.by_depth:
+        return None
+    first, middle, last = (result.by_depth[i] for i in (0, (len(result.by_depth) - 1) // 2, -1))
+    is_fused = bool(result.fusion_shares) and all(one.part.startswith("layer") for one in result.fusion_shares)
+    return {
+        "middle_depth": middle.depth,
+        "last_depth": last.depth,
+        "own_attention_depth_1": first.own_attention,
+        "own_attention_middle": middle.own_attention,
+        "own_attention_last": last.own_attention,
+        "prompt_attention_depth_1": first.prompt_attention,
+        "prompt_attention_last": last.prompt_attention,
+        "sink_attention_depth_1": first.attention.mass["sink"],
+        "sink_attention_last": last.attention.mass["sink"],
+        "drift_depth": next((one.depth for one in result.by_depth if one.has_drifted), None),
+        "hidden_growth": last.hidden_growth,
+        "feature_growth": last.feature_growth,
+        "top_layer_share": result.fusion_shares[-1].share if is_fused else None,  # EAGLE-1 has no layers to share
+        "ece": result.calibration.error,
+        "outside_vocabulary": result.outside_vocabulary,
+    }
+
+
 def acceptance_counts(*results: DriftResult) -> Counts:
     """(accepted, rounds) of each prompt, over several runs of it."""
-    rows = [row for result in results for row in result.prompt_rows]
-    counts = dict.fromkeys((row.id for row in rows), (0, 0))
-    for row in rows:
-        accepted, rounds = counts[row.id]
-        counts[row.id] = (accepted + row.accepted, rounds + row.rounds)
+    counts: dict[str, tuple[int, int]] = {}
+    for row in (row for result in results for row in result.prompt_rows):
+        accepted, rounds = counts.get(row.id, (0, 0))
+        counts[row.id] = (accepted + row.accepted, rounds + row.acceptance.rounds)
     return counts
 
 
-def own_attention_counts(result: DriftResult, depth: int) -> Counts:
-    """Attention on own drafts at a depth from 1: sums over the rounds of each prompt, and the rounds."""
-    return {row.id: row.own_attention(depth) for row in result.prompt_rows}
+def compare_own_attention(bootstrap: Bootstrap, *pair: DriftResult) -> Comparison | None:
+    """Attention on own drafts at the last depth that both have, means pooled over rounds."""
+    last = min(len(result.by_depth) for result in pair) - 1
+    if last < 0:
+        return None
+    run, base = (
+        {
+            row.id: ((row.drafted_attention[last] or 0.0) * row.rounds_by_depth[last], row.rounds_by_depth[last])
+            for row in result.prompt_rows
+        }
+        for result in pair
+    )
+    return bootstrap.compare(run, base)
+
+
+def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
+    """Return the figures (see FIGURES) of a drafter. What was not measured is left out."""
+    base, cells = suite.cell(drafter), suite.perturbed(drafter)
+    found: dict[str, float | None] = dict(base.drift or {})
+    if base.acceptance_length is not None:
+        found |= {"al": base.acceptance_length.value, "al_low": base.acceptance_length.low}
+    if base.drift is not None and base.drift["drift_depth"] is None:
+        found["drift_depth"] = math.inf
+    for name, group in {"al_drop": None, **{f"al_drop_{group}": group for group in GROUPS}}.items():
+        if (worst := worst_of(suite.perturbed(drafter, group))) is not None:
+            found[name] = 1 - worst[1].ratio.value
+    highs = [cell.compared.ratio.high for cell in cells if cell.compared is not None]
+    found["al_drop_certain"] = max((1 - high for high in highs if high), default=None)
+    rises = [cell.own_attention_compared for cell in cells if cell.compared is not None]
+    found["own_attention_rise"] = max((rise.difference.value for rise in rises if rise is not None), default=None)
+    return {name: float(value) for name in FIGURES if (value := found.get(name)) is not None and not math.isnan(value)}
+
+
+def worst_of(cells: Iterable[CellSummary], *, prefer_certain: bool = False) -> tuple[CellSummary, Comparison] | None:
+    """The cell of lowest ratio to the unperturbed run; with `prefer_certain` of those that surely lose, if any do."""
+    compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
+    losing = [pair for pair in compared if prefer_certain and sign_of(pair[1].ratio, around=1.0) < 0]
+    return min(losing or compared, key=lambda pair: pair[1].ratio.value, default=None)
+
+
+def parse_conditions(expressions: Iterable[str]) -> list[tuple[str, str, str, float]]:
+    """Read conditions, several in one expression where commas part them: text, figure, comparison and bound of each."""
+    conditions = []
+    for text in (part.strip() for expression in expressions for part in expression.split(",")):
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"condition '{text}': expected a figure, a comparison and a number, such as al_drop>0.2")
+        name, comparison, bound = match.groups()
+        if name not in FIGURES:
+            raise ConfigError(f"condition '{text}': unknown figure '{name}'.{nearest_name_hint(name, FIGURES)}")
+        conditions.append((text, name, comparison, float(bound)))
+    return conditions
+
+
+def check(expressions: Iterable[str], figures: Mapping[str, float]) -> list[str]:
+    """Return what is violated, each as a line such as `al_drop>0.2 (al_drop is 0.31)`; empty if all is well.
+
+    An expression says what must not be: `al_drop>0.2` is violated by a drop of 0.31.
+    """
+    violated = []
+    for text, name, comparison, bound in parse_conditions(expressions):
+        if name not in figures:
+            raise ConfigError(f"condition '{text}': '{name}' was not measured in this run")
+        if _COMPARISONS[comparison](figures[name], bound):
+            violated.append(f"{text} ({name} is {figures[name]:.4g})")
+    return violated

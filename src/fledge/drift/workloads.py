@@ -13,7 +13,7 @@ from fledge.drift.segments import ProbePrompt
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
-from fledge.evaluation.workloads import Workload, canonical, load_workload, workload_names
+from fledge.evaluation.workloads import Prompt, Workload, canonical, load_workload, workload_names
 from fledge.evaluation.workloads.catalogue import HUB
 
 DEFAULT = "mixed"
@@ -37,12 +37,7 @@ def load_probe_workload(source: str | Path, *, sample: int | None = None, seed: 
     return load_workload(source, sample=sample, seed=seed, as_written=True)
 
 
-def probe_prompts(workload: Workload) -> list[ProbePrompt]:
-    """The prompts as the probe and the perturbations take them."""
-    return [ProbePrompt(**vars(prompt)) for prompt in workload.prompts]
-
-
-def has_open_turns(prompt: ProbePrompt) -> bool:
+def has_open_turns(prompt: Prompt) -> bool:
     """Whether an earlier user turn has no answer yet."""
     return len(split_turns(prompt.messages, keep_answers=True)) > 1
 

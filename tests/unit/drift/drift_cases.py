@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fledge.drift.changes import chat_template
+from fledge.drift.perturb import chat_template
 from fledge.drift.result import AttentionMeans, Calibration, DepthMetrics, DriftResult, FusionShare, PromptRow
 from fledge.drift.segments import LABELS, ProbePrompt
 

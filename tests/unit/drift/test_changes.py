@@ -2,9 +2,8 @@
 
 import pytest
 
-from fledge.drift.changes import FAMILIES, chat_template
+from fledge.drift.perturb import FAMILIES, chat_template
 from fledge.drift.segments import ProbePrompt, Segment, segmented
-from fledge.errors import ConfigError
 from tests.unit.drift.drift_cases import BOS, byte_tokenizer
 
 DIALOGUE = (
@@ -113,8 +112,3 @@ def test_foreign_markers_are_text_and_known_ones_are_tokens():
     assert chatml.count(known) == 5
     assert known not in llama
     assert len(llama) == len(EXPECTED["llama3"].removeprefix(BOS)) + 1  # a byte each, and the bos token
-
-
-def test_unknown_family_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"'lama3'.*Did you mean 'llama3'"):
-        chat_template("lama3")

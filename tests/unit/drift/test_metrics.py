@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fledge.drift.metrics import DriftSums, judge, prompt_row
+from fledge.drift.metrics import DriftSums, judge
 from fledge.drift.replay import Replayed
+from fledge.drift.result import PromptRow
 from fledge.drift.segments import LABELS, Segment
 from fledge.engine.outputs import RoundRecord
 
@@ -86,7 +87,7 @@ def test_nothing_is_drafted_where_there_is_no_room() -> None:
 def test_a_replay_that_drafts_otherwise_than_the_engine_is_counted() -> None:
     sums = DriftSums(2, ["a", "b"], None)
     sums.add(made([3, 4], [[1, 2], [7, 3]]), TEXT, [record(3, 2, 2), record(4, 2, 1)], 100)
-    assert sums.replay_agreement == 0.5
+    assert sums.figures()["replay_agreement"] == 0.5
     assert sums.acceptance.tally == {(2, 2): 1, (2, 1): 1}
 
 
@@ -108,7 +109,7 @@ def test_means_by_depth() -> None:
         contributions=torch.tensor([[1.0, 3.0], [1.0, 1.0]]),
     )
     sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 2, 1)], 100)
-    first, second = sums.by_depth()
+    first, second = sums.figures()["by_depth"]
     assert (first.depth, first.rounds, second.depth) == (1, 2, 2)
     assert first.attention.mass == {label: float(label == "sink") for label in LABELS}
     assert second.attention.mass["drafted"] == pytest.approx((1.0 + 0.5) / 2 / 2)
@@ -123,9 +124,9 @@ def test_means_by_depth() -> None:
     assert (first.acceptance, first.conditional_acceptance) == (1.0, 1.0)
     assert (second.acceptance, second.conditional_acceptance, second.reached, second.missed) == (0.5, 0.5, 2, 1)
     assert (second.head_cosine, second.feature_cosine) == (0.5, 0.25)
-    assert [(share.part, share.share) for share in sums.fusion_shares()] == [("low", 0.375), ("high", 0.625)]
-    assert sums.fusion_shares()[1].norm == 2.0
-    assert sums.fused_rms() == 1.0
+    assert [(share.part, share.share) for share in sums.figures()["fusion_shares"]] == [("low", 0.375), ("high", 0.625)]
+    assert sums.figures()["fusion_shares"][1].norm == 2.0
+    assert sums.figures()["fused_rms"] == 1.0
 
 
 def test_cosines_are_of_rounds_whose_drafts_before_are_right() -> None:
@@ -137,7 +138,7 @@ def test_cosines_are_of_rounds_whose_drafts_before_are_right() -> None:
         [record(3, 3, 0), record(6, 3, 2)],
         100,
     )
-    found = [depth.head_cosine for depth in sums.by_depth()]
+    found = [depth.head_cosine for depth in sums.figures()["by_depth"]]
     assert found[:2] == pytest.approx([0.3, 0.6])  # at depth 2 the first round has gone wrong
     assert found[2] is None
 
@@ -147,7 +148,7 @@ def test_misses_that_no_draft_could_have_avoided() -> None:
     in_draft[2] = False
     sums = DriftSums(2, ["a", "b"], in_draft)
     sums.add(made([3, 4, 5], [[1, 7], [8, 3], [7, 4]]), TEXT, [record(3, 2, 1), record(4, 2, 0), record(5, 2, 0)], 100)
-    assert [(d.missed, d.missed_outside_vocabulary) for d in sums.by_depth()] == [(2, 1), (1, 1)]
+    assert [(d.missed, d.missed_outside_vocabulary) for d in sums.figures()["by_depth"]] == [(2, 1), (1, 1)]
 
 
 def test_calibration() -> None:
@@ -155,7 +156,7 @@ def test_calibration() -> None:
     sums = DriftSums(2, ["a", "b"], None)
     records = [record(3, 2, 1), record(4, 2, 2), record(5, 2, 0)]
     sums.add(made([3, 4, 5], [[1, 7], [2, 3], [7, 4]], confidence=confidence), TEXT, records, 100)
-    first, second = (depth.calibration for depth in sums.by_depth())
+    first, second = (depth.calibration for depth in sums.figures()["by_depth"])
     assert [found.count for found in first.bins] == [0] * 8 + [1, 2]
     assert (first.bins[9].confidence, first.bins[9].right) == (pytest.approx(0.95), 0.5)
     assert first.bins[0].confidence is None
@@ -163,7 +164,7 @@ def test_calibration() -> None:
     # The last round missed at depth 1: what it is sure of at depth 2 is not judged.
     assert [found.count for found in second.bins] == [0, 1, *[0] * 7, 1]
     assert second.error == pytest.approx(0.15 / 2)
-    assert sum(found.count for found in sums.calibration().bins) == 5
+    assert sum(found.count for found in sums.figures()["calibration"].bins) == 5
     assert first.bins[9].high == 1.0
 
 
@@ -171,24 +172,24 @@ def test_depths_that_few_rounds_have_room_for() -> None:
     rms = torch.tensor([[1.0, 2.0, 3.0], [3.0, 7.0, 8.0]])
     replayed = made([3, 4], [[1, 2, 3], [2, 3, 4]], feature_rms=rms)
     sums = DriftSums(3, ["a", "b"], None)
-    judged, acceptance = sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 1, 1)], limit=6)
-    second = sums.by_depth()[1]
-    assert len(sums.by_depth()) == 2  # nobody has room for a third
+    measured = sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 1, 1)], limit=6)
+    second = sums.figures()["by_depth"][1]
+    assert len(sums.figures()["by_depth"]) == 2  # nobody has room for a third
     assert (second.rounds, second.feature_rms, second.feature_growth) == (1, 2.0, 2.0)
-    row = prompt_row("p", "c", prompt_tokens=3, output_tokens=5, depth=3, found=(replayed, judged, acceptance))
+    row = PromptRow(id="p", category="c", prompt_tokens=3, output_tokens=5, **measured)
     assert row.rounds_by_depth == (2, 1, 0)
     assert row.feature_rms == (2.0, 2.0, None)
     assert row.sink_attention == (1.0, 1.0, None)
     assert row.drafted_attention == (0.0, 0.0, None)
-    assert (row.rounds, row.drafted, row.accepted) == (2, 3, 3)
+    assert [row.to_dict()[name] for name in ("rounds", "drafted", "accepted")] == [2, 3, 3]
 
 
 def test_nothing_to_report() -> None:
     sums = DriftSums(2, ["a"], None)
-    assert sums.by_depth() == ()
-    assert sums.fusion_shares() == ()
-    assert sums.fused_rms() is None
-    assert sums.replay_agreement is None
-    assert sums.calibration().error is None
-    row = prompt_row("p", "c", prompt_tokens=3, output_tokens=1, depth=2, found=None)
-    assert (row.rounds, row.rounds_by_depth, row.sink_attention) == (0, (0, 0), (None, None))
+    assert sums.figures()["by_depth"] == ()
+    assert sums.figures()["fusion_shares"] == ()
+    assert sums.figures()["fused_rms"] is None
+    assert sums.figures()["replay_agreement"] is None
+    assert sums.figures()["calibration"].error is None
+    row = PromptRow(id="p", category="c", prompt_tokens=3, output_tokens=1, **sums.unmeasured)
+    assert (row.acceptance.rounds, row.rounds_by_depth, row.sink_attention) == (0, (0, 0), (None, None))

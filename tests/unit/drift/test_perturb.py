@@ -6,14 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.drift.changes import (
+from fledge.drift.perturb import (
+    KINDS,
+    UNPERTURBED,
     NotApplicableError,
     PerturbationContext,
     chat_template,
+    default_suite,
     distracting_paragraphs,
+    parse_perturbation,
+    perturb,
     texts,
 )
-from fledge.drift.perturb import KINDS, UNPERTURBED, default_suite, parse_perturbation, perturb
 from fledge.drift.segments import ProbePrompt, Segment, segmented
 from fledge.drift.workloads import load_probe_workload
 from fledge.errors import ConfigError

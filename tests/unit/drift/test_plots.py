@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.plots import charts, segments_of
+from fledge.drift.plots import charts
 from fledge.report.charts import save_png, to_svg
 from tests.unit.drift.drift_cases import drift_result
 from tests.unit.drift.report_cases import counts, made_up, with_detail
@@ -169,10 +169,6 @@ def test_the_trained_depth_is_marked():
     by_name = {chart.name: to_svg(chart.figure, chart.name, "") for chart in drawn()}
     assert "trained to here" in by_name["acceptance"]
     assert "trained to here" not in {c.name: to_svg(c.figure, c.name, "") for c in drawn(detail=False)}["acceptance"]
-
-
-def test_only_classes_that_occur_are_drawn():
-    assert segments_of(drift_result(counts(10))) == ["drafted", "user", "sink"]
 
 
 def test_pictures_are_written_whole(tmp_path):

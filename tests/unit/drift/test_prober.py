@@ -7,10 +7,10 @@ import pytest
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.drift.figures import check, figures
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.probe import Prober, ProbeSettings
-from fledge.drift.suite import read_cell, read_suite, run_suite
+from fledge.drift.suite import run_suite
+from fledge.drift.summary import check, figures
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.report.intervals import Bootstrap
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -43,7 +43,7 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
     settings = ProbeSettings(depth=3, max_tokens=12)
-    prober = Prober(str(pair / "target"), workload="small", settings=settings, device="cpu")
+    prober = Prober(str(pair / "target"), "small", settings, {"device": "cpu"})
     drafters = [str(pair / "eagle1"), str(pair / "eagle3.1")]
     names = ("template:llama3", "template-noise:0.3", "pad:1k", "pad:4k", "temperature:0.8")
     suite, found = run_suite(drafters, WORKLOAD, names, prober, tmp_path, bootstrap=Bootstrap(resamples=50))
@@ -51,26 +51,28 @@ def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
     for drafter in drafters:
         assert list(suite.cell(drafter).left_out) == ["long"]
         assert suite.cell(drafter, "pad:4k:before").skip == "4096 tokens of padding do not fit into 2200 tokens"
-        results = {
-            name: read_cell(tmp_path, drafter, name).result for name in (UNPERTURBED, *names) if name != "pad:4k"
+        results = {name: result for (one, name), result in found.items() if one == drafter}
+        assert len(results) == 5
+        assert all(result.acceptance.rounds > 0 for result in results.values())
+        assert {(one.drafter, one.target, one.workload) for one in results.values()} == {
+            (drafter, str(pair / "target"), "small")
         }
-        assert all(result.rounds > 0 for result in results.values())
-        assert results["pad:1k"].prompt_tokens > results[UNPERTURBED].prompt_tokens + 2000
+        assert all(result.perturbation == name for name, result in results.items())
+        assert results["pad:1k:before"].prompt_tokens > results[UNPERTURBED].prompt_tokens + 2000
         assert results["template:llama3"].prompt_tokens > results[UNPERTURBED].prompt_tokens
         assert [results[name].temperature for name in (UNPERTURBED, "temperature:0.8")] == [0.0, 0.8]
     # Earlier turns have the target's own answers, the same for both drafters.
-    lengths = [read_cell(tmp_path, drafter).result.prompt_tokens for drafter in drafters]
+    lengths = [found[drafter, UNPERTURBED].prompt_tokens for drafter in drafters]
     assert lengths[0] == lengths[1] > 2 * len("<user>One?\n<assistant>") + len("Two?")
-    assert found[drafters[0], UNPERTURBED] == read_cell(tmp_path, drafters[0]).result
-    one, other = (figures(read_suite(tmp_path), drafter) for drafter in drafters)
+    one, other = (figures(suite, drafter) for drafter in drafters)
     assert "top_layer_share" not in one
     assert 0 < other["top_layer_share"] < 1
     assert check(["al<1"], other) == []
 
-    again = Prober(str(pair / "target"), workload="small", settings=settings, device="cpu")
+    again = Prober(str(pair / "target"), "small", settings, {"device": "cpu"})
     retold = run_suite(drafters, WORKLOAD, names, again, tmp_path, bootstrap=Bootstrap(resamples=50))
     assert retold == (suite, found)
     with pytest.raises(AssertionError, match="no drafter is loaded"):  # all of it was there
         _ = again.llm
-    deeper = Prober(prober.target, workload="small", settings=replace(settings, depth=4), device="cpu")
+    deeper = Prober(prober.target, "small", replace(settings, depth=4), {"device": "cpu"})
     assert deeper.identity(drafters[0]) != prober.identity(drafters[0])

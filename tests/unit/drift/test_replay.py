@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.drift import recording
-from fledge.drift.recording import causal_attention
-from fledge.drift.replay import Replayed, fusion_parts, replay
+from fledge.drift import replay as replay_module
+from fledge.drift.replay import Replayed, causal_attention, fusion_parts, replay
 from fledge.drift.segments import Segment
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
@@ -255,7 +254,7 @@ def test_contributions_of_eagle1_are_those_of_token_and_feature() -> None:
 
 @pytest.mark.parametrize("window", [None, 3, 5, 100])
 def test_causal_attention_of_targets_with_windows(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_WINDOW_CHUNK", 4)
+    monkeypatch.setattr(replay_module, "_WINDOW_CHUNK", 4)
     query, key, value = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
     mixed = causal_attention(query, key, value, scale=0.3, window=window)
     for i in range(13):
@@ -276,11 +275,11 @@ def test_bfloat16_pairs_are_recorded_in_float32() -> None:
 
 def test_values_may_be_narrower_than_keys() -> None:
     """What is kept of a layer says how wide it is: latent attention has values of another width than its keys."""
-    verified = recording.VerifiedRows([1, 3], torch.tensor([Segment.SINK, *[Segment.USER] * 3]))
+    verified = replay_module.VerifiedRows([1, 3], torch.tensor([Segment.SINK, *[Segment.USER] * 3]))
     query, keys, values = torch.randn(2, 4, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 5)
     spec = AttentionSpec(layer=0, scale=0.3, sliding_window=None)
     kept = {"keys": keys.transpose(0, 1), "values": values.transpose(0, 1)}
-    verified.layers.append(recording._Layer(spec=spec, query=query, **kept))
+    verified.layers.append(replay_module._Layer(spec=spec, query=query, **kept))
     verified._summary = verified._summary.to(keys.dtype)
     own = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 5)
     mixed, record = verified.look(0, slice(0, 2), query, own)
@@ -290,4 +289,4 @@ def test_values_may_be_narrower_than_keys() -> None:
             weights = (seen @ query[r, h] * 0.3).softmax(0)
             expected = weights @ torch.cat([values[: slot + 1, h // 2], own[1][r, :, h // 2]])
             torch.testing.assert_close(mixed[r, h], expected)
-            assert float(record.mass[r, h, Segment.DRAFTED]) == pytest.approx(float(weights[-1]))
+            assert float(record["mass"][r, h, Segment.DRAFTED]) == pytest.approx(float(weights[-1]))

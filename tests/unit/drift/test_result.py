@@ -107,7 +107,7 @@ def test_a_result_survives_json() -> None:
 
 def test_figures_follow_from_the_tally() -> None:
     values = RESULT.to_dict()
-    assert RESULT.rounds == values["rounds"] == 5
+    assert RESULT.acceptance.rounds == values["rounds"] == 5
     assert values["acceptance"]["acceptance_length"] == pytest.approx(1 + 6 / 5)
     assert values["engine_acceptance"]["acceptance_length"] == pytest.approx(1 + 3 / 5)
     assert values["outside_vocabulary"] == RESULT.outside_vocabulary == 0.5

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from fledge.drift.changes import NotApplicableError, PerturbationContext
-from fledge.drift.figures import FIGURES, check, figures, parse_conditions, worst_cell
-from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.suite import read_cell, read_suite, run_suite
-from fledge.drift.summary import SuiteResult, drift_summary
+from fledge.drift.perturb import UNPERTURBED, NotApplicableError, PerturbationContext
+from fledge.drift.result import SuiteCell
+from fledge.drift.suite import run_suite
+from fledge.drift.summary import FIGURES, SuiteResult, check, drift_figures, figures, parse_conditions, worst_of
 from fledge.errors import ConfigError
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.report.intervals import Bootstrap
@@ -89,13 +88,11 @@ def test_cells_are_compared_with_the_unperturbed_run(tmp_path):
     assert plain.compared.is_paired
     assert plain.compared.ratio.low < 1.4 / 1.8 < plain.compared.ratio.high < 1
     assert suite.cell("one", "pad:1k:before").own_attention_compared.difference.value == pytest.approx(0.1)
-    (skipped,) = [cell for cell in suite.skipped if cell.drafter == "one"]
+    (skipped,) = [cell for cell in suite.cells if cell.skip and cell.drafter == "one"]
     assert skipped.perturbation == "pad:64k:before"
     assert skipped.skip == "65536 tokens of padding do not fit into 8000 tokens"
     assert len(skipped.left_out) == 12
     assert skipped.acceptance_length is None
-    with pytest.raises(ConfigError, match=r"no 'template:plin'.*Did you mean 'template:plain'"):
-        suite.cell("one", "template:plin")
 
 
 def test_the_temperature_is_the_perturbations_or_the_runs_own(tmp_path):
@@ -109,8 +106,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     first = FakeProber(die_at="system:long")
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, first)
-    with pytest.raises(ConfigError, match="no finished suite"):
-        read_suite(tmp_path)
+    assert not (tmp_path / "suite.json").exists()
     second = FakeProber()
     suite = run(tmp_path, second)
     done = {name for _, name in first.calls}
@@ -169,14 +165,12 @@ def test_a_workload_that_cannot_be_run_is_refused(tmp_path):
 
 def test_saved_and_read_back(tmp_path):
     suite = run(tmp_path, FakeProber())
-    assert read_suite(tmp_path) == suite
-    assert SuiteResult.from_dict(json.loads(json.dumps(suite.to_dict()))) == suite
-    cell = read_cell(tmp_path, "one", "pad:1k")
+    assert SuiteResult.from_dict(json.loads((tmp_path / "suite.json").read_text())) == suite
+    (path,) = tmp_path.glob("cells/one-*/pad-1k-before.json")
+    cell = SuiteCell.from_dict(json.loads(path.read_text()))
     assert cell.result.perturbation == "pad:1k:before"
     assert cell.result.by_depth[2].attention.mass["drafted"] == 0.7
     assert not list(tmp_path.rglob("*.tmp"))
-    with pytest.raises(ConfigError, match="no such cell"):
-        read_cell(tmp_path, "one", "json")
 
 
 def test_figures(tmp_path):
@@ -210,9 +204,9 @@ def test_figures(tmp_path):
 
 def test_composed_perturbations_count_in_no_single_group(tmp_path):
     suite = run(tmp_path, FakeProber(), names=("template:llama3", "template:gemma+history:2", "json+tools"))
-    assert worst_cell(suite, "one").perturbation == "template:llama3"
-    assert worst_cell(suite, "one", "history") is None
-    assert worst_cell(suite, "one", "format").perturbation == "json+tools"
+    assert worst_of(suite.perturbed("one"))[0].perturbation == "template:llama3"
+    assert worst_of(suite.perturbed("one", "history")) is None
+    assert worst_of(suite.perturbed("one", "format"))[0].perturbation == "json+tools"
 
 
 @pytest.mark.parametrize(
@@ -229,14 +223,12 @@ def test_drift_depth(tmp_path, own, depth):
 
 def test_own_attention_below_the_floor_is_no_drift():
     elsewhere = drift_result({"a": (1, 2)}, own=(0.1, 0.19, 0.21), user=0.05)
-    assert drift_summary(elsewhere).drift_depth == 3
+    assert drift_figures(elsewhere)["drift_depth"] == 3
 
 
 def test_eagle_1_has_no_layers_to_share():
-    assert (
-        drift_summary(drift_result({"a": (1, 2)}, shares={"embedding": 0.4, "final state": 0.6})).top_layer_share
-        is None
-    )
+    result = drift_result({"a": (1, 2)}, shares={"embedding": 0.4, "final state": 0.6})
+    assert drift_figures(result)["top_layer_share"] is None
 
 
 def test_check_names_what_is_violated():

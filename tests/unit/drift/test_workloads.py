@@ -15,7 +15,6 @@ from fledge.drift.workloads import (
     DEFAULT,
     has_open_turns,
     load_probe_workload,
-    probe_prompts,
     with_earlier_answers,
 )
 from fledge.errors import ConfigError, FledgeError, PromptError
@@ -33,7 +32,7 @@ def test_built_in_prompts_are_complete_and_distinct():
     assert len(mixed.prompts) == 24
     assert len({one.id for one in mixed.prompts}) == 24
     assert set(Counter(one.category for one in mixed.prompts)) == set(BUILT_IN) - {DEFAULT}
-    for one in probe_prompts(mixed):
+    for one in mixed.prompts:
         assert one.messages[-1]["role"] == "user"
         assert not has_open_turns(one)
     several = load_probe_workload("multi-turn")
@@ -53,7 +52,7 @@ def test_files_in_every_shape(tmp_path):
         {"text": "Once upon"},
     )
     found = load_probe_workload(path)
-    prompts = probe_prompts(found)
+    prompts = found.prompts
     assert found.name == "mine"
     assert [one.id for one in prompts] == ["a", "7", "mine-3", "mine-4", "mine-5"]
     assert [one.category for one in prompts] == ["x", "mine", "mine", "mine", "mine"]
@@ -109,7 +108,7 @@ def test_packaged_workloads_by_name():
     found = load_probe_workload("mt-bench", sample=5)
     assert found.name == "mt_bench"
     assert len(found.prompts) == 5
-    assert all(has_open_turns(one) for one in probe_prompts(found))
+    assert all(has_open_turns(one) for one in found.prompts)
     assert len(load_probe_workload("long_context/2k").prompts) == 15
     assert {one.category for one in load_probe_workload("instructions").prompts} == {"instructions"}
     assert len(load_probe_workload("instructions").prompts) < 10  # our own; the public set is natural_instructions

@@ -3,17 +3,12 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fledge.cli.bench.options import AsJson
 from fledge.errors import ConfigError, nearest_name_hint
-
-if TYPE_CHECKING:
-    from fledge.bench.compare import ResultsDiff
-
-FAIL_ON = ("regression", "change")
 
 
 def compare(
@@ -48,55 +43,44 @@ def compare(
     Cells are matched by contender, workload and load. A change is one whose interval leaves out 1 and that is larger
     than the threshold. Results of different machines are compared by their ratios, each to its own baseline.
     """
-    if fail_on is not None and fail_on not in FAIL_ON:
-        raise ConfigError(f"--fail-on: unknown choice '{fail_on}'.{nearest_name_hint(fail_on, FAIL_ON)}")
     if relative and across_machines:
         raise ConfigError("--relative and --across-machines contradict each other; leave one out")
+
+    from rich.console import Console  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     from fledge.bench.compare import METRICS  # noqa: PLC0415 - torch takes seconds
     from fledge.bench.compare import compare as find_changes  # noqa: PLC0415
     from fledge.evaluation.results import read_results  # noqa: PLC0415
 
-    for name in metric or ():
-        if name not in METRICS:
-            raise ConfigError(f"--metric: unknown metric '{name}'.{nearest_name_hint(name, METRICS)}")
-    found = find_changes(
+    names = tuple(dict.fromkeys(metric or METRICS))
+    for option, what, found, known in (
+        ("--metric", "metric", names, tuple(METRICS)),
+        ("--fail-on", "choice", (fail_on,) if fail_on else (), ("regression", "change")),
+    ):
+        for unknown in (name for name in found if name not in known):
+            raise ConfigError(f"{option}: unknown {what} '{unknown}'.{nearest_name_hint(unknown, known)}")
+    diff = find_changes(
         read_results(a),
         read_results(b),
-        metrics=tuple(dict.fromkeys(metric)) if metric else tuple(METRICS),
+        metrics=names,
         threshold=threshold,
         level=level,
         is_relative=True if relative else False if across_machines else None,
     )
-    failures = found.fails("change" if fail_on == "change" else "regression") if fail_on else []
+    failures = diff.fails(fail_on) if fail_on else []
     if as_json:
-        print(json.dumps({"failures": failures, **found.to_dict()}, allow_nan=False))
+        print(json.dumps({"failures": failures, **diff.to_dict()}, allow_nan=False))
     else:
-        _print(found, show_all=show_all)
+        console = Console(highlight=False)
+        lines = [(line, "yellow") for line in diff.warnings]
+        lines += [(f"missing in B: {line}", "red") for line in diff.missing]
+        lines += [(f"only in B: {line}", "yellow") for line in diff.added]
+        for line, style in lines:
+            console.print(Text(f"! {line}", style=style))
+        table = diff.table(show_all=show_all)
+        console.print(*(table.to_rich() if table.rows else ()), *diff.tally, sep="\n")
+    for line in failures:
+        print(f"failed: {line}", file=sys.stderr)
     if failures:
-        for line in failures:
-            print(f"failed: {line}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _print(found: "ResultsDiff", *, show_all: bool) -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    console = Console(highlight=False)
-    lines = [(line, "yellow") for line in found.warnings]
-    lines += [(f"missing in B: {line}", "red") for line in found.missing]
-    lines += [(f"only in B: {line}", "yellow") for line in found.added]
-    for line, style in lines:
-        console.print(Text(f"! {line}", style=style))
-    table = found.table(show_all=show_all)
-    if table.rows:
-        console.print(*table.to_rich())
-    verdicts = [one.verdict for one in found.changes]
-    text = ", ".join(f"{verdicts.count(name)} {name}" for name in ("worse", "better", "same", "unknown"))
-    console.print(f"{len(verdicts)} figures compared: {text}; threshold {100 * found.threshold:g} %.")
-    chance = (1 - found.level) * (len(verdicts) - verdicts.count("unknown"))
-    if chance >= 0.5 and {"worse", "better"}.intersection(verdicts):
-        console.print(
-            f"Chance alone would put about {chance:.0f} of them beyond their intervals; --level 0.99 asks for more."
-        )

@@ -18,21 +18,7 @@ from fledge.bench.summary import Row, Summary, Sweep
 from fledge.bench.verdict import ACCEPTANCE, CAPACITY, LATENCY, SPEED, Reference, load_text
 from fledge.evaluation.charts import lengths_by_depth, lengths_by_workload, rates_by_depth
 from fledge.evaluation.results import Load
-from fledge.report.charts import (
-    INK,
-    MUTED,
-    PAPER,
-    SERIES,
-    SIZE,
-    STYLE,
-    Chart,
-    frame,
-    interval_bars,
-    new_figure,
-    put_legend,
-    series_style,
-    short_title,
-)
+from fledge.report import charts as draw
 from fledge.report.intervals import Interval
 
 MORE_LATENCY = "latency-more"  # charts of loads between the lowest and the highest
@@ -41,11 +27,11 @@ _PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{v
 _LATENCIES: tuple[tuple[Latency, str], ...] = (("ttft", "Time to first token"), ("tpot", "Time per further token"))
 
 
-def charts(summary: Summary, references: Sequence[Reference] = ()) -> list[Chart]:
+def charts(summary: Summary, references: Sequence[Reference] = ()) -> list[draw.Chart]:
     """All pictures of one results file that measured speed. What was not measured has none."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(draw.STYLE):
         return [
-            Chart(name=name, section=section, title=title, figure=figure)
+            draw.Chart(name=name, section=section, title=title, figure=figure)
             for name, section, title, figure in _figures(summary, references)
             if figure is not None
         ]
@@ -99,18 +85,18 @@ def _lengths(summary: Summary, of: dict[Any, tuple[str, str]]) -> dict[Any, Inte
 def style(summary: Summary, name: str) -> dict[str, Any]:
     """Of a line in all pictures. In grey print, marker and dash tell apart whatever is drawn in one picture."""
     if name == summary.baseline:
-        return {"color": INK, "marker": "o", "linestyle": "-", "linewidth": 1.4, "markersize": 3.5}
+        return {"color": draw.INK, "marker": "o", "linestyle": "-", "linewidth": 1.4, "markersize": 3.5}
     return coloured(summary, name, [name in sweep.depths for sweep in summary.sweeps].index(True))
 
 
 def coloured(summary: Summary, name: str, shape: int) -> dict[str, Any]:
     """The colour of a contender's drafter, with the marker and the dash of that number."""
     place = summary.colour_number(name)
-    return series_style(shape) | {"color": INK if place is None else SERIES[place]}
+    return draw.series_style(shape) | {"color": draw.INK if place is None else draw.SERIES[place]}
 
 
 def _label(line: Sweep) -> str:
-    return short_title(f"{line.title}, fastest depth" if line.is_deep else line.title)
+    return draw.short_title(f"{line.title}, fastest depth" if line.is_deep else line.title)
 
 
 def _rows(summary: Summary, line: Sweep, workload: str, loads: Sequence[Load]) -> list[Row | None]:
@@ -133,12 +119,12 @@ def _ratios(summary: Summary, workload: str, loads: Sequence[Load], references: 
     lines = [(line, rows) for line, rows in lines if any(row and row.per_user for row in rows)]
     if not lines:
         return None
-    figure, axes = new_figure()
+    figure, axes = draw.new_figure()
     for number, (line, rows) in enumerate(lines):
         look = style(summary, line.first)
         aside = number - (len(lines) - 1) / 2  # bars of one load are set apart
         x = [load.size * (1 + min(0.08, 0.3 / len(lines)) * aside) for load in loads]
-        interval_bars(axes, x, [row.per_user if row else None for row in rows], label=_label(line), **look)
+        draw.interval_bars(axes, x, [row.per_user if row else None for row in rows], label=_label(line), **look)
         for at, row in zip(x, rows, strict=True):
             if row and row.per_user and line.is_deep:  # labels of two drafters do not meet
                 place = at, row.per_user.ends[aside >= 0]
@@ -146,15 +132,15 @@ def _ratios(summary: Summary, workload: str, loads: Sequence[Load], references: 
     for number, reference in enumerate(references):
         axes.plot(
             *zip(*reference.points.items(), strict=True),
-            color=MUTED,
+            color=draw.MUTED,
             marker="*x+1"[number % 4],
             markersize=8,
             linestyle=(0, (1, 2)),
             linewidth=1,
-            label=f"{short_title(reference.name)} (reported)",
+            label=f"{draw.short_title(reference.name)} (reported)",
             zorder=4,  # else lines that agree with it hide it
         )
-    axes.axhline(1.0, color=INK, linewidth=1, linestyle=":")
+    axes.axhline(1.0, color=draw.INK, linewidth=1, linestyle=":")
     places = sorted({load.size for load in loads} | {float(c) for one in references for c in one.points})
     if len(places) > 1:
         axes.set_xscale("log")
@@ -169,10 +155,10 @@ def _ratios(summary: Summary, workload: str, loads: Sequence[Load], references: 
 
 
 def _finished(figure: Figure, axes: Axes, x: str, y: str, *, percent: bool = False) -> Figure:
-    frame(axes, None, percent=percent)
+    draw.frame(axes, None, percent=percent)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    put_legend(figure, axes)
+    draw.put_legend(figure, axes)
     return figure
 
 
@@ -184,21 +170,16 @@ def _speed_by_depth(summary: Summary, workload: str, loads: Sequence[Load]) -> F
     sweeps = [sweep for sweep in summary.deep_sweeps if known & sweep.depths.keys()]
     if not sweeps:
         return None
-    abreast = min(len(sweeps), 2)
-    rows = -(-len(sweeps) // abreast)
-    figure = Figure(figsize=(SIZE[0], 0.4 + 2.6 * rows), layout="constrained")
-    grid = figure.subplots(rows, abreast, sharey=True, squeeze=False)
-    for axes in grid.flat[len(sweeps) :]:
-        axes.set_visible(False)
-    for axes in grid[:, 0]:
-        axes.set_ylabel(f"times the speed of {short_title(summary.baseline or '')}")
-    for axes, sweep in zip(grid.flat, sweeps, strict=False):
+    figure = Figure(figsize=(max(draw.SIZE[0], 2.2 * len(sweeps)), 3.0), layout="constrained")
+    panels = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0]
+    panels[0].set_ylabel(f"times the speed of {draw.short_title(summary.baseline or '')}")
+    for axes, sweep in zip(panels, sweeps, strict=True):
         _depth_panel(axes, summary, sweep, workload, loads)
-    look: dict[str, Any] = {"marker": "o", "linestyle": "", "color": MUTED}
+    look: dict[str, Any] = {"marker": "o", "linestyle": "", "color": draw.MUTED}
     handles = [
         Line2D([], [], markersize=9, markerfacecolor="none", label="fastest", **look),
         Line2D([], [], markersize=4, label="not to be told from it", **look),
-        Line2D([], [], markersize=4, markerfacecolor=PAPER, label="slower beyond noise", **look),
+        Line2D([], [], markersize=4, markerfacecolor=draw.PAPER, label="slower beyond noise", **look),
     ]
     spacing: dict[str, Any] = {"frameon": False, "fontsize": 8, "handletextpad": 0, "columnspacing": 1}
     figure.legend(handles=handles, loc="outside lower center", ncols=3, **spacing)
@@ -214,16 +195,16 @@ def _depth_panel(axes: Axes, summary: Summary, sweep: Sweep, workload: str, load
         if not values or best is None:
             continue
         points = {name: (sweep.depths[name], value) for name, value in values.items()}
-        dash = series_style(number)["linestyle"]
+        dash = draw.series_style(number)["linestyle"]
         axes.plot(*zip(*points.values(), strict=True), color=colour, linestyle=dash, linewidth=1.4)
         for name, point in points.items():
-            face = colour if name in (best.contender, *best.alike) else PAPER
+            face = colour if name in (best.contender, *best.alike) else draw.PAPER
             axes.plot(*point, color=colour, marker="o", markersize=4, markerfacecolor=face)
         axes.plot(*points[best.contender], color=colour, marker="o", markersize=9, markerfacecolor="none")
         _write(axes, str(load), list(points.values())[-1], colour, dx=6)
-    axes.axhline(1.0, color=INK, linewidth=1, linestyle=":")
-    axes.set_title(short_title(sweep.title), color=colour, fontweight="bold")
-    frame(axes, None, percent=False)
+    axes.axhline(1.0, color=draw.INK, linewidth=1, linestyle=":")
+    axes.set_title(draw.short_title(sweep.title), color=colour, fontweight="bold")
+    draw.frame(axes, None, percent=False)
     axes.xaxis.set_major_locator(FixedLocator([*sweep.depths.values()]))
     axes.margins(x=0.3)  # the names of lines are on the right
     axes.set_xlabel("tokens drafted ahead (K)")
@@ -231,7 +212,7 @@ def _depth_panel(axes: Axes, summary: Summary, sweep: Sweep, workload: str, load
 
 def _capacity(summary: Summary, workload: str, loads: Sequence[Load]) -> Figure | None:
     """Every load is a point: right is faster for each, up is more for all."""
-    figure, axes = new_figure()
+    figure, axes = draw.new_figure()
     for line in summary.lines:
         look = style(summary, line.first)
         points = []
@@ -258,7 +239,7 @@ def _capacity(summary: Summary, workload: str, loads: Sequence[Load]) -> Figure 
 
 def _distribution(summary: Summary, workload: str, load: Load, which: Latency) -> Figure | None:
     """The share of requests that took no longer."""
-    figure, axes = new_figure((SIZE[0], 2.7))
+    figure, axes = draw.new_figure((draw.SIZE[0], 2.7))
     ends: list[float] = []
     for line in summary.lines:
         for row in filter(None, _rows(summary, line, workload, [load])):
@@ -268,7 +249,7 @@ def _distribution(summary: Summary, workload: str, load: Load, which: Latency) -
             if values:
                 # Of many requests as many points as can be told apart: a page of all of them would be megabytes.
                 shown = values if len(values) <= _MOST_STEPS else np.quantile(values, np.linspace(0, 1, _MOST_STEPS))
-                axes.ecdf(shown, label=short_title(row.contender), **look)
+                axes.ecdf(shown, label=draw.short_title(row.contender), **look)
                 ends += values[0], values[-1]
     if not ends:
         return None

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +18,7 @@ from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM
+from fledge.report.tables import Table
 
 PLAIN = "no speculation"
 TRANSFORMERS = "transformers"
@@ -124,19 +124,16 @@ class Demo:
 def table(figures: Mapping[str, Any]) -> Table:
     prompts = "1 prompt" if figures["prompts"] == 1 else f"{figures['prompts']} prompts"
     title = f"{prompts}, greedy, one at a time, {figures['depth']} tokens drafted ahead"
-    caption = f"speed: against transformers; by drafting: against {PLAIN}"
-    out = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    out.add_column("", no_wrap=True)
-    for name in ("tokens/s", "speed", "by drafting", "acceptance length", "accepted by depth"):
-        out.add_column(name, justify="right")
-    for name, values in figures["contenders"].items():
-        length = values["acceptance_length"]
-        out.add_row(
+    header = ("", "tokens/s", "speed", "by drafting", "acceptance length", "accepted by depth")
+    body = [
+        [
             name,
             f"{values['tokens_per_second']:.0f}",
             f"{values['speed_to_transformers']:.1f}x",
             "" if name == TRANSFORMERS else f"{values['speed']:.2f}x",
-            "" if length is None else f"{length:.2f}",
+            "" if values["acceptance_length"] is None else f"{values['acceptance_length']:.2f}",
             "  ".join(f"{rate:.0%}" for rate in values["rate_by_depth"]),
-        )
-    return out
+        ]
+        for name, values in figures["contenders"].items()
+    ]
+    return Table.of(title, header, body)

@@ -20,26 +20,13 @@ from fledge.errors import ConfigError
 from fledge.evaluation.report import LENGTHS, MORE, EvalReport
 from fledge.evaluation.results import Results
 from fledge.files import write_text
+from fledge.report import page as html
 from fledge.report.charts import Chart, save_png
 from fledge.report.intervals import RESAMPLES
-from fledge.report.page import (
-    Block,
-    Card,
-    Cards,
-    Facts,
-    Fold,
-    Notice,
-    Page,
-    PagePart,
-    Pictures,
-    Prose,
-    Section,
-    Sentences,
-)
 from fledge.report.tables import WARNING
 
 SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
-WORDS: dict[str, dict[str, str]] = yaml.safe_load((files("fledge.bench") / "report.yaml").read_text(encoding="utf-8"))
+WORDS: dict[str, dict[str, Any]] = yaml.safe_load((files("fledge.bench") / "report.yaml").read_text(encoding="utf-8"))
 _PROVENANCE = {"cpu": "Processor", "cpus": "Processors", "fledge_version": "Fledge", "git_commit": "Commit"}
 
 
@@ -60,39 +47,30 @@ class BenchReport:
             for one in self.summaries
         ]
 
-    def to_page(self) -> Page:
-        facts = Facts({name: text.format(resamples=RESAMPLES) for name, text in WORDS["definitions"].items()})
-        blocks = [Prose("In short; docs/bench.md of Fledge has every formula."), facts]
-        return Page(
-            kicker="Fledge benchmark report",
-            title=self.title,
-            parts=[
-                PagePart(
-                    id=f"part-{one.number}",
-                    title=one.results.title,
-                    lead=list(_lead(one)),
-                    sections=[
-                        Section(
-                            id=anchor(name, one),
-                            title=WORDS[name]["title"],
-                            short=WORDS[name].get("short", ""),
-                            blocks=blocks,
-                        )
-                        for name, blocks in self._sections(one, drawn).items()
-                        if blocks
-                    ],
-                )
-                for one, drawn in zip(self.summaries, self.charts, strict=True)
-            ],
-            end=[Section(id="definitions", title="Definitions", blocks=blocks)],
-        )
-
-    def markdown(self) -> str:
-        return markdown(self.summaries, self.notes)
+    def to_page(self) -> html.Page:
+        facts = html.Facts({name: text.format(resamples=RESAMPLES) for name, text in WORDS["definitions"].items()})
+        parts = [
+            html.PagePart(
+                id=f"part-{one.number}",
+                title=one.results.title,
+                lead=list(_lead(one)),
+                sections=[
+                    html.Section(id=anchor(name, one), blocks=shown, **WORDS[name]["heading"])
+                    for name, shown in self._sections(one, drawn).items()
+                    if shown
+                ],
+            )
+            for one, drawn in zip(self.summaries, self.charts, strict=True)
+        ]
+        blocks: list[html.Block] = [html.Prose("In short; docs/bench.md of Fledge has every formula."), facts]
+        end = [html.Section(id="definitions", title="Definitions", blocks=blocks)]
+        return html.Page(kicker="Fledge benchmark report", title=self.title, parts=parts, end=end)
 
     def write(self, page: Path, *, pictures: Path | None = None, tables: Path | None = None) -> None:
         """Write the page, every picture as a PNG and the tables as Markdown. Each is there in full or not at all."""
-        texts = {page: self.to_page().to_html()} | ({} if tables is None else {tables: self.markdown()})
+        texts = {page: self.to_page().to_html()}
+        if tables is not None:
+            texts[tables] = markdown(self.summaries, self.notes)
         try:
             for path, text in texts.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,20 +84,20 @@ class BenchReport:
         except OSError as error:
             raise ConfigError(f"{error.filename or page}: cannot be written: {error.strerror or error}") from None
 
-    def _sections(self, summary: Summary, drawn: list[Chart]) -> dict[str, list[Block]]:
+    def _sections(self, summary: Summary, drawn: list[Chart]) -> dict[str, list[html.Block]]:
         """Blocks by the name of their section; one that has none is left out."""
         results = summary.results
 
-        def say(section: str, *which: str) -> Prose:
+        def say(section: str, *which: str) -> html.Prose:
             words = [WORDS[section][one].format(baseline=summary.baseline or "another") for one in which]
-            return Prose(" ".join(words), is_quiet="none" in which or "random" in which)
+            return html.Prose(" ".join(words), is_quiet="none" in which or "random" in which)
 
-        def pictures(*sections: str, fold: str = "") -> list[Block]:
-            chosen = Pictures([chart for section in sections for chart in drawn if chart.section == section])
-            return [] if not chosen.charts else [Fold(fold, [chosen])] if fold else [chosen]
+        def pictures(*sections: str, fold: str = "") -> list[html.Block]:
+            chosen = html.Pictures([chart for section in sections for chart in drawn if chart.section == section])
+            return [] if not chosen.charts else [html.Fold(fold, [chosen])] if fold else [chosen]
 
-        notes: list[Block] = [Prose(note) for note in self.notes]
-        setup: list[Block] = [Facts(_setup(results), code=("Command",))]
+        notes: list[html.Block] = [html.Prose(note) for note in self.notes]
+        setup: list[html.Block] = [html.Facts(_setup(results), code=("Command",))]
         has_acceptance = any(row.figures.acceptance_length for row in summary.rows.values())
         if not summary.has_speed:
             evaluated = EvalReport(results)
@@ -128,7 +106,7 @@ class BenchReport:
             return {
                 "acceptance": found if has_acceptance else [say("acceptance", "none")],
                 "notes": notes,
-                "answers": [Prose(evaluated.lossless, is_quiet=True)],
+                "answers": [html.Prose(evaluated.lossless, is_quiet=True)],
                 "setup": setup,
             }
         keys = ["text", *(["ratio"] if summary.baseline else ()), *(["references"] if self.references else ())]
@@ -142,10 +120,10 @@ class BenchReport:
                 say("latency", "text"),
                 *pictures("latency"),
                 *pictures(MORE_LATENCY, fold="The loads between"),
-                Fold("Latency in numbers", [latency_table(summary)]),
+                html.Fold("Latency in numbers", [latency_table(summary)]),
             ],
             "acceptance": rounds if has_acceptance else [say("acceptance", "none")],
-            "why": [Sentences(losses) if losses else say("why", "none"), *notes],
+            "why": [html.Sentences(losses) if losses else say("why", "none"), *notes],
             "answers": [say("answers", "text"), answers_table(summary)]
             if summary.answers
             else [say("answers", "none" if results.is_greedy else "random")],
@@ -153,26 +131,30 @@ class BenchReport:
         }
 
 
-def cards(summary: Summary) -> list[Card]:
+def cards(summary: Summary) -> list[html.Card]:
     """On each contender where speed was measured, and on each drafter where acceptance alone was."""
     return verdicts(summary) if summary.has_speed else EvalReport(summary.results).cards(anchor("acceptance", summary))
 
 
-def _lead(summary: Summary) -> Iterator[Block]:
+def _lead(summary: Summary) -> Iterator[html.Block]:
     device = summary.results.provenance.get("device")
     text = WORDS["kinds"][summary.results.kind] + (f", {device}" if device else "")
     text += f"; compared with {summary.baseline}" if summary.baseline and summary.has_speed else ""
-    yield Prose(f"{text}. Ranges are 95 % intervals.", is_quiet=True)
+    yield html.Prose(f"{text}. Ranges are 95 % intervals.", is_quiet=True)
     if lines := warnings(summary):
-        yield Notice("Read this first", lines)
+        yield html.Notice("Read this first", lines)
     found = cards(summary)
     leading = leaders(summary) if summary.has_speed else [card.name for card in found]
     shown = [card for card in found if card.name in leading][:SHOWN_CARDS]
-    yield Cards(shown) if shown else Prose("Nothing was measured that a verdict could be given on.", is_quiet=True)
+    yield (
+        html.Cards(shown)
+        if shown
+        else html.Prose("Nothing was measured that a verdict could be given on.", is_quiet=True)
+    )
     if more := found[len(shown) :]:
-        yield Fold(f"{len(more)} more contenders", [Cards(more)])
+        yield html.Fold(f"{len(more)} more contenders", [html.Cards(more)])
     if sentences := overall(summary):
-        yield Sentences(sentences, title="Side by side")
+        yield html.Sentences(sentences, title="Side by side")
 
 
 def _setup(results: Results) -> dict[str, str]:

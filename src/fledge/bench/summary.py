@@ -1,7 +1,7 @@
 """One results file with everything derived from it: what tables, pictures, sentences and `--json` all read."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -9,7 +9,7 @@ from typing import Any
 
 from fledge.bench.figures import Figures, acceptance, figures_of, ratio, speed_ratio, throughput, why_no_ratio
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.results import Cell, Contender, Load, Results
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
 from fledge.records import Record, encode
 from fledge.report.charts import SERIES
 from fledge.report.intervals import Interval
@@ -83,26 +83,19 @@ class Row:
     @cached_property
     def compared(self) -> int:
         """Answers that have one of the baseline beside them, by prompt and repeat."""
-        return sum(min(mine.total(), theirs.total()) for mine, theirs in self._answers)
+        return self._shared(lambda repeat, answer: (repeat, answer.prompt))
 
     @cached_property
     def different(self) -> int:
         """Of these, how many are not the baseline's."""
-        return self.compared - sum((mine & theirs).total() for mine, theirs in self._answers)
+        return self.compared - self._shared(lambda repeat, answer: (repeat, answer.prompt, answer.digest))
 
-    @property
-    def _answers(self) -> list[tuple[Counter[str], Counter[str]]]:
-        mine, theirs = map(_digests, (self.cells, self.base))
-        return [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
-
-
-def _digests(cells: Sequence[Cell]) -> Mapping[tuple[int, str], Counter[str]]:
-    found: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
-    for cell in cells:
-        for request in cell.good:
-            if request.digest is not None:
-                found[cell.repeat, request.prompt][request.digest] += 1
-    return found
+    def _shared(self, what: Callable[[int, RequestRecord], object]) -> int:
+        mine, theirs = (
+            Counter(what(cell.repeat, one) for cell in cells for one in cell.good if one.digest is not None)
+            for cells in (self.cells, self.base)
+        )
+        return (mine & theirs).total()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,17 +182,16 @@ class Summary:
     @property
     def answers(self) -> dict[str, tuple[int, int]]:
         """By contender: answers compared and answers that differ, over all workloads and loads."""
-        rows = {name: [row for row in self.agreements if row.contender == name] for name in self.contenders}
-        sums = {
-            name: (sum(r.compared for r in several), sum(r.different for r in several))
-            for name, several in rows.items()
-        }
-        return {name: counts for name, counts in sums.items() if counts[0]}
+        found: dict[str, tuple[int, int]] = {}
+        for row in self.agreements:
+            compared, different = found.get(row.contender, (0, 0))
+            found[row.contender] = compared + row.compared, different + row.different
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Everything the tables show, as JSON values."""
 
-        def listed(rows: Iterable[Row], *names: str) -> list[Any]:
+        def listed(rows: Iterable[Row], *names: str) -> Any:
             return encode([row.key | {name: getattr(row, name) for name in names} for row in rows])
 
         return {
@@ -265,14 +257,12 @@ class Summary:
 
     def acceptance_ratio(self, name: str, other: str) -> Interval | None:
         """Acceptance length of one contender over another's, prompt by prompt, over all workloads."""
-
-        def named(cell: Cell) -> Cell:
-            """Prompts of two workloads may have the same id."""
-            return replace(
-                cell, requests=tuple(replace(one, prompt=f"{cell.workload}\0{one.prompt}") for one in cell.requests)
-            )
-
-        sides = [[named(cell) for w in self.workloads for cell in self.complete_cells(one, w)] for one in (name, other)]
+        sides: list[list[Cell]] = [[], []]
+        for workload in self.workloads:  # prompts of two may have the same id
+            for side, one in zip(sides, (name, other), strict=True):
+                for cell in self.complete_cells(one, workload):
+                    requests = [replace(request, prompt=f"{workload}\0{request.prompt}") for request in cell.requests]
+                    side.append(replace(cell, requests=tuple(requests)))
         return ratio(*map(acceptance, sides), offset=1.0)
 
     # One drafter at several depths.
@@ -317,9 +307,7 @@ class Summary:
         """Of the depths that were measured in full. Where a load has ratios they decide, as they are what is shown."""
         found = {
             (sweep, workload, load): self.best(sweep.title, [*sweep.depths], workload, load)
-            for workload in self.workloads
-            for load in self.loads
-            for sweep in self.deep_sweeps
+            for workload, load, sweep in product(self.workloads, self.loads, self.deep_sweeps)
         }
         return {key: best for key, best in found.items() if best is not None}
 

@@ -14,7 +14,10 @@ from fledge.report.prose import DASH, number, times, with_interval
 from fledge.report.tables import WARNING, Table, TableCell, TableRow, figure_cell, markdown_text
 
 Column = tuple[str, Callable[[Row], TableCell | str]]  # its heading, and what a row has there
-_REQUESTS: Column = ("requests", lambda row: f"{row.figures.requests:,}" + _failed(row))
+_REQUESTS: Column = (
+    "requests",
+    lambda row: f"{row.figures.requests:,}" + (f" (+{row.figures.errors} failed)" if row.figures.errors else ""),
+)
 _LENGTH: Column = ("acceptance length", lambda row: figure_cell(row.figures.acceptance_length, "{:.2f}"))
 
 
@@ -25,10 +28,6 @@ def print_results(summary: Summary, console: Console) -> None:
         console.print(*table.to_rich())
     for line in warnings(summary):
         console.print(Text(f"! {line}", style=WARNING), soft_wrap=True)
-
-
-def _failed(row: Row) -> str:
-    return f" (+{row.figures.errors} failed)" if row.figures.errors else ""
 
 
 def name_cell(summary: Summary, name: str) -> TableCell:

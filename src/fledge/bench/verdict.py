@@ -8,6 +8,7 @@ measured as acceptance length, so the second follows.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 
 from fledge.bench.figures import speed_ratio
@@ -149,7 +150,8 @@ def _gain(rows: Sequence[Row]) -> tuple[str, str]:
 def _speed(summary: Summary, name: str, workload: str) -> Iterator[Sentence]:
     """The ratio at every load, and where it pays; then what all users together get at the highest."""
     rows = summary.rows_of(name, workload)
-    known, missing = [row for row in rows if row.per_user], [row.load for row in rows if not row.per_user]
+    known = [(row, row.per_user) for row in rows if row.per_user]
+    missing, losses = [row.load for row in rows if not row.per_user], [row.load for row in rows if row.sign < 0]
     where = f" on {workload}" if len(summary.workloads) > 1 else ""
     section = anchor(SPEED, summary)
     if not known:
@@ -157,23 +159,18 @@ def _speed(summary: Summary, name: str, workload: str) -> Iterator[Sentence]:
         if rows:
             yield Sentence(text=f"No ratio{where}: {reasons}.", section=section, tone="bad")
         return
-    by_load = ", ".join(f"{times_text(row.per_user)} at {load_text(row.load)}" for row in known if row.per_user)
+    by_load = ", ".join(f"{times_text(ratio)} at {load_text(row.load)}" for row, ratio in known)
     kind, at = _gain(rows)
-    losses = [row.load for row in known if row.sign < 0]
     text = f"{name} is {by_load} as fast per user as {summary.baseline}{where}: {_GAINS[kind][2].format(at)}"
     text += f" and is slower at {load_text(*losses)}" if losses else ""
     text += f"; there is no ratio at {load_text(*missing)}" if missing else ""
-    yield Sentence(
-        text=f"{text}.",
-        section=section,
-        tone="good" if known[0].sign > 0 else "bad" if known[0].sign < 0 else "neutral",
-    )
-    total = known[-1].total
-    if total is not None and len(known) > 1:
+    yield Sentence(text=f"{text}.", section=section, tone=ratio_tone(known[0][1]))
+    last = known[-1][0]
+    if last.total is not None and len(known) > 1:
         text = (
-            f"At {load_text(known[-1].load)}{where} all users together get {times_text(total)} the tokens per second."
+            f"At {load_text(last.load)}{where} all users together get {times_text(last.total)} the tokens per second."
         )
-        yield Sentence(text=text, section=anchor(CAPACITY, summary), tone=ratio_tone(total))
+        yield Sentence(text=text, section=anchor(CAPACITY, summary), tone=ratio_tone(last.total))
 
 
 # Between contenders.
@@ -191,29 +188,22 @@ def _best_against_best(summary: Summary) -> Iterator[Sentence]:
     for sweep in summary.deep_sweeps:
         one = summary.contenders[sweep.first]
         groups[one.kind, one.target, one.inflated].append(sweep)
-    for first, *others in groups.values():
-        for sweep in others:
-            for workload in summary.workloads:
-                yield from _against(summary, sweep, first, workload)
-
-
-def _against(summary: Summary, sweep: Sweep, other: Sweep, workload: str) -> Iterator[Sentence]:
-    texts, by_sign = [], defaultdict[int, list[Load]](list)
-    for load in summary.loads:
-        mine, theirs = (summary.shown(one, workload, load) for one in (sweep, other))
-        if mine and theirs:
-            value = speed_ratio(*(summary.rows[one, workload, load].cells for one in (mine, theirs)))
-            if value:
+    pairs = [(sweep, first) for first, *others in groups.values() for sweep in others]
+    for (sweep, other), workload in product(pairs, summary.workloads):
+        texts, loads = [], defaultdict[int, list[Load]](list)
+        for load in summary.loads:
+            mine, theirs = (summary.shown(one, workload, load) for one in (sweep, other))
+            cells = [summary.rows[one, workload, load].cells for one in (mine, theirs) if one]
+            if mine and theirs and (value := speed_ratio(*cells)):
                 depths = f"K={sweep.depths[mine]} against K={other.depths[theirs]}"
                 texts.append(f"{times_text(value)} at {load_text(load)} ({depths})")
-                by_sign[sign_of(value, around=1.0)].append(load)
-    ends = [
-        f"{how} beyond noise at {load_text(*by_sign[n])}" for n, how in ((1, "ahead"), (-1, "behind")) if by_sign[n]
-    ]
-    if texts:
-        text = f"{sweep.title} against {other.title} on {workload}, each at its fastest depth, in speed per user: "
-        text += f"{', '.join(texts)}: {'; '.join(ends) or NOISE}."
-        yield Sentence(text=text, section=anchor(SPEED, summary))
+                loads[sign_of(value, around=1.0)].append(load)
+        signs = {1: "ahead", -1: "behind"}
+        ends = [f"{how} beyond noise at {load_text(*loads[sign])}" for sign, how in signs.items() if loads[sign]]
+        if texts:
+            text = f"{sweep.title} against {other.title} on {workload}, each at its fastest depth, in speed per user: "
+            text += f"{', '.join(texts)}: {'; '.join(ends) or NOISE}."
+            yield Sentence(text=text, section=anchor(SPEED, summary))
 
 
 def _fastest(summary: Summary) -> Iterator[Sentence]:

@@ -34,7 +34,7 @@ def demo(
     import torch  # noqa: PLC0415 - torch takes seconds, and --help should not
     from rich.console import Console  # noqa: PLC0415
 
-    from fledge.bench.demo import PROMPTS, Demo, table  # noqa: PLC0415
+    from fledge.bench.demo import PLAIN, PROMPTS, Demo, table  # noqa: PLC0415
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -47,7 +47,8 @@ def demo(
     if as_json:
         print(json.dumps(figures))
     else:
-        console.print("", table(figures), sep="\n")
+        caption = f"speed: against transformers; by drafting: against {PLAIN}"
+        console.print("", *table(figures).to_rich(), caption, sep="\n")
     if figures["identical"]:
         others = ", and from transformers" if figures["identical_to_transformers"] else ""
         console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters{others}.")

@@ -39,6 +39,7 @@ def report(
 
     from fledge.bench.report import BenchReport, print_verdicts  # noqa: PLC0415
     from fledge.bench.summary import summaries  # noqa: PLC0415
+    from fledge.bench.tables import markdown as to_markdown  # noqa: PLC0415
     from fledge.bench.verdict import Reference  # noqa: PLC0415
     from fledge.evaluation.results import read_results  # noqa: PLC0415
 
@@ -52,7 +53,7 @@ def report(
     is_printed = str(markdown) == "-"
     page.write(out, pictures=png_dir, tables=None if is_printed else markdown)
     if is_printed:
-        print(page.markdown(), end="")
+        print(to_markdown(page.summaries, page.notes), end="")
     elif not quiet:
         console = Console(highlight=False)
         print_verdicts(page, console)

@@ -12,6 +12,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.evaluation.results import Cell, conversation_of, statistics_of
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Interval, Panel, mean_ratio, pooled
+from fledge.report.prose import number
 
 BOOTSTRAP = Bootstrap()
 Latency = Literal["ttft", "tpot"]
@@ -25,6 +26,9 @@ class Spread(Record):
     p50: Interval
     p90: Interval
     p99: Interval
+
+    def __str__(self) -> str:
+        return " / ".join(number(one.value) for one in (self.mean, self.p50, self.p90, self.p99))
 
 
 @dataclass(frozen=True, kw_only=True)

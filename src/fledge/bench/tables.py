@@ -71,18 +71,12 @@ def speed_table(summary: Summary) -> Table:
 
 def latency_table(summary: Summary) -> Table:
     """Milliseconds to the first token and per further token, and how many requests these are of."""
-
-    def spread(row: Row, name: str) -> str:
-        found = getattr(row.figures, name)
-        values = [getattr(found, part).value for part in ("mean", "p50", "p90", "p99")] if found else []
-        return " / ".join(map(number, values)) or DASH
-
     return _table(
         summary,
         "Latency in milliseconds: mean / p50 / p90 / p99",
         summary.rows.values(),
-        ("to first token (TTFT)", lambda row: spread(row, "ttft_ms")),
-        ("per further token (TPOT)", lambda row: spread(row, "tpot_ms")),
+        ("to first token (TTFT)", lambda row: str(row.figures.ttft_ms or DASH)),
+        ("per further token (TPOT)", lambda row: str(row.figures.tpot_ms or DASH)),
         _REQUESTS,
     )
 

@@ -5,13 +5,12 @@ transformers' `generate`, which most people begin with, is timed on the same pro
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM
 
@@ -19,8 +18,8 @@ from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM
+from fledge.report.tables import Table
 
-DRAFTED_STYLE = "green"
 PLAIN = "no speculation"
 TRANSFORMERS = "transformers"
 PROMPTS = (
@@ -31,150 +30,110 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoSettings:
-    """What is decoded, and how often it is timed."""
-
-    prompts: tuple[str, ...] = PROMPTS
-    depth: int = 3
-    max_tokens: int = 120
-    repeats: int = 3
-    device: str = "auto"
-
-
 @dataclass(kw_only=True)
 class DemoContender:
     """One way to decode, and how it did."""
 
     name: str
-    llm: LLM
+    generate: Callable[[Sequence[int]], tuple[int, ...]]
     token_ids: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     seconds: list[float] = field(default_factory=list)  # for all prompts, of each repeat
 
 
-class TransformersLoop:
-    """transformers' own loop on the same weights, greedy."""
+class Demo:
+    """The bundled models, without speculation first: it is what the others are measured against."""
 
-    def __init__(self, beside: LLM) -> None:
-        weight = beside.target.embed_tokens.weight
-        model = AutoModelForCausalLM.from_pretrained(resolve(TARGET), dtype=weight.dtype)
-        self._model = model.to(weight.device).eval()
-        self.token_ids: list[tuple[int, ...]] = []
-        self.seconds: list[float] = []
+    def __init__(self, prompts: Sequence[str] = PROMPTS, *, depth: int, max_tokens: int, device: str) -> None:
+        self.prompts, self.depth = prompts, depth
+        self.params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
+        configs |= {name: {"model": model, "num_speculative_tokens": depth} for name, model in DRAFTERS.items()}
+        options: dict[str, Any] = {"device": device, "max_num_seqs": 1, "enable_prefix_caching": False}
+        self.llms = {name: LLM(TARGET, speculative_config=config, **options) for name, config in configs.items()}
+        self.ids = [self.llms[PLAIN].encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        self.contenders = {name: DemoContender(name=name, generate=self._ours(llm)) for name, llm in self.llms.items()}
 
-    @torch.inference_mode()
-    def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Answer one prompt after another; keep the tokens, and how long all of them took."""
-        started = time.perf_counter()
-        self.token_ids = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=self._model.device)
-            out = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
-            )
-            self.token_ids.append(tuple(out[0, len(prompt) :].tolist()))
-        self.seconds.append(time.perf_counter() - started)
+    def _ours(self, llm: LLM) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        return lambda prompt: llm.generate([prompt], self.params)[0].outputs[0].token_ids
 
+    def _transformers(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """transformers' own loop on the same weights, greedy."""
+        weight = self.llms[PLAIN].target.embed_tokens.weight
+        model = AutoModelForCausalLM.from_pretrained(resolve(TARGET), dtype=weight.dtype).to(weight.device).eval()
+        options = {"max_new_tokens": self.params.max_tokens, "do_sample": False}
 
-def load_contenders(settings: DemoSettings) -> list[DemoContender]:
-    """No speculation first: it is what the others are measured against."""
-    configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
-    configs |= {name: {"model": m, "num_speculative_tokens": settings.depth} for name, m in DRAFTERS.items()}
-    options: dict[str, Any] = {"device": settings.device, "max_num_seqs": 1, "enable_prefix_caching": False}
-    return [
-        DemoContender(name=name, llm=LLM(TARGET, speculative_config=config, **options))
-        for name, config in configs.items()
-    ]
+        @torch.inference_mode()
+        def generate(prompt: Sequence[int]) -> tuple[int, ...]:
+            ids = torch.tensor([prompt], device=weight.device)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            return tuple(out[0, len(prompt) :].tolist())
 
+        return generate
 
-def stream_answers(contenders: Sequence[DemoContender], settings: DemoSettings, console: Console) -> bool:
-    """Print every answer as it comes. Return whether all contenders gave the same tokens."""
-    params = _params(settings)
-    for prompt in settings.prompts:
-        console.print()
-        console.rule(Text(prompt), align="left")
-        for contender in contenders:
-            console.print(f"[bold]{contender.name}[/bold]")
-            for text, drafted in _answer(contender, prompt, params):
-                console.print(Text(text, style=DRAFTED_STYLE if drafted else ""), end="", soft_wrap=True)
+    def stream(self, console: Console) -> None:
+        """Print every answer as it comes, what was drafted in green; keep the tokens and the acceptance."""
+        for prompt, ids in zip(self.prompts, self.ids, strict=True):
             console.print()
-    return all(contender.token_ids == contenders[0].token_ids for contender in contenders)
+            console.rule(Text(prompt), align="left")
+            for name, contender in self.contenders.items():
+                console.print(f"[bold]{name}[/bold]")
+                for event in self.llms[name].stream(ids, self.params):
+                    for piece in event.pieces:
+                        console.print(Text(piece.text, "green" if piece.drafted else ""), end="", soft_wrap=True)
+                    if event.output is not None:
+                        contender.token_ids.append(event.output.outputs[0].token_ids)
+                        told = [contender.acceptance, event.output.metrics.acceptance]
+                        contender.acceptance = AcceptanceStatistics.merge(told)
+                console.print()
 
+    def measure(self, repeats: int) -> dict[str, Any]:
+        """Return everything the table shows, as JSON values. Contenders take turns, so that whatever else the machine
+        does slows all of them.
+        """
+        theirs, plain = DemoContender(name=TRANSFORMERS, generate=self._transformers()), self.contenders[PLAIN]
+        for _ in range(repeats):
+            for one in (theirs, *self.contenders.values()):
+                started = time.perf_counter()
+                answers = [one.generate(prompt) for prompt in self.ids]
+                one.seconds.append(time.perf_counter() - started)
+                one.token_ids = one.token_ids or answers
 
-def _answer(contender: DemoContender, prompt: str, params: SamplingParams) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of text and whether each was drafted; keep the tokens and the acceptance."""
-    ids = contender.llm.encode_chat([{"role": "user", "content": prompt}])
-    for event in contender.llm.stream(ids, params):
-        yield from ((piece.text, piece.drafted) for piece in event.pieces)
-        if event.output is not None:
-            contender.token_ids.append(event.output.outputs[0].token_ids)
-            contender.acceptance = AcceptanceStatistics.merge([contender.acceptance, event.output.metrics.acceptance])
+        def ratio(other: DemoContender, own: DemoContender) -> float:
+            return statistics.median(a / b for a, b in zip(other.seconds, own.seconds, strict=True))
 
-
-def time_answers(contenders: Sequence[DemoContender], generate: TransformersLoop, settings: DemoSettings) -> None:
-    """Contenders take turns, so that whatever else the machine does slows all of them."""
-    params = _params(settings)
-    llm = contenders[0].llm
-    prompts = [llm.encode_chat([{"role": "user", "content": prompt}]) for prompt in settings.prompts]
-    for _ in range(settings.repeats):
-        generate.answer(prompts, settings.max_tokens)
-        for contender in contenders:
-            started = time.perf_counter()
-            for prompt in prompts:
-                contender.llm.generate([prompt], params)
-            contender.seconds.append(time.perf_counter() - started)
-
-
-def _params(settings: DemoSettings) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=settings.max_tokens)
-
-
-def report(contenders: Sequence[DemoContender], generate: TransformersLoop, settings: DemoSettings) -> dict[str, Any]:
-    """Return everything the table shows, as JSON values."""
-    baseline = contenders[0]
-
-    def speed(of: DemoContender | TransformersLoop) -> dict[str, float]:
         return {
-            "tokens_per_second": sum(map(len, of.token_ids)) / statistics.median(of.seconds),
-            "speed": _ratio(baseline.seconds, of.seconds),
-            "speed_to_transformers": _ratio(generate.seconds, of.seconds),
+            "device": self.llms[PLAIN].engine.info.device,
+            "depth": self.depth,
+            "prompts": len(self.prompts),
+            "tokens": sum(map(len, plain.token_ids)),
+            "identical": all(one.token_ids == plain.token_ids for one in self.contenders.values()),
+            "identical_to_transformers": theirs.token_ids == plain.token_ids,
+            "contenders": {
+                one.name: {
+                    "tokens_per_second": sum(map(len, one.token_ids)) / statistics.median(one.seconds),
+                    "speed": ratio(plain, one),
+                    "speed_to_transformers": ratio(theirs, one),
+                    **one.acceptance.to_dict(),
+                }
+                for one in (theirs, *self.contenders.values())
+            },
         }
-
-    return {
-        "device": baseline.llm.engine.info.device,
-        "depth": settings.depth,
-        "prompts": len(settings.prompts),
-        "tokens": sum(map(len, baseline.token_ids)),
-        "identical": all(contender.token_ids == baseline.token_ids for contender in contenders),
-        "identical_to_transformers": generate.token_ids == baseline.token_ids,
-        "contenders": {
-            TRANSFORMERS: {**speed(generate), **AcceptanceStatistics().to_dict()},
-            **{contender.name: {**speed(contender), **contender.acceptance.to_dict()} for contender in contenders},
-        },
-    }
-
-
-def _ratio(others: Sequence[float], own: Sequence[float]) -> float:
-    return statistics.median(other / mine for other, mine in zip(others, own, strict=True))
 
 
 def table(figures: Mapping[str, Any]) -> Table:
     prompts = "1 prompt" if figures["prompts"] == 1 else f"{figures['prompts']} prompts"
     title = f"{prompts}, greedy, one at a time, {figures['depth']} tokens drafted ahead"
-    caption = f"speed: against transformers; by drafting: against {PLAIN}"
-    out = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    out.add_column("", no_wrap=True)
-    for name in ("tokens/s", "speed", "by drafting", "acceptance length", "accepted by depth"):
-        out.add_column(name, justify="right")
-    for name, values in figures["contenders"].items():
-        length = values["acceptance_length"]
-        out.add_row(
+    header = ("", "tokens/s", "speed", "by drafting", "acceptance length", "accepted by depth")
+    body = [
+        [
             name,
             f"{values['tokens_per_second']:.0f}",
             f"{values['speed_to_transformers']:.1f}x",
             "" if name == TRANSFORMERS else f"{values['speed']:.2f}x",
-            "" if length is None else f"{length:.2f}",
+            "" if values["acceptance_length"] is None else f"{values['acceptance_length']:.2f}",
             "  ".join(f"{rate:.0%}" for rate in values["rate_by_depth"]),
-        )
-    return out
+        ]
+        for name, values in figures["contenders"].items()
+    ]
+    return Table.of(title, header, body)

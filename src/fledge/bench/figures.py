@@ -4,14 +4,15 @@ A cell that is not complete enters no figure beside complete ones, and a ratio w
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.evaluation.results import Cell, RequestRecord, conversation_of, statistics_of
+from fledge.evaluation.results import Cell, conversation_of, statistics_of
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Interval, Panel, mean_ratio, pooled
+from fledge.report.prose import number
 
 BOOTSTRAP = Bootstrap()
 Latency = Literal["ttft", "tpot"]
@@ -26,9 +27,8 @@ class Spread(Record):
     p90: Interval
     p99: Interval
 
-    @property
-    def values(self) -> tuple[float, float, float, float]:
-        return self.mean.value, self.p50.value, self.p90.value, self.p99.value
+    def __str__(self) -> str:
+        return " / ".join(number(one.value) for one in (self.mean, self.p50, self.p90, self.p99))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def figures_of(cells: Sequence[Cell]) -> Figures:
         rate_by_depth=tuple(acceptance_rates(used)),
         rounds=AcceptanceStatistics.merge(cell.acceptance_statistics for cell in used).rounds,
         requests=sum(len(cell.good) for cell in used),
-        errors=sum(_errors(cell) for cell in cells),
+        errors=_errors(cells),
         cells=len(used),
         failed_cells=sum(cell.status != "complete" for cell in cells),
         partial=reason is not None,
@@ -81,7 +81,7 @@ def why_partial(cells: Sequence[Cell]) -> str | None:
         notes = "; ".join(dict.fromkeys(cell.note for cell in broken if cell.note))
         repeats = "repeat" if len(cells) == 1 else "repeats"
         return f"{len(broken)} of {len(cells)} {repeats} {how}" + (f": {notes}" if notes else "")
-    errors, total = sum(map(_errors, cells)), sum(len(cell.requests) for cell in cells)
+    errors, total = _errors(cells), sum(len(cell.requests) for cell in cells)
     if errors:
         first = next((r.error for cell in cells for r in cell.requests if r.error), "no answer")
         return f"{errors} of {total} requests failed: {first}"
@@ -112,11 +112,8 @@ def speed_ratio(cells: Sequence[Cell], base: Sequence[Cell]) -> Interval | None:
 
 def decoding(cells: Iterable[Cell]) -> Panel:
     """Columns: tokens after the first of each answer, and the seconds they took."""
-    return _panel(
-        (repeat, request, (request.output_tokens - 1, done - first))
-        for repeat, request, first, done in _timed(cells)
-        if request.output_tokens >= 2
-    )
+    rows = ((repeat, prompt, (more, after)) for repeat, prompt, _, more, after in _timed(cells) if more > 0)
+    return Panel.collect(rows, columns=2)
 
 
 def throughput(cells: Iterable[Cell]) -> Panel:
@@ -125,42 +122,41 @@ def throughput(cells: Iterable[Cell]) -> Panel:
     All parts together are the cell's seconds, so the quotient of the sums is tokens over seconds; and a prompt that
     is drawn twice brings the time its answer took, as well as its tokens.
     """
-
-    def rows() -> Iterator[tuple[int, RequestRecord, tuple[float, float]]]:
-        for cell in cells:
-            taken = [(request, (request.done or 0.0) - request.sent) for request in cell.good]
-            whole = sum(seconds for _, seconds in taken)
-            for request, seconds in taken:
-                part = seconds / whole if whole > 0 else 1 / len(taken)
-                yield cell.repeat, request, (request.output_tokens, cell.seconds * part)
-
-    return _panel(rows())
+    rows = []
+    for cell in cells:
+        taken = [(request, (request.done or 0.0) - request.sent) for request in cell.good]
+        whole = sum(seconds for _, seconds in taken)
+        for request, seconds in taken:
+            part = seconds / whole if whole > 0 else 1 / len(taken)
+            rows.append((cell.repeat, conversation_of(request.prompt), (request.output_tokens, cell.seconds * part)))
+    return Panel.collect(rows, columns=2)
 
 
-def first_tokens(cells: Iterable[Cell]) -> Panel:
-    """Columns: milliseconds to the first token, and requests."""
-    return _latency_panel(latencies(cells, "ttft"))
+def acceptance(cells: Iterable[Cell], depths: int = 0) -> Panel:
+    """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts."""
+    rows = []
+    for cell in cells:
+        # A server tells of all prompts together: only repeats can differ.
+        alone = [("", cell.acceptance)] if cell.acceptance else []
+        telling = [(conversation_of(one.prompt), one.acceptance) for one in cell.good if one.acceptance]
+        for prompt, tally in telling or alone:
+            told = statistics_of(tally)
+            sums = [sum(told.accepted_by_depth), told.rounds]
+            if depths:
+                sums = [n for pair in zip(told.accepted_by_depth, told.drafted_by_depth, strict=True) for n in pair]
+                sums += [0] * (2 * depths - len(sums))
+            rows.append((cell.repeat, prompt, sums))
+    return Panel.collect(rows, columns=2 * (depths or 1))
 
 
-def acceptance(cells: Sequence[Cell]) -> Panel:
-    """Columns: accepted drafts and rounds."""
-    return _tallied(cells, 2, lambda statistics: (sum(statistics.accepted_by_depth), statistics.rounds))
-
-
-def acceptance_length(cells: Sequence[Cell]) -> Interval | None:
+def acceptance_length(cells: Iterable[Cell]) -> Interval | None:
     return BOOTSTRAP.interval([acceptance(cells)], pooled(offset=1.0), is_share=True)
 
 
 def acceptance_rates(cells: Sequence[Cell]) -> list[Interval]:
     """Of each depth that was drafted to, the share of drafts that stood."""
     depths = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in cells).depth
-
-    def columns(statistics: AcceptanceStatistics) -> list[float]:
-        pairs = zip(statistics.accepted_by_depth, statistics.drafted_by_depth, strict=True)
-        counted = [float(count) for pair in pairs for count in pair]
-        return counted + [0.0] * (2 * depths - len(counted))
-
-    panel = _tallied(cells, 2 * depths, columns)
+    panel = acceptance(cells, depths)
     found = [BOOTSTRAP.interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
     return [one for one in found if one is not None]
 
@@ -168,53 +164,39 @@ def acceptance_rates(cells: Sequence[Cell]) -> list[Interval]:
 def latencies(cells: Iterable[Cell], which: Latency) -> dict[tuple[int, str], list[float]]:
     """Milliseconds of each request that tells, by repeat and prompt."""
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for repeat, request, first, done in _timed(cells):
-        key = repeat, conversation_of(request.prompt)
+    for repeat, prompt, to_first, more, after in _timed(cells):
         if which == "ttft":
-            found[key].append(1e3 * (first - request.sent))
-        elif request.output_tokens >= 2:
-            found[key].append(1e3 * (done - first) / (request.output_tokens - 1))
+            found[repeat, prompt].append(1e3 * to_first)
+        elif more > 0:
+            found[repeat, prompt].append(1e3 * after / more)
     return found
 
 
-def _spread(cells: Sequence[Cell], which: Latency) -> Spread | None:
+def latency(cells: Iterable[Cell], which: Latency = "ttft") -> Panel:
+    """Columns: milliseconds, and requests."""
     found = latencies(cells, which)
-    several = BOOTSTRAP.quantiles(found, (0.5, 0.9, 0.99))
-    mean = BOOTSTRAP.interval([_latency_panel(found)], pooled())
+    return Panel.collect(((*key, (sum(values), len(values))) for key, values in found.items()), columns=2)
+
+
+def _spread(cells: Sequence[Cell], which: Latency) -> Spread | None:
+    several = BOOTSTRAP.quantiles(latencies(cells, which), (0.5, 0.9, 0.99))
+    mean = BOOTSTRAP.interval([latency(cells, which)], pooled())
     if several is None or mean is None:
         return None
     return Spread(mean=mean, p50=several[0], p90=several[1], p99=several[2])
 
 
-def _latency_panel(found: dict[tuple[int, str], list[float]]) -> Panel:
-    rows = ((repeat, prompt, (sum(values), len(values))) for (repeat, prompt), values in found.items())
-    return Panel.collect(rows, columns=2)
+def _timed(cells: Iterable[Cell]) -> Iterator[tuple[int, str, float, int, float]]:
+    """Good requests that tell when their first token came: repeat, prompt, seconds to it, tokens and seconds after it.
 
-
-def _tallied(cells: Sequence[Cell], columns: int, of: Callable[[AcceptanceStatistics], Sequence[float]]) -> Panel:
-    def rows() -> Iterator[tuple[int, str, Sequence[float]]]:
-        for cell in cells:
-            telling = [request for request in cell.good if request.acceptance]
-            for request in telling:
-                yield cell.repeat, conversation_of(request.prompt), of(statistics_of(request.acceptance))
-            if not telling and cell.acceptance:  # a server tells of all prompts together: only repeats can differ
-                yield cell.repeat, "", of(cell.acceptance_statistics)
-
-    return Panel.collect(rows(), columns=columns)
-
-
-def _panel(rows: Iterable[tuple[int, RequestRecord, tuple[float, float]]]) -> Panel:
-    """The turns of a conversation are one prompt: all fast or all slow."""
-    return Panel.collect(((repeat, conversation_of(one.prompt), values) for repeat, one, values in rows), columns=2)
-
-
-def _timed(cells: Iterable[Cell]) -> Iterator[tuple[int, RequestRecord, float, float]]:
-    """Good requests that tell when their first token came: (repeat, request, first token, done)."""
+    The turns of a conversation are one prompt: all fast or all slow.
+    """
     for cell in cells:
-        for request in cell.good:
-            if request.first_token is not None and request.done is not None:
-                yield cell.repeat, request, request.first_token, request.done
+        for one in cell.good:
+            if one.first_token is not None and one.done is not None:
+                times = one.first_token - one.sent, one.output_tokens - 1, one.done - one.first_token
+                yield cell.repeat, conversation_of(one.prompt), *times
 
 
-def _errors(cell: Cell) -> int:
-    return len(cell.requests) - len(cell.good)
+def _errors(cells: Iterable[Cell]) -> int:
+    return sum(len(cell.requests) - len(cell.good) for cell in cells)

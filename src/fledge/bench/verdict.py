@@ -5,21 +5,32 @@ split: a ratio is the tokens that a round yields over what the round costs, in s
 measured as acceptance length, so the second follows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product
+from statistics import fmean
 
 from fledge.bench.figures import speed_ratio
-from fledge.bench.summary import Summary, Sweep
+from fledge.bench.summary import Row, Summary, Sweep
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Load
-from fledge.report.intervals import Interval
 from fledge.report.page import Card
 from fledge.report.prose import Sentence, Tone, number, ratio_tone, sign_of, times_text, with_interval
 
 SPEED, CAPACITY, LATENCY, ACCEPTANCE, WHY, ANSWERS = "speed", "capacity", "latency", "acceptance", "why", "answers"
 NOISE = "no difference beyond noise"
 FEW_ACCEPTED = 1.5  # an acceptance length below this is little to live on
+# What kind of gain a contender has: in a headline, its tone, and in a sentence.
+_GAINS: dict[str, tuple[str, Tone, str]] = {
+    "all": ("Faster under every load", "good", "it pays under every load"),
+    "until": ("Faster up to {}", "good", "it stops paying above {}"),
+    "some": ("Faster under some loads", "neutral", "it pays at {} only"),
+    "noise": ("No difference that is more than noise", "neutral", NOISE),
+    "once": ("Measured once", "neutral", "noise is not known"),
+    "none": ("Not faster under any load", "bad", "no gain shows"),
+    "unknown": ("No ratio: a side is not whole", "bad", ""),
+}
 DEARER = 1.25  # times the round's cost at the lowest load: from here on, load is what makes it dear
 
 
@@ -54,19 +65,14 @@ def colour(summary: Summary, name: str) -> str:
 
 
 def badge(summary: Summary, name: str) -> str:
-    shape = summary.contender(name).inflated
+    shape = summary.contenders[name].inflated
     return f"inflated: {shape}" if shape else ""
 
 
-def loads_text(loads: Sequence[Load]) -> str:
+def load_text(*loads: Load) -> str:
     """Write "concurrency 1, 4, 16", or "0.5, 2 requests per second"."""
-    if all(load.rate is None for load in loads):
-        return f"concurrency {', '.join(str(load.concurrency) for load in loads)}"
-    return ", ".join(f"{load.size:g}" for load in loads) + " requests per second"
-
-
-def load_text(load: Load) -> str:
-    return loads_text([load])
+    sizes = ", ".join(f"{load.size:g}" for load in loads)
+    return f"{sizes} requests per second" if any(load.rate is not None for load in loads) else f"concurrency {sizes}"
 
 
 # On each contender.
@@ -74,24 +80,22 @@ def load_text(load: Load) -> str:
 
 def verdicts(summary: Summary) -> list[Card]:
     """One for each contender that a ratio or an acceptance length can be given for, the most telling first."""
-    leading = leaders(summary)
-    rest = sorted((n for n in summary.challengers if n not in leading), key=lambda n: -_mean_ratio(summary, n))
-    return [card for card in (_card(summary, name) for name in leading + rest) if card.sentences]
+    names = dict.fromkeys([*leaders(summary), *_ranked(summary, summary.challengers)])
+    return [card for card in (_card(summary, name) for name in names) if card.sentences]
 
 
 def leaders(summary: Summary) -> list[str]:
     """Of a drafter with many depths the fastest one, and every other contender; the fastest first."""
-    found: list[str] = []
-    for sweep in summary.sweeps:
-        several = sorted(sweep.names, key=lambda name: -_mean_ratio(summary, name))
-        found += several[:1] if sweep.is_deep else several
-    return sorted(found, key=lambda name: -_mean_ratio(summary, name))
+    return _ranked(summary, [_ranked(summary, sweep.depths)[0] for sweep in summary.sweeps])
 
 
-def _mean_ratio(summary: Summary, name: str) -> float:
-    """Of all loads and workloads alike; only to put contenders in an order."""
-    values = [value.value for workload in summary.workloads for _, value in summary.ratios_of(name, workload)]
-    return sum(values) / len(values) if values else 0.0
+def _ranked(summary: Summary, names: Iterable[str]) -> list[str]:
+    """By the mean ratio of all loads and workloads alike, the highest first."""
+
+    def mean(name: str) -> float:
+        return fmean([row.per_user.value for row in summary.rows_of(name) if row.per_user] or [0])
+
+    return sorted(names, key=mean, reverse=True)
 
 
 def _card(summary: Summary, name: str) -> Card:
@@ -99,26 +103,25 @@ def _card(summary: Summary, name: str) -> Card:
     tiles: list[tuple[str, str, Tone]] = []
     sentences: list[Sentence] = []
     for workload in summary.workloads if summary.baseline else ():
-        several = summary.ratios_of(name, workload)
+        known = [(row.load, row.per_user) for row in summary.rows_of(name, workload) if row.per_user]
         where = f", {workload}" if len(summary.workloads) > 1 else ""
-        for load, value in several[:1] + several[1:][-1:]:
+        for load, value in known[:1] + known[1:][-1:]:
             tiles.append((f"{value.value:.2f}x", f"per user, {load}{where}", ratio_tone(value)))
         sentences += _speed(summary, name, workload)
-    tiles += [
-        (f"{value.value:.2f}", f"acceptance length, {workload}", "neutral") for workload, value in lengths.items()
-    ]
+    for workload, value in lengths.items():
+        tiles.append((f"{value.value:.2f}", f"acceptance length, {workload}", "neutral"))
     if lengths:
         depth = summary.depth(name)
-        ahead = f", drafting {depth} ahead" if depth else ""
         best, worst = (pick(lengths, key=lambda one: lengths[one].value) for pick in (max, min))
-        text = f"Acceptance length {with_interval(lengths[best], '{:.2f}')} on {best}{ahead}"
-        if worst != best:
-            text += f"; it is least on {worst}: {with_interval(lengths[worst], '{:.2f}')}"
+        text = f"Acceptance length {with_interval(lengths[best], '{:.2f}')} on {best}"
+        text += f", drafting {depth} ahead" if depth else ""
+        text += f"; it is least on {worst}: {with_interval(lengths[worst], '{:.2f}')}" if worst != best else ""
         sentences.append(Sentence(text=f"{text}.", section=anchor(ACCEPTANCE, summary)))
-    headline, tone = _headline(summary, name)
+    kind, at = _gain(summary.rows_of(name))
+    headline, tone, _ = _GAINS[kind] if summary.baseline else ("Nothing to compare it with", "neutral", "")
     return Card(
         name=name,
-        headline=headline,
+        headline=headline.format(at),
         tone=tone,
         tiles=tuple(tiles),
         sentences=tuple(sentences),
@@ -127,71 +130,47 @@ def _card(summary: Summary, name: str) -> Card:
     )
 
 
-def _headline(summary: Summary, name: str) -> tuple[str, Tone]:
-    if not summary.baseline:
-        return "Nothing to compare it with", "neutral"
-    found = [summary.ratios_of(name, workload) for workload in summary.workloads]
-    signs = [sign_of(value, around=1.0) for several in found for _, value in several]
-    if not signs:
-        return "No ratio: a side is not whole", "bad"
-    missing = any(row.contender == name and row.per_user is None for row in summary.ratios)
-    if min(signs) > 0:
-        return ("Faster wherever it can be compared" if missing else "Faster under every load"), "good"
-    if max(signs) <= 0:
-        slower = min(signs) < 0
-        return ("Not faster under any load", "bad") if slower else ("No difference that is more than noise", "neutral")
-    ends = {_paying_to(several) for several in found}
-    end = ends.pop() if len(ends) == 1 and not missing else None
-    return (f"Faster up to {load_text(end)}", "good") if end else ("Faster under some loads", "neutral")
-
-
-def _paying_to(several: Sequence[tuple[Load, Interval]]) -> Load | None:
-    """The last load of an unbroken run of gains that begins at the lowest and after which there is no gain."""
-    paying = list(takewhile(lambda one: sign_of(one[1], around=1.0) > 0, several))
-    rest = several[len(paying) :]
-    return paying[-1][0] if paying and all(sign_of(value, around=1.0) <= 0 for _, value in rest) else None
+def _gain(rows: Sequence[Row]) -> tuple[str, str]:
+    """Which of `_GAINS` these rows show, and at which loads. Where a ratio is missing, no end of a gain is told."""
+    signs: dict[Load, set[int]] = defaultdict(set)
+    for row in rows:
+        if row.per_user:
+            signs[row.load].add(row.sign)
+    gains = [load for load, found in signs.items() if 1 in found]
+    if not gains:
+        is_known = any(row.per_user and row.per_user.low is not None for row in rows)
+        is_loss = any(-1 in found for found in signs.values())
+        return "none" if is_loss else "noise" if is_known else "once" if signs else "unknown", ""
+    is_clear = all(row.per_user for row in rows) and all(signs[load] == {1} for load in gains)
+    if is_clear and gains == list(signs)[: len(gains)]:
+        return "all" if len(gains) == len(signs) else "until", load_text(gains[-1])
+    return "some", load_text(*gains)
 
 
 def _speed(summary: Summary, name: str, workload: str) -> Iterator[Sentence]:
     """The ratio at every load, and where it pays; then what all users together get at the highest."""
-    rows = [row for row in summary.ratios if (row.contender, row.workload) == (name, workload)]
-    several, missing = summary.ratios_of(name, workload), [row.load for row in rows if row.per_user is None]
+    rows = summary.rows_of(name, workload)
+    known = [(row, row.per_user) for row in rows if row.per_user]
+    missing, losses = [row.load for row in rows if not row.per_user], [row.load for row in rows if row.sign < 0]
     where = f" on {workload}" if len(summary.workloads) > 1 else ""
     section = anchor(SPEED, summary)
-    if not several:
+    if not known:
+        reasons = "; ".join(dict.fromkeys(row.reason or "nothing was decoded" for row in rows))
         if rows:
-            reasons = "; ".join(dict.fromkeys(row.reason for row in rows if row.reason)) or "nothing was decoded"
             yield Sentence(text=f"No ratio{where}: {reasons}.", section=section, tone="bad")
         return
-    by_load = ", ".join(f"{times_text(value)} at {load_text(load)}" for load, value in several)
-    text = f"{name} is {by_load} as fast per user as {summary.baseline}{where}: {_paying(several, bool(missing))}"
-    text += f"; there is no ratio at {loads_text(missing)}" if missing else ""
-    yield Sentence(text=f"{text}.", section=section, tone=ratio_tone(several[0][1]))
-    last = summary.ratio(name, workload, several[-1][0])
-    if last is not None and last.total is not None and len(several) > 1:
+    by_load = ", ".join(f"{times_text(ratio)} at {load_text(row.load)}" for row, ratio in known)
+    kind, at = _gain(rows)
+    text = f"{name} is {by_load} as fast per user as {summary.baseline}{where}: {_GAINS[kind][2].format(at)}"
+    text += f" and is slower at {load_text(*losses)}" if losses else ""
+    text += f"; there is no ratio at {load_text(*missing)}" if missing else ""
+    yield Sentence(text=f"{text}.", section=section, tone=ratio_tone(known[0][1]))
+    last = known[-1][0]
+    if last.total is not None and len(known) > 1:
         text = (
             f"At {load_text(last.load)}{where} all users together get {times_text(last.total)} the tokens per second."
         )
         yield Sentence(text=text, section=anchor(CAPACITY, summary), tone=ratio_tone(last.total))
-
-
-def _paying(several: Sequence[tuple[Load, Interval]], is_missing: bool) -> str:
-    """Where it pays. Where loads are missing, nothing is said about where a gain ends."""
-    signs = [sign_of(value, around=1.0) for _, value in several]
-    gains = [load for (load, _), sign in zip(several, signs, strict=True) if sign > 0]
-    losses = [load for (load, _), sign in zip(several, signs, strict=True) if sign < 0]
-    if all(value.low is None for _, value in several):
-        return "noise is not known"
-    if not gains and not losses:
-        return NOISE
-    end = None if is_missing else _paying_to(several)
-    if len(gains) == len(several):
-        text = "it pays wherever it was compared" if is_missing else "it pays under every load"
-    elif end is not None:
-        text = f"it stops paying above {load_text(end)}"
-    else:
-        text = f"it pays at {loads_text(gains)} only" if gains else "no gain shows"
-    return text + (f" and is slower at {loads_text(losses)}" if losses else "")
 
 
 # Between contenders.
@@ -205,56 +184,42 @@ def overall(summary: Summary) -> list[Sentence]:
 
 def _best_against_best(summary: Summary) -> Iterator[Sentence]:
     """Every drafter of many depths against the first that drafts for the same target on the same engine."""
-    groups: dict[tuple[str, str, str | None], list[Sweep]] = {}
+    groups: dict[object, list[Sweep]] = defaultdict(list)
     for sweep in summary.deep_sweeps:
-        one = summary.contender(sweep.names[0])
-        groups.setdefault((one.kind, one.target, one.inflated), []).append(sweep)
-    for first, *others in groups.values():
-        for sweep in others:
-            for workload in summary.workloads:
-                yield from _against(summary, sweep, first, workload)
-
-
-def _against(summary: Summary, sweep: Sweep, other: Sweep, workload: str) -> Iterator[Sentence]:
-    texts, ahead, behind = [], list[Load](), list[Load]()
-    for load in summary.loads:
-        mine, theirs = (summary.best_depths.get((one, workload, load)) for one in (sweep, other))
-        value = mine and theirs and speed_ratio(summary.cells[mine.key], summary.cells[theirs.key])
-        if not mine or not theirs or not value:
-            continue
-        depths = f"K={sweep.depth_of(mine.contender)} against K={other.depth_of(theirs.contender)}"
-        texts.append(f"{times_text(value)} at {load_text(load)} ({depths})")
-        {1: ahead, -1: behind, 0: []}[sign_of(value, around=1.0)].append(load)
-    ends = [
-        f"{how} beyond noise at {loads_text(loads)}" for how, loads in (("ahead", ahead), ("behind", behind)) if loads
-    ]
-    if texts:
-        text = f"{sweep.title} against {other.title} on {workload}, each at its fastest depth, in speed per user: "
-        text += f"{', '.join(texts)}: {'; '.join(ends) or NOISE}."
-        yield Sentence(text=text, section=anchor(SPEED, summary))
+        one = summary.contenders[sweep.first]
+        groups[one.kind, one.target, one.inflated].append(sweep)
+    pairs = [(sweep, first) for first, *others in groups.values() for sweep in others]
+    for (sweep, other), workload in product(pairs, summary.workloads):
+        texts, loads = [], defaultdict[int, list[Load]](list)
+        for load in summary.loads:
+            mine, theirs = (summary.shown(one, workload, load) for one in (sweep, other))
+            cells = [summary.rows[one, workload, load].cells for one in (mine, theirs) if one]
+            if mine and theirs and (value := speed_ratio(*cells)):
+                depths = f"K={sweep.depths[mine]} against K={other.depths[theirs]}"
+                texts.append(f"{times_text(value)} at {load_text(load)} ({depths})")
+                loads[sign_of(value, around=1.0)].append(load)
+        signs = {1: "ahead", -1: "behind"}
+        ends = [f"{how} beyond noise at {load_text(*loads[sign])}" for sign, how in signs.items() if loads[sign]]
+        if texts:
+            text = f"{sweep.title} against {other.title} on {workload}, each at its fastest depth, in speed per user: "
+            text += f"{', '.join(texts)}: {'; '.join(ends) or NOISE}."
+            yield Sentence(text=text, section=anchor(SPEED, summary))
 
 
 def _fastest(summary: Summary) -> Iterator[Sentence]:
     """Which contender decodes the fastest under each load, and which cannot be told from it."""
     for workload in summary.workloads:
-        by_winner: dict[str, list[tuple[Load, float]]] = {}
+        winners: dict[str, list[Row]] = defaultdict(list)
         for load in summary.loads:
-            rows = [row for row in summary.rows if (row.workload, row.load) == (workload, load)]
-            speeds = {
-                row.contender: row.figures.per_user_tokens_per_second.value
-                for row in rows
-                if not row.figures.partial and row.figures.per_user_tokens_per_second is not None
-            }
-            if len(speeds) < 2:
-                continue
-            best = max(speeds, key=lambda name: speeds[name])
-            near = [n for n in speeds if n != best and not summary.is_slower(n, best, workload, load)]
-            text = best + (f" (not to be told from {_names_text(summary, near)})" if near else "")
-            by_winner.setdefault(text, []).append((load, speeds[best]))
+            whole = [row for key, row in summary.rows.items() if key[1:] == (workload, load) and row.speed]
+            best = summary.best("", [row.contender for row in whole], workload, load)
+            if best and len(whole) > 1:
+                near = f" (not to be told from {_names_text(summary, best.alike)})" if best.alike else ""
+                winners[f"{best.contender}{near}"].append(summary.rows[best.contender, workload, load])
         parts = []
-        for name, where in by_winner.items():
-            speed = ", ".join(number(value) for _, value in where)
-            parts.append(f"{name} at {loads_text([load for load, _ in where])} ({speed} tokens/s)")
+        for name, rows in winners.items():
+            speeds = ", ".join(number(row.speed.value) for row in rows if row.speed)
+            parts.append(f"{name} at {load_text(*(row.load for row in rows))} ({speeds} tokens/s)")
         if parts:
             yield Sentence(text=f"Fastest per user on {workload}: {'; '.join(parts)}.", section=anchor(SPEED, summary))
 
@@ -263,53 +228,40 @@ def _names_text(summary: Summary, names: Sequence[str]) -> str:
     """Names in order, with those of one drafter at many depths in one: "EAGLE-3 K=3/4/5, EAGLE-3.1 K=2"."""
     texts: list[str] = []
     for name in names:
-        sweep = None if name == summary.baseline else summary.sweep(name)
-        depths = [str(depth) for depth, other in sweep.chains if other in names] if sweep and sweep.is_deep else []
-        texts.append(f"{sweep.title} K={'/'.join(depths)}" if sweep and len(depths) > 1 else name)
+        line = summary.line(name)
+        depths = [str(depth) for other, depth in line.depths.items() if other in names]
+        texts.append(f"{line.title} K={'/'.join(depths)}" if len(depths) > 1 else name)
     return ", ".join(dict.fromkeys(texts))
 
 
 def _accepted_more(summary: Summary) -> Iterator[Sentence]:
     """Drafters of the same target that draft in the same way, against the first of them, over all workloads."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = defaultdict(list)
     for one in summary.results.contenders:
         if one.drafter is not None and one.speculation is not None:
             way = {key: value for key, value in one.speculation.items() if key not in ("model", "method")}
-            same = (one.kind, one.target, one.inflated, one.temperature, sorted(way.items()))
-            groups.setdefault(repr(same), []).append(one.name)
-    pairs: dict[tuple[str, str], list[str]] = {}  # by what is compared, many depths in one
+            groups[repr((one.kind, one.target, one.inflated, one.temperature, sorted(way.items())))].append(one.name)
+    pairs: dict[tuple[str, str], list[str]] = defaultdict(list)  # by what is compared, many depths in one
     for first, *others in groups.values():
         for name in others:
-            value = summary.acceptance_ratio(name, first)
+            value, line = summary.acceptance_ratio(name, first), summary.line(name)
             if value is not None:
                 noise = "" if sign_of(value, around=1.0) else f" ({NOISE})"
-                depth = f" at K={summary.depth(name)}" if _stem(summary, name) != name else ""
-                pairs.setdefault((_stem(summary, name), _stem(summary, first)), []).append(
-                    f"{times_text(value)}{depth}{noise}"
-                )
-    for (stem, first_stem), texts in pairs.items():
-        text = f"The acceptance length of {stem} over that of {first_stem}, both drafting as far ahead: "
+                depth = f" at K={line.depths[name]}" if line.is_deep else ""
+                pairs[line.title, summary.line(first).title].append(f"{times_text(value)}{depth}{noise}")
+    for (title, first_title), texts in pairs.items():
+        text = f"The acceptance length of {title} over that of {first_title}, both drafting as far ahead: "
         yield Sentence(text=f"{text}{', '.join(texts)}.", section=anchor(ACCEPTANCE, summary))
-
-
-def _stem(summary: Summary, name: str) -> str:
-    """What contenders have in common that are one drafter at many depths."""
-    if name == summary.baseline:
-        return name
-    sweep = summary.sweep(name)
-    return sweep.title if sweep.is_deep else name
 
 
 def _same_answers(summary: Summary) -> Iterator[Sentence]:
     compared, different = (sum(counts[i] for counts in summary.answers.values()) for i in (0, 1))
     against = f"{summary.baseline} at temperature 0"
-    section = anchor(ANSWERS, summary)
+    text = f"All contenders gave the same answers as {against} ({compared:,} compared)."
     if different:
         text = f"{different:,} of {compared:,} answers differ from those of {against}."
-        yield Sentence(text=text, section=section, tone="bad")
-    elif compared:
-        text = f"All contenders gave the same answers as {against} ({compared:,} compared)."
-        yield Sentence(text=text, section=section, tone="good")
+    if compared:
+        yield Sentence(text=text, section=anchor(ANSWERS, summary), tone="bad" if different else "good")
 
 
 # Where it disappoints, and why.
@@ -317,75 +269,52 @@ def _same_answers(summary: Summary) -> Iterator[Sentence]:
 
 def disappointments(summary: Summary, references: Sequence[Reference] = ()) -> list[Sentence]:
     """Where a contender does not gain, or gains less than others reported, and what the data say about why."""
-    if not summary.has_speed or not summary.baseline:
+    if not summary.has_speed:
         return []
-    found: list[Sentence] = []
-    for name in summary.challengers:
-        for workload in summary.workloads:
-            found += _losses(summary, name, workload)
+    found = []
+    for row in sorted(summary.ratios, key=lambda row: list(summary.contenders).index(row.contender)):
+        if row.per_user and row.per_user.low is not None and row.per_user.low <= 1:
+            how = "is slower than" if sign_of(row.per_user, around=1.0) < 0 else "is no faster than"
+            where = f"{summary.baseline} on {row.workload} at {load_text(row.load)}"
+            text = f"{row.contender} {how} {where}: {times_text(row.per_user)}. {_why(summary, row)}"
+            found.append(Sentence(text=text, section=anchor(SPEED, summary), tone="bad"))
     for sweep in summary.sweeps:
         for workload in summary.workloads:
             found += _short_of(summary, sweep, workload, references)
     return found
 
 
-def _losses(summary: Summary, name: str, workload: str) -> Iterator[Sentence]:
-    for load, value in summary.ratios_of(name, workload):
-        sign = sign_of(value, around=1.0)
-        if sign <= 0 and value.low is not None:
-            how = "is slower than" if sign < 0 else "is no faster than"
-            text = f"{name} {how} {summary.baseline} on {workload} at {load_text(load)}: {times_text(value)}. "
-            text += _why(summary, name, workload, load)
-            yield Sentence(text=text, section=anchor(SPEED, summary), tone="bad")
-
-
-def round_cost(summary: Summary, name: str, workload: str, load: Load) -> float | None:
-    """Plain steps that a round costs: acceptance length over the ratio, since ratio = tokens per round / cost."""
-    row, found = summary.row(name, workload, load), summary.ratio(name, workload, load)
-    if row is None or found is None or found.per_user is None or row.figures.acceptance_length is None:
-        return None
-    return row.figures.acceptance_length.value / found.per_user.value
-
-
-def _why(summary: Summary, name: str, workload: str, load: Load) -> str:
-    cost, value = round_cost(summary, name, workload, load), dict(summary.ratios_of(name, workload))[load].value
-    if cost is None:
+def _why(summary: Summary, row: Row) -> str:
+    cost, depth, users = row.round_cost, summary.depth(row.contender), row.load.concurrency
+    if cost is None or row.per_user is None:
         return "Acceptance is not reported here, so the loss cannot be split into few accepted drafts and dear rounds."
-    length, depth = cost * value, summary.depth(name)
-    lowest = summary.ratios_of(name, workload)[0][0]
-    cost_low = round_cost(summary, name, workload, lowest)
+    length = cost * row.per_user.value
+    lowest = next(one for one in summary.rows_of(row.contender, row.workload) if one.per_user)
     text = f"A round yields {length:.2f} tokens and costs {cost:.2f} plain steps"
-    if cost_low is not None and lowest != load and cost > DEARER * cost_low:
-        text += f", {cost_low:.2f} at {load_text(lowest)}"
-        if load.concurrency is not None and depth is not None:
-            users = load.concurrency
+    if lowest.round_cost is not None and cost > DEARER * lowest.round_cost:
+        text += f", {lowest.round_cost:.2f} at {load_text(lowest.load)}"
+        if users is not None and depth is not None:
             text += (
                 f": verifying {users} x {depth + 1} = {users * (depth + 1)} tokens at once is no longer free beside "
             )
             text += f"the {users} of plain decoding"
-    if length < FEW_ACCEPTED:
-        text += "; few drafts stand"
+    text += "; few drafts stand" if length < FEW_ACCEPTED else ""
     return f"{text}. To break even it would need an acceptance length of {cost:.2f}."
 
 
 def _short_of(summary: Summary, sweep: Sweep, workload: str, references: Sequence[Reference]) -> Iterator[Sentence]:
     """Of a drafter with many depths the fastest at each load: where that stays below, so do the others."""
-    lines: dict[str, list[tuple[Load, Interval | None, str]]]
-    if sweep.is_deep:
-        bests = [summary.best_depths.get((sweep, workload, load)) for load in summary.loads]
-        points = [(b.load, b.over_baseline, f" (K={sweep.depth_of(b.contender)})") for b in bests if b is not None]
-        lines = {f"{sweep.title} at its fastest depth": points}
-    else:
-        lines = {name: [(load, value, "") for load, value in summary.ratios_of(name, workload)] for name in sweep.names}
     for reference in references:
-        for name, line in lines.items():
-            short = []
-            for load, value, depth in line:
-                reported = reference.points.get(load.concurrency or 0)
-                if reported is not None and value is not None and value.high is not None and value.high < reported:
-                    figure = f"{with_interval(value, '{:.2f}')}{depth}"
-                    short.append(f"{figure} against {reported:.2f} at {load_text(load)}")
-            if short:
-                text = f"{name} on {workload} stays below what is reported for {reference.name}: {', '.join(short)}. "
-                text += "That is another model on other hardware, so part of it need not be the engine's doing."
-                yield Sentence(text=text, section=anchor(SPEED, summary))
+        short = []
+        for load in summary.loads:
+            name, reported = summary.shown(sweep, workload, load), reference.points.get(load.concurrency or 0)
+            row = summary.rows.get((name or "", workload, load))
+            if row and row.per_user and reported and row.per_user.high is not None and row.per_user.high < reported:
+                depth = f" (K={sweep.depths[row.contender]})" if sweep.is_deep else ""
+                figure = with_interval(row.per_user, "{:.2f}")
+                short.append(f"{figure}{depth} against {reported:.2f} at {load_text(load)}")
+        if short:
+            name = f"{sweep.title} at its fastest depth" if sweep.is_deep else sweep.title
+            text = f"{name} on {workload} stays below what is reported for {reference.name}: {', '.join(short)}. "
+            text += "That is another model on other hardware, so part of it need not be the engine's doing."
+            yield Sentence(text=text, section=anchor(SPEED, summary))

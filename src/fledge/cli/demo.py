@@ -32,27 +32,22 @@ def demo(
     import torch  # noqa: PLC0415 - torch takes seconds, and --help should not
     from rich.console import Console  # noqa: PLC0415
 
-    from fledge.bench import demo as shown  # noqa: PLC0415
+    from fledge.bench.demo import PLAIN, PROMPTS, Demo, table  # noqa: PLC0415
 
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = shown.DemoSettings(
-        prompts=tuple(prompt or shown.PROMPTS), depth=depth, max_tokens=max_tokens, repeats=repeats, device=device
-    )
     console = Console(highlight=False, stderr=as_json)
-    contenders = shown.load_contenders(settings)  # refuses what cannot be run
+    it = Demo(prompt or PROMPTS, depth=depth, max_tokens=max_tokens, device=device)  # refuses what cannot be run
     console.print(INTRODUCTION)
-    identical = shown.stream_answers(contenders, settings, console)
+    it.stream(console)
     with console.status("timing, beside transformers"):
-        generate = shown.TransformersLoop(contenders[0].llm)
-        shown.time_answers(contenders, generate, settings)
-    figures = shown.report(contenders, generate, settings)
+        figures = it.measure(repeats)
     if as_json:
         print(json.dumps(figures))
     else:
-        console.print()
-        console.print(shown.table(figures))
-    if identical:
+        caption = f"speed: against transformers; by drafting: against {PLAIN}"
+        console.print("", *table(figures).to_rich(), caption, sep="\n")
+    if figures["identical"]:
         others = ", and from transformers" if figures["identical_to_transformers"] else ""
         console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters{others}.")
     elif figures["device"] == "cpu":

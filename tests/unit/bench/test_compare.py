@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.bench.compare import METRICS, Change, ResultsDiff, compare, describe
+from fledge.bench.compare import METRICS, Change, ResultsDiff, compare
 from fledge.evaluation.results import Cell, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, PROVENANCE, make_eval_results, make_results
 
@@ -107,7 +107,7 @@ def test_one_repeat_is_not_enough_to_tell_speed_from_noise():
     found = compare(before(repeats=1), slower(after(repeats=1), EAGLE_3, 3.0))
     for one in found.changes:
         assert one.verdict == ("same" if one.metric == "acceptance" else "unknown")
-    assert "A: one repeat only" in describe(next(one for one in found.changes if one.verdict == "unknown"))
+    assert "A: one repeat only" in str(next(one for one in found.changes if one.verdict == "unknown"))
 
 
 def test_what_is_missing_or_broken_in_b_fails_a_job():

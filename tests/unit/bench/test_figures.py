@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from fledge.bench.figures import decoding, figures_of, latencies
-from fledge.bench.summary import Agreement, FiguresRow, RatioRow, Summary
+from fledge.bench.summary import Row, Summary
 from fledge.bench.tables import print_results, warnings
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
@@ -20,16 +20,16 @@ ONE = Load(concurrency=1)
 interval, quantiles = Bootstrap().interval, Bootstrap().quantiles
 
 
-def ratios(results: Results, baseline: str) -> list[RatioRow]:
+def ratios(results: Results, baseline: str) -> list[Row]:
     return Summary(results, baseline).ratios
 
 
-def summarise(results: Results) -> list[FiguresRow]:
-    return Summary(results, results.baseline).rows
+def summarise(results: Results) -> list[Row]:
+    return list(Summary(results, results.baseline).rows.values())
 
 
-def agreements(results: Results, baseline: str) -> list[Agreement]:
-    return Summary(results, baseline).agreements
+def agreements(results: Results, baseline: str) -> list[tuple[int, int]]:
+    return [(row.compared, row.different) for row in Summary(results, baseline).agreements]
 
 
 def request(prompt: str, sent: float, first: float, done: float, tokens: int, **more) -> RequestRecord:
@@ -224,8 +224,7 @@ def test_quantiles_match_numpy_and_their_intervals_hold_them():
 def test_acceptance_is_that_of_the_one_definition():
     results = make_results(workloads=("chat",), concurrencies=(1,))
     for row in summarise(results):
-        cells = Summary(results, PLAIN).cells[row.key]
-        whole = AcceptanceStatistics.merge(one.acceptance_statistics for one in cells)
+        whole = AcceptanceStatistics.merge(one.acceptance_statistics for one in row.cells)
         if row.contender not in ACCEPTED:
             assert row.figures.acceptance_length is None
             continue
@@ -250,13 +249,13 @@ def test_a_servers_own_tally_has_intervals_from_repeats_only():
 
 def test_answers_are_compared_by_prompt_where_nothing_is_random():
     results = make_results(contenders=(PLAIN, EAGLE_3), workloads=("chat",), concurrencies=(4,), repeats=2)
-    assert [(one.compared, one.different) for one in agreements(results, PLAIN)] == [(24, 0)]
+    assert agreements(results, PLAIN) == [(24, 0)]
     cells = list(results.cells)
     place = next(i for i, c in enumerate(cells) if c.contender == EAGLE_3)
     several = tuple(reversed(cells[place].requests))  # the order of answers does not matter
     cells[place] = replace(cells[place], requests=(replace(several[0], digest="other"), *several[1:]))
     results = replace(results, cells=tuple(cells))
-    assert [(one.compared, one.different) for one in agreements(results, PLAIN)] == [(24, 1)]
+    assert agreements(results, PLAIN) == [(24, 1)]
     assert agreements(replace(results, settings={"temperature": 0.7}), PLAIN) == []
 
 

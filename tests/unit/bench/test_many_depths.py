@@ -72,7 +72,7 @@ def test_chains_of_one_drafter_are_a_sweep_and_trees_are_not():
     server = Contender(name="server", kind="server", target="target")
     found = sweeps([*chains, tree, twin, other, server])
     assert [sweep.title for sweep in found] == ["EAGLE-3", "tree", "twin", "hotter", "server"]
-    assert found[0].chains == ((2, "EAGLE-3 K=2"), (3, "EAGLE-3 K=3"), (5, "EAGLE-3 K=5"))
+    assert list(found[0].depths.items()) == [("EAGLE-3 K=2", 2), ("EAGLE-3 K=3", 3), ("EAGLE-3 K=5", 5)]
     renamed = [replace(one, name=f"server {number}") for number, one in enumerate(chains)]
     assert [sweep.title for sweep in sweeps(renamed)] == ["eagle-3 (fledge)"]
 
@@ -158,7 +158,7 @@ def test_a_drafter_has_one_colour_and_two_are_told_apart_in_grey(speeds: dict[st
 def test_a_baseline_that_drafts_is_drawn_in_ink(tmp_path: Path, baseline: str):
     for results in (many_depths(), make_results(concurrencies=(1,), repeats=2, prompts=4)):
         (part,) = summaries([results], baseline)
-        assert baseline not in [name for sweep in part.sweeps for name in sweep.names]
+        assert baseline not in [name for sweep in part.sweeps for name in sweep.depths]
         assert style(part, baseline)["color"] == coloured(part, baseline, 0)["color"] == INK
         BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")
         assert baseline in (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def test_a_baseline_that_drafts_is_drawn_in_ink(tmp_path: Path, baseline: str):
 
 def test_temperatures_of_one_drafter_share_its_colour():
     part = part_of(make_eval_results(workloads=("chat",), prompts=2))
-    assert len({colour(part, name) for name in part.names}) == 2
+    assert len({colour(part, name) for name in part.contenders}) == 2
 
 
 def test_different_answers_are_told_once(capsys: pytest.CaptureFixture[str]):

@@ -9,7 +9,7 @@ import pytest
 from fledge.bench.report import BenchReport
 from fledge.bench.summary import Summary, summaries
 from fledge.bench.tables import markdown, warnings
-from fledge.bench.verdict import Reference, disappointments, overall, round_cost, verdicts
+from fledge.bench.verdict import Reference, disappointments, overall, verdicts
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Load, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, make_eval_results, make_results
@@ -114,8 +114,7 @@ def test_the_verdict_says_where_a_gain_ends_and_what_it_would_take():
     (part,) = summaries([make_results(noise=0.01)])
     slow = next(one for one in verdicts(part) if one.name == EAGLE_3)
     assert (slow.headline, slow.tone) == ("Faster up to concurrency 16", "good")
-    ratio = part.ratio(EAGLE_3, "coding", Load(concurrency=1))
-    assert ratio is not None
+    ratio = part.rows[EAGLE_3, "coding", Load(concurrency=1)]
     assert ratio.per_user is not None
     first = slow.sentences[0].text
     assert f"{ratio.per_user.value:.2f} times [{ratio.per_user.low:.2f}, {ratio.per_user.high:.2f}]" in first
@@ -126,7 +125,7 @@ def test_the_verdict_says_where_a_gain_ends_and_what_it_would_take():
     losses = [one.text for one in disappointments(part) if one.tone == "bad"]
     assert len(losses) == 2
     assert all("64 x 4 = 256 tokens" in text for text in losses)
-    cost = round_cost(part, EAGLE_3, "coding", Load(concurrency=64))
+    cost = part.rows[EAGLE_3, "coding", Load(concurrency=64)].round_cost
     assert cost is not None
     assert 2.0 < cost < 2.5  # the helper's machine: (5 + 0.9 + 12.8) / (5 + 3.2) is 2.28
     assert f"need an acceptance length of {cost:.2f}" in losses[0]
@@ -169,8 +168,7 @@ def test_markdown_is_tables_and_what_must_be_known(written):
     _, report, *_ = written
     text = markdown(report.summaries, report.notes)
     assert "| coding, per user | C=1 | C=4 |\n|---|---|---|\n" in text
-    ratio = report.summaries[0].ratio(EAGLE_3_1, "coding", Load(concurrency=1))
-    assert ratio is not None
+    ratio = report.summaries[0].rows[EAGLE_3_1, "coding", Load(concurrency=1)]
     assert ratio.per_user is not None
     assert f"{ratio.per_user.value:.2f}x [{ratio.per_user.low:.2f}, {ratio.per_user.high:.2f}]" in text
     assert "| coding, per user (inflated: 8b) | C=1 | C=16 | C=64 |" in text

@@ -31,30 +31,19 @@ def report(
     from fledge.bench.tables import markdown as to_markdown  # noqa: PLC0415
     from fledge.bench.verdict import Reference  # noqa: PLC0415
     from fledge.evaluation.results import read_results  # noqa: PLC0415
-    from fledge.files import write_text  # noqa: PLC0415
 
-    references = tuple(Reference.parse(text) for text in reference or ())
-    notes = [*(note or ()), *_paragraphs(note_file)]
     several = [read_results(file) for file in files]
     page = BenchReport(
         summaries=tuple(summaries(several, baseline)),
         title=title or "; ".join(dict.fromkeys(one.title for one in several)),
-        references=references,
-        notes=tuple(notes),
+        references=tuple(Reference.parse(text) for text in reference or ()),
+        notes=(*(note or ()), *_paragraphs(note_file)),
     )
-    page.write(out, pictures=png_dir)
     is_printed = str(markdown) == "-"
-    if markdown is not None:
-        text = to_markdown(page.summaries, page.notes)
-        if is_printed:
-            print(text, end="")
-        else:
-            try:
-                markdown.parent.mkdir(parents=True, exist_ok=True)
-                write_text(markdown, text)
-            except OSError as error:
-                raise ConfigError(f"--markdown {markdown}: cannot be written: {error.strerror or error}") from None
-    if not quiet and not is_printed:
+    page.write(out, pictures=png_dir, tables=None if is_printed else markdown)
+    if is_printed:
+        print(to_markdown(page.summaries, page.notes), end="")
+    elif not quiet:
         console = Console(highlight=False)
         print_verdicts(page, console)
         console.print(f"Report: {out}", markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from fledge.cli.options import MaxTokens, engine_options, read_speculation
 from fledge.errors import PromptError
@@ -60,6 +61,7 @@ def generate(
     requests = _read_requests(prompt, prompts, chat)
 
     from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
+    from fledge.engine.outputs import RequestMetrics  # noqa: PLC0415
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -74,12 +76,13 @@ def generate(
     llm = LLM(target, speculative_config=speculation, seed=seed, **engine)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
     started = time.perf_counter()
+    outputs = _answer_together(llm, encoded, params) if as_json else list(_answer_in_turn(llm, encoded, params))
+    metrics = replace(RequestMetrics.pooled([o.metrics for o in outputs]), seconds=time.perf_counter() - started)
+    total = metrics.to_dict(sum(len(output.outputs[0].token_ids) for output in outputs))
     if as_json:
-        outputs = _answer_together(llm, encoded, params)
-        print(json.dumps(_report(outputs, time.perf_counter() - started)))
+        print(json.dumps({"outputs": [_output(output) for output in outputs], "total": total}))
     else:
-        outputs = list(_answer_in_turn(llm, encoded, params))
-        _print_summary(_total(outputs, time.perf_counter() - started))
+        _print_summary(total)
 
 
 def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[dict[str, Any]]:
@@ -111,8 +114,6 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
 
 def _answer_together(llm: "LLM", requests: list[Any], params: "SamplingParams") -> "list[RequestOutput]":
     """All prompts at once, in continuous batches, with a progress line on standard error."""
-    from rich.console import Console  # noqa: PLC0415
-
     with Console(stderr=True).status(f"answering {len(requests)} prompts") as status:
         return llm.generate(
             requests, params, progress=lambda done, total: status.update(f"answered {done} of {total} prompts")
@@ -121,55 +122,36 @@ def _answer_together(llm: "LLM", requests: list[Any], params: "SamplingParams") 
 
 def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
     """One prompt after another, streamed for a person to read."""
-    from rich.console import Console  # noqa: PLC0415
-
     console = Console(highlight=False, soft_wrap=True)
     for number, request in enumerate(requests, start=1):
         if len(requests) > 1:
             console.rule(f"{number} of {len(requests)}", align="left")
         for event in llm.stream(request, params):
-            _print_event(console, event)
+            for piece in event.pieces:
+                console.print(piece.text, style=DRAFTED_STYLE if piece.drafted else None, end="", markup=False)
             if event.output is not None:
+                answer = event.output.outputs[0]
+                if not answer.text:  # a target without tokenizer
+                    console.print(" ".join(map(str, answer.token_ids)), end="")
                 yield event.output
         console.print()
 
 
-def _print_event(console: Any, event: Any) -> None:
-    for piece in event.pieces:
-        console.print(piece.text, style=DRAFTED_STYLE if piece.drafted else None, end="", markup=False)
-    if not event.pieces and event.output is not None and not event.output.outputs[0].text:
-        console.print(" ".join(map(str, event.output.outputs[0].token_ids)), end="")  # a target without tokenizer
-
-
-def _report(outputs: "list[RequestOutput]", seconds: float) -> dict[str, Any]:
-    """Everything --json prints."""
+def _output(output: "RequestOutput") -> dict[str, Any]:
+    """What --json prints of an answer."""
+    answer = output.outputs[0]
     return {
-        "outputs": [
-            {
-                "prompt": output.prompt,
-                "prompt_tokens": len(output.prompt_token_ids),
-                "text": output.outputs[0].text,
-                "token_ids": list(output.outputs[0].token_ids),
-                "finish_reason": output.outputs[0].finish_reason,
-                "stop_reason": output.outputs[0].stop_reason,
-                **output.metrics.to_dict(len(output.outputs[0].token_ids)),
-            }
-            for output in outputs
-        ],
-        "total": _total(outputs, seconds),
+        "prompt": output.prompt,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        **output.metrics.to_dict(len(answer.token_ids)),
     }
 
 
-def _total(outputs: "list[RequestOutput]", seconds: float) -> dict[str, Any]:
-    from fledge.engine.outputs import RequestMetrics  # noqa: PLC0415
-
-    pooled = replace(RequestMetrics.pooled([output.metrics for output in outputs]), seconds=seconds)
-    return pooled.to_dict(sum(len(output.outputs[0].token_ids) for output in outputs))
-
-
 def _print_summary(total: dict[str, Any]) -> None:
-    from rich.console import Console  # noqa: PLC0415
-
     lines = [f"{total['tokens']} tokens, {total['tokens_per_second']:.1f} tokens/s"]
     if total["acceptance_length"] is not None:
         rates = ", ".join(f"{rate:.0%}" for rate in total["rate_by_depth"])

@@ -18,9 +18,9 @@ from fledge.decoding.reference import Round, Speculation
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import CostTable
 from fledge.engine.engine import LLMEngine
-from fledge.engine.graphs import GraphCache, GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
+from fledge.engine.runner import GraphRunner, batch_sizes
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -133,7 +133,7 @@ def make_engine(
     engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
         sizes = engine.config.cudagraph_capture_sizes or batch_sizes(engine.config.max_num_seqs)
-        engine.runner.graphs = GraphRunner(engine.runner.state, CpuGraphs(), sizes)
+        engine.runner.graphs = CpuGraphs(engine.runner.state, sizes)
     return engine
 
 
@@ -179,7 +179,7 @@ def answers(engine: LLMEngine, asks: Sequence[Ask]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-class CpuGraphs(GraphCache):
+class CpuGraphs(GraphRunner):
     """Graphs as they behave on a GPU, without one: recorded once, played again on the tensors they were given then.
 
     Results are new ones each time: on a GPU the copy to the host is queued behind the replay, here nothing keeps them.
@@ -247,7 +247,7 @@ def wrong_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> bo
     count = int(state.draft_count[row])
     assert count <= depth
     assert state.length[row] == len(request.tokens) - 1
-    if (tree := engine.runner.models.tree) is not None:
+    if (tree := engine.runner.state.tree) is not None:
         tokens, parents = drafts_after(name, tuple(request.tokens), depth, tree)
         found = (state.tree_tokens[row].tolist()[: len(tokens)], state.tree_parents[row].tolist()[: len(tokens)])
         return found != (list(tokens), list(parents))

@@ -161,7 +161,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
 
 def test_a_drafter_that_fails_is_given_up_and_every_stream_goes_on() -> None:
     llm = make_llm(max_num_seqs=8)
-    drafter, calls = llm.engine.runner.models.drafter, [0]
+    drafter, calls = llm.engine.runner.state.drafter, [0]
     assert drafter is not None
 
     def failing(method: Callable[..., Any]) -> Callable[..., Any]:

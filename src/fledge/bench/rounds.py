@@ -203,7 +203,7 @@ def _device_seconds(work: Callable[[], object], repeats: int = 10) -> float:
 
 def add_prompts(engine: LLMEngine, count: int, tokens: int, *, max_tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    vocab = engine.runner.vocab_size
+    vocab = engine.info.vocab_size
     for number in range(count):
         prompt = torch.randint(vocab, (tokens,), generator=generator).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

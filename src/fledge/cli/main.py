@@ -12,8 +12,9 @@ from fledge.cli.drift import drift
 from fledge.cli.eval import evaluate
 from fledge.cli.generate import generate
 from fledge.cli.inspect import inspect
-from fledge.cli.serve import ServeCommand, serve
+from fledge.cli.serve import serve
 from fledge.cli.train import train
+from fledge.cli.vllm_options import ServeCommand
 from fledge.errors import FledgeError
 from fledge.version import __version__
 

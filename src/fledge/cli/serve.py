@@ -9,43 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from fledge.checkpoints.source import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.cli.options import Threads, engine_options
-from fledge.cli.vllm_options import translate
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
+from fledge.files import read_json
 
 BUNDLED_DEPTH = 5
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-class ServeCommand(TyperCommand):
-    """Reads vLLM's options too: those that do no harm are noted, others refused in words."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
-        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
-        names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
-        flags = {name for is_flag, name in names if is_flag} | {"--help"}
-        values = {name for is_flag, name in names if not is_flag}
-        ours, notes = translate(args, values, flags)
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
-        return super().parse_args(ctx, _repeat_lists(ours))
-
-
-def _repeat_lists(arguments: list[str]) -> list[str]:
-    """`--served-model-name a b` is vLLM's way to give several values; ours is to repeat the option."""
-    made: list[str] = []
-    taking: str | None = None
-    for position, word in enumerate(arguments):
-        if word.startswith("-"):
-            taking = word if word in {"--served-model-name", "--api-key"} else None
-        elif taking is not None and position and arguments[position - 1] != taking:
-            made.append(taking)
-        made.append(word)
-    return made
 
 
 ENGINE_OPTIONS = (
@@ -111,10 +83,7 @@ def serve(
     """Serve a model with OpenAI's API, and a page that shows whether speculation pays."""
     del enable_auto_tool_choice  # vLLM's consent to read tool calls; here a request's `tools` is enough
     speculation = _speculation(model, speculative_config)
-    keys = [
-        *(api_key or ()),
-        *(os.environ[name] for name in ("FLEDGE_API_KEY", "VLLM_API_KEY") if os.environ.get(name)),
-    ]
+    keys = [*(api_key or ()), *filter(None, map(os.environ.get, ("FLEDGE_API_KEY", "VLLM_API_KEY")))]
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
     template = None if chat_template is None else _read_template(chat_template)
@@ -130,8 +99,6 @@ def serve(
         raise ConfigError(
             f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
         ) from None
-    from fledge.checkpoints.source import resolve  # noqa: PLC0415
-
     set_up_logging(log_format)
     source = model or TARGET
     directory = resolve(source)
@@ -214,13 +181,5 @@ def _sampling_defaults(directory: Path, source: str) -> dict[str, float | int]:
     """Return the model's own sampling settings, which a request may overrule, as `vllm serve` does."""
     if source not in ("auto", "vllm"):
         raise ConfigError(f"--generation-config: found '{source}', allowed is auto or vllm")
-    file = directory / "generation_config.json"
-    if source == "vllm" or not file.is_file():
-        return {}
-    try:
-        values: Any = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    if not isinstance(values, dict):
-        return {}
+    values = {} if source == "vllm" else read_json(directory / "generation_config.json") or {}
     return {name: values[name] for name in _SAMPLING_DEFAULTS if isinstance(values.get(name), int | float)}

@@ -1,19 +1,48 @@
-"""Options of `vllm serve` that `fledge serve` does not have: which are harmless, and who handles the others."""
+"""The command line of `vllm serve`, read by `fledge serve`: which options are harmless, and who handles the others."""
 
+import sys
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from typer.core import TyperCommand
+
 from fledge.errors import ConfigError, nearest_name_hint
 
 _VLLM = "which is vLLM's job: run this pair with 'vllm serve', which loads the same checkpoints"
 _SEVERAL_GPUS = f"several GPUs or machines are needed for that, {_VLLM}"
-
-
+_SEVERAL_VALUES = {"--served-model-name", "--api-key"}
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 FOREIGN: dict[str, dict[str, Any]] = _DATA["options"]
 ALIASES: dict[str, str] = _DATA["aliases"]
+
+
+class ServeCommand(TyperCommand):
+    """Reads vLLM's options too: those that do no harm are noted, others refused in words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
+        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
+        flags = {name for is_flag, name in names if is_flag} | {"--help"}
+        values = {name for is_flag, name in names if not is_flag}
+        ours, notes = translate(args, values, flags)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        return super().parse_args(ctx, _repeat_lists(ours))
+
+
+def _repeat_lists(arguments: list[str]) -> list[str]:
+    """`--served-model-name a b` is vLLM's way to give several values; ours is to repeat the option."""
+    made: list[str] = []
+    taking: str | None = None
+    for position, word in enumerate(arguments):
+        if word.startswith("-"):
+            taking = word if word in _SEVERAL_VALUES else None
+        elif taking is not None and position and arguments[position - 1] != taking:
+            made.append(taking)
+        made.append(word)
+    return made
 
 
 def translate(

@@ -219,7 +219,7 @@ class _Sequence:
             [self.prompt], [self.tokens[len(self.prompt) :]], vocab_size=self.vocab_size, device=self.device
         )
         if isinstance(draft, DraftTree):
-            return history.after_tree(draft.tokens, visibility(draft.parents))
+            return history.after_tree(draft.tokens[None], visibility(draft.parents)[None])
         return history if draft is None else history.after_chain(draft.tokens[None])
 
     def _forbidden(self, depths: Tensor) -> Tensor | None:

@@ -11,7 +11,8 @@ settings (`SamplingRows.select`) and the history that position would have had wi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,24 +86,8 @@ class SamplingRows:
 
     def select(self, index: Tensor) -> "SamplingRows":
         """Return the rows at `index` [n]; a row may be taken many times or not at all."""
-        return SamplingRows(
-            temperature=self.temperature[index],
-            is_greedy=self.is_greedy[index],
-            top_k=self.top_k[index],
-            top_p=self.top_p[index],
-            min_p=self.min_p[index],
-            repetition_penalty=self.repetition_penalty[index],
-            presence_penalty=self.presence_penalty[index],
-            frequency_penalty=self.frequency_penalty[index],
-            seed=self.seed[index],
-            logit_bias=None if self.logit_bias is None else self.logit_bias[index],
-            all_greedy=self.all_greedy,
-            any_greedy=self.any_greedy,
-            any_penalty=self.any_penalty,
-            any_min_p=self.any_min_p,
-            any_top_p=self.any_top_p,
-            max_top_k=self.max_top_k,
-        )
+        taken: dict[str, Any] = {name: one[index] for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **taken)
 
     def repeat(self, times: int) -> "SamplingRows":
         """Return each row `times` times in a row: [a, b] -> [a, a, b, b]. Verify rows are `repeat(depth + 1)`."""
@@ -157,15 +142,17 @@ class TokenHistory:
         )
 
     def after_tree(self, tokens: Tensor, visible: Tensor) -> "TokenHistory":
-        """Return the histories of one tree's verify rows, [nodes + 1, vocab], from a history of one row.
+        """Return the histories of the verify rows of trees, [batch * (nodes + 1), vocab].
 
         Row 0 is the root and has seen no draft; row n + 1 has seen node n and the ancestors of n. `tokens` is
-        [nodes] and `visible` is `tree.visibility(parents)`, [nodes + 1, nodes + 1].
+        [batch, nodes] and `visible` is `tree.visibility(parents)`, [batch, nodes + 1, nodes + 1].
         """
-        rows = visible.shape[0]
-        counts = self.output_counts.repeat(rows, 1)
-        counts.index_add_(1, tokens, visible[:, 1:].to(torch.int32))
-        return TokenHistory(prompt_mask=self.prompt_mask.expand(rows, -1), output_counts=counts)
+        rows = visible.shape[1]
+        counts = self.output_counts[:, None].repeat(1, rows, 1)
+        counts.scatter_add_(2, tokens[:, None].expand(-1, rows, -1), visible[:, :, 1:].to(torch.int32))
+        return TokenHistory(
+            prompt_mask=self.prompt_mask.repeat_interleave(rows, dim=0), output_counts=counts.flatten(0, 1)
+        )
 
 
 def greedy(logits: Tensor) -> Tensor:

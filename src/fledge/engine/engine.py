@@ -13,29 +13,24 @@ into question all of them become suspects, and are admitted one by one until eac
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthPolicy, FixedDepth
-from fledge.engine.draft_round import DrafterError
-from fledge.engine.graphs import GraphCache, GraphRunner, batch_sizes
+from fledge.engine.device_state import DeviceState
 from fledge.engine.outputs import RequestUpdate, RoundRecord
-from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats, RoundReport
+from fledge.engine.passes import DrafterError
+from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
 from fledge.engine.request import UNLIMITED, Phase, Request
-from fledge.engine.round_models import RoundModels
-from fledge.engine.row_state import RowState
-from fledge.engine.runner import Launch, RequestResult, Runner
-from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler, lookahead
-from fledge.engine.sizing import count_blocks, make_cache, scratch_slots, tree_nodes
+from fledge.engine.runner import GraphRunner, Launch, RequestResult, Runner, batch_sizes
+from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 from fledge.errors import ConfigError, describe
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -62,75 +57,49 @@ class LLMEngine:
         eos_ids: Sequence[int] = (),
     ) -> None:
         """`depth_policy`: what the config says, if not given. `model` and `eos_ids` are what `info` says of them."""
-        speculation = config.speculative_config
-        assert (drafter is None) == (speculation is None), "a drafter comes with a speculative config"
-        self.target, self.drafter = target, drafter  # as loaded: the runner may give the drafter up
-        self.device = target.embed_tokens.weight.device
-        on_gpu = self.device.type == "cuda"
+        assert (drafter is None) == (config.speculative_config is None), "a drafter comes with a speculative config"
+        self.target, self.drafter = target, drafter  # as loaded: the device's state may give the drafter up
         if config.pack_weights:
             target, drafter = accelerate(target, drafter)
-        max_model_len = config.max_model_len or target.config.max_positions
-        self.config = config = replace(config, max_model_len=max_model_len)
+        self.config = config = replace(config, max_model_len=config.max_model_len or target.config.max_positions)
         self.requests: dict[str, Request] = {}  # those that have not ended
         self._stats = EngineStats()
-        self._recent_rounds: deque[RoundReport] = deque(maxlen=RECENT_ROUNDS)
-        self._depth_policy = depth_policy or FixedDepth(speculation, config.max_num_seqs)
+        self._depth_policy = depth_policy or FixedDepth(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
-        self._reads_late = on_gpu if config.read_late is None else config.read_late
         self._seed = 0
 
-        tree = None
-        if speculation is not None and speculation.tree_width is not None:
-            tree = TreeShape(width=speculation.tree_width, budget=speculation.tree_budget)
-        nodes = tree_nodes(tree, config.max_depth, target.config.vocab_size)
-        scratch = scratch_slots(tree, config.max_depth, nodes)
-        block_size = config.block_size or (64 if on_gpu else 16)
-        max_length = max_model_len + lookahead(config.max_depth, scratch)
-        num_blocks = count_blocks(config, target, drafter, block_size=block_size, longest=max_length)
-        self.block_manager = BlockManager(num_blocks, block_size, prefix_caching=config.enable_prefix_caching)
+        state = DeviceState(config, target, drafter)
+        self.device = state.device
+        on_gpu = self.device.type == "cuda"
+        self._reads_late = on_gpu if config.read_late is None else config.read_late
+        self.block_manager = BlockManager(
+            state.num_blocks, state.block_size, prefix_caching=config.enable_prefix_caching
+        )
         self.scheduler = Scheduler(
             self.block_manager,
             max_requests=config.max_num_seqs,
             max_prefill_tokens=config.max_num_batched_tokens,
             max_depth=config.max_depth,
-            scratch_slots=scratch,
-        )
-        models = RoundModels(
-            target=target,
-            target_cache=make_cache(config, target, num_blocks, block_size),
-            drafter=drafter,
-            drafter_cache=None if drafter is None else make_cache(config, drafter, num_blocks, block_size),
-            max_length=max_length,
-            block_size=block_size,
-            tree=tree,
-            sample_drafts=config.sample_drafts,
-        )
-        state = RowState(
-            max_requests=config.max_num_seqs,
-            max_blocks=self.block_manager.blocks_for(max_length),
-            max_depth=max(config.max_depth, 1),
-            device=self.device,
-            tree_nodes=nodes,
-            draft_probs_vocab=target.config.vocab_size if config.sample_drafts else 0,
+            lookahead=state.lookahead,
         )
         graphs = None
         if on_gpu and not config.enforce_eager:
-            captured = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
-            graphs = GraphRunner(state, GraphCache(), sorted({*captured, config.max_num_seqs}))
-        self.runner = Runner(models, state, graphs)
+            sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
+            graphs = GraphRunner(state, sorted({*sizes, config.max_num_seqs}))
+        self.runner = Runner(state, graphs)
         self.info = EngineInfo(
             model=model,
-            drafter=None if speculation is None else speculation.model,
+            drafter=None if config.speculative_config is None else config.speculative_config.model,
             device=str(self.device),
-            vocab_size=self.runner.vocab_size,
+            vocab_size=state.vocab_size,
             eos_ids=tuple(eos_ids),
-            max_model_len=max_model_len,
+            max_model_len=state.max_length - state.lookahead,
             max_num_seqs=config.max_num_seqs,
             max_depth=config.max_depth,
-            kv_capacity=self.block_manager.capacity * block_size - self.scheduler.lookahead,
+            kv_capacity=self.block_manager.capacity * state.block_size - state.lookahead,
         )
 
     @property
@@ -139,20 +108,19 @@ class LLMEngine:
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda _done, _all: None, *, plain: bool = False) -> None:
-        graphs, models = self.runner.graphs, self.runner.models
+        graphs = self.runner.graphs
         if graphs is None:
             return
-        depths = set(self._depth_policy.depths) if models.drafter is not None else {0}
-        captures = graphs.missing(
-            models,
+        depths = set(self._depth_policy.depths) if self.runner.state.drafter is not None else {0}
+        programs = graphs.missing(
             depths | ({0} if plain else set()),
             max_batch=self.config.max_num_seqs,
             max_tokens=self.config.max_num_batched_tokens,
         )
-        for done, capture in enumerate(captures):
-            progress(done, len(captures))
-            capture()
-        progress(len(captures), len(captures))
+        for done, program in enumerate(programs):
+            progress(done, len(programs))
+            graphs.capture(program)
+        progress(len(programs), len(programs))
 
     def add_request(
         self,
@@ -168,7 +136,7 @@ class LLMEngine:
         if request_id in self.requests:
             raise ConfigError(f"request id '{request_id}' is in use")
         self.info.check_request(prompt, params)
-        drafter = self.runner.models.drafter
+        drafter = self.runner.state.drafter
         limit = min(self.info.max_model_len, self.info.kv_capacity)
         self._seed += 1
         request = Request(
@@ -187,12 +155,7 @@ class LLMEngine:
 
     def abort(self, request_id: str, reason: str = "abort") -> RequestUpdate | None:
         request = self.requests.get(request_id)
-        if request is None:
-            return None
-        request.finish_reason = reason
-        self._stats.aborted += reason == "abort"
-        self._stats.finished += reason != "abort"
-        return self._finish(request)
+        return None if request is None else self._finish(request, reason)
 
     def stats(self) -> EngineStats:
         return replace(
@@ -201,7 +164,6 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
-            rounds=tuple(self._recent_rounds),
             costs=self._stats.costs.copy(),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -220,27 +182,23 @@ class LLMEngine:
         return updates
 
     def _step(self) -> None:
-        stats, clock = self._stats, time.perf_counter
-        started = clock()
+        started = time.perf_counter()
         batch = self._schedule()
-        scheduled = clock()
-        previous, self._in_flight = self._in_flight, None
-        if not batch.is_empty:
-            self._in_flight = self._launch(batch)
-        launched = clock()
-        if previous is not None:
-            self._postprocess(previous)
+        scheduled = time.perf_counter()
+        previous, self._in_flight = self._in_flight, None if batch.is_empty else self._launch(batch)
+        launched = time.perf_counter()
+        self._postprocess(previous)
         if not self._reads_late or batch.is_empty:
             self._settle()
-        stats.schedule_seconds += scheduled - started
-        stats.launch_seconds += launched - scheduled
-        stats.read_seconds += clock() - launched
+        self._stats.schedule_seconds += scheduled - started
+        self._stats.launch_seconds += launched - scheduled
+        self._stats.read_seconds += time.perf_counter() - launched
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
         self.scheduler.check_integrity()
-        alive = {id(request) for request in self.scheduler.alive}
-        assert alive == {id(request) for request in self.requests.values()}
+        scheduled = {id(request) for request in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert scheduled == {id(request) for request in self.requests.values()}
         if not self.requests:
             assert self.block_manager.used == 0, "an idle engine holds blocks"
 
@@ -249,17 +207,14 @@ class LLMEngine:
         if any(request.needs_host for request in self.scheduler.running):
             self._settle()
         while True:
+            depth = 0
+            if self.runner.state.drafter is not None:
+                depth = self._depth_policy.depth(self.requests.values(), self._stats.costs)
+                assert 0 <= depth <= self.config.max_depth, f"depth {depth} is beyond what the engine was set up for"
             try:
-                return self.scheduler.schedule(self._depth())
+                return self.scheduler.schedule(depth)
             except MustSettle:
                 self._settle()
-
-    def _depth(self) -> int:
-        if self.runner.models.drafter is None:
-            return 0
-        depth = self._depth_policy.depth(self.requests.values(), self._stats.costs)
-        assert 0 <= depth <= self.config.max_depth, f"depth {depth} is beyond what the engine was set up for"
-        return depth
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -271,41 +226,38 @@ class LLMEngine:
     def _settle(self) -> None:
         """Read what is in flight, so that the host knows all there is to know."""
         launch, self._in_flight = self._in_flight, None
-        if launch is not None:
-            self._postprocess(launch)
+        self._postprocess(launch)
 
-    def _postprocess(self, launch: Launch) -> None:
-        """Read a launch and take over what it did: tokens, cached blocks, figures."""
-        batch = launch.batch
-        self._involved = batch.requests
+    def _postprocess(self, launch: Launch | None) -> None:
+        """Read a launch, if there is one, and take over what it did: tokens, cached blocks, figures."""
+        if launch is None:
+            return
+        self._involved = launch.batch.requests
         results = self.runner.read(launch)
         now = time.perf_counter()
         for result in results.requests:
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
-                self._updates.append(self._take(result, now, drafted=batch.draft > 0))
-        for chunk in batch.chunks:
+                self._updates.append(self._take(result, now, drafted=launch.batch.draft > 0))
+        for chunk in launch.batch.chunks:
             request = chunk.request
             if request.phase is not Phase.FINISHED:
                 self.block_manager.commit(request.table, request.tokens, min(chunk.end, request.settled))
-        if results.report is not None:
-            self._note_round(results.report)
+        stats, report = self._stats, results.report
+        if report is not None:
+            stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]
+            stats.num_rounds += 1
+            stats.timed_rounds += report.seconds is not None
+            if report.seconds is not None and report.verify == report.draft:  # others change the depth: no one's cost
+                stats.costs.add(batch=report.batch, depth=report.verify, seconds=sum(report.seconds))
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
-
-    def _note_round(self, report: RoundReport) -> None:
-        self._recent_rounds.append(report)
-        self._stats.num_rounds += 1
-        if report.seconds is not None:
-            self._stats.timed_rounds += 1
-            if report.verify == report.draft:  # others change the depth: neither one cost nor the other
-                self._stats.costs.add(batch=report.batch, depth=report.verify, seconds=sum(report.seconds))
 
     def _take(self, result: RequestResult, now: float, *, drafted: bool) -> RequestUpdate:
         request = result.request
         request.in_flight -= result.in_flight
         if not result.is_finite:
-            self.runner.clear_blocks(self.block_manager.forget(request.table))
-            return self._fail(request, NOT_FINITE)
+            self.runner.state.clear_blocks(self.block_manager.forget(request.table))
+            return self._finish(request, "error", failure=NOT_FINITE)
         known = len(request.tokens)
         tokens = request.accept(result.tokens)
         request.first_token_at = request.first_token_at or now
@@ -316,7 +268,7 @@ class LLMEngine:
         self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.
-        if (drafted or self.runner.models.drafter is None) and request.settled >= known - 1:
+        if (drafted or self.runner.state.drafter is None) and request.settled >= known - 1:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.block_manager.commit(request.table, request.tokens, request.settled)
         if known > len(request.prompt):  # not its first token: a round has gone well
@@ -326,33 +278,29 @@ class LLMEngine:
             tokens,
             drafted=result.drafted,
             accepted=result.accepted,
-            logprobs=None if request.params.logprobs is None else result.logprobs[: len(tokens)],
+            logprobs=None if result.logprobs is None else result.logprobs[: len(tokens)],
         )
-        if request.finish_reason is None:
-            return update
-        if request.finish_reason == "error":
-            return self._fail(request, request.failure or "", update)
-        self._stats.finished += 1
-        return self._finish(request, update)
+        ended = request.finish_reason
+        return update if ended is None else self._finish(request, ended, update, failure=request.failure)
 
-    def _fail(self, request: Request, why: str, update: RequestUpdate | None = None) -> RequestUpdate:
-        """End a request with an error of its own."""
-        request.finish_reason, request.failure = "error", why
-        self._stats.failed += 1
-        _log.warning("request %s failed after %d tokens: %s", request.id, request.num_output, why)
-        return self._finish(request, update)
-
-    def _finish(self, request: Request, update: RequestUpdate | None = None) -> RequestUpdate:
+    def _finish(
+        self, request: Request, reason: str, update: RequestUpdate | None = None, *, failure: str | None = None
+    ) -> RequestUpdate:
         """Take a request out; return its last update, which is `update` if it has tokens still to be told."""
-        request.finished_at = time.perf_counter()
+        request.finish_reason, request.failure, request.finished_at = reason, failure, time.perf_counter()
+        self._stats.aborted += reason == "abort"
+        self._stats.failed += reason == "error"
+        self._stats.finished += reason not in ("abort", "error")
+        if reason == "error":
+            _log.warning("request %s failed after %d tokens: %s", request.id, request.num_output, failure)
         self.scheduler.finish(request)
         del self.requests[request.id]
         update = update or RequestUpdate(request.id, [])
-        ends = request.finish_reason == "stop" and update.token_ids and update.token_ids[-1] in request.stop_ids
+        stopped = reason == "stop" and update.token_ids and update.token_ids[-1] in request.stop_ids
         return update._replace(
-            finish_reason=request.finish_reason,
-            stop_token_id=update.token_ids[-1] if ends else None,
-            error=request.failure,
+            finish_reason=reason,
+            stop_token_id=update.token_ids[-1] if stopped else None,
+            error=failure,
             metrics=request.metrics(),
         )
 
@@ -369,7 +317,8 @@ class LLMEngine:
                 self._give_up_drafter(str(error))
             else:
                 for request in self._at_fault():
-                    self._updates.append(self._fail(request, f"computing it failed: {describe(error)}"))
+                    failure = f"computing it failed: {describe(error)}"
+                    self._updates.append(self._finish(request, "error", failure=failure))
         except Exception as second:
             self._death = DeadEngineError(f"the engine cannot go on after {describe(error)}: {describe(second)}")
             self._death.__cause__ = second
@@ -388,7 +337,7 @@ class LLMEngine:
 
     def _give_up_drafter(self, reason: str) -> None:
         """Decode without drafts from the next batch on, for good."""
-        if self.runner.models.drafter is not None:
-            self.runner.drop_drafter()
+        if self.runner.state.drafter is not None:
+            self.runner.state.drafter = self.runner.state.drafter_cache = None  # drafts there are, are still verified
             self._stats.drafter_failure = reason
             _log.error("the drafter failed (%s); decoding goes on without speculation until the next start", reason)

@@ -1,6 +1,6 @@
 """The offline API: `LLM(...).generate(prompts, SamplingParams(...))`, under vLLM's names.
 
-It turns text into requests and tokens into text; the engine does the rest.
+It loads models, turns text into requests and tokens into text; the engine does the rest.
 """
 
 import gc
@@ -9,20 +9,26 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
+from fledge.checkpoints.drafter import load_drafter
+from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
+from fledge.devices import choose_device, choose_dtype
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.constraint import ConstraintFactory
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
-from fledge.engine.loader import build_engine, load_engine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.protocol import Engine
-from fledge.engine.tokenizer import encode_chat
+from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import ConfigError, FledgeError, PromptError
+from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
@@ -33,13 +39,15 @@ Message = Mapping[str, Any]
 class LLM:
     """A target, with or without a drafter, ready to answer. Its engine is ours, or any other: see `from_engine`."""
 
-    engine: Engine
-    tokenizer: Any | None
-
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig(**options)
-        engine, tokenizer = load_engine(model, config)
-        self._set_up(engine, tokenizer, config.seed)
+        directory = resolve(model)
+        device = choose_device(config.device)
+        # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
+        dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
+        target = load_target(directory, dtype=dtype, device=device)
+        tokenizer = load_tokenizer(directory)
+        self._set_up(build_engine(target, tokenizer, config, model=str(model)), tokenizer, config.seed)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Any | None = None, *, seed: int = 0) -> "LLM":
@@ -112,22 +120,18 @@ class LLM:
         for all prompts or one for each, is called once for each answer (`fledge.server.structured` makes such from
         schemas and grammars). `progress` is called with the number of finished and of all prompts.
         """
-        several = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(several)
-        if len(sampling_params) != len(several):
-            raise ConfigError(f"{len(several)} prompts but {len(sampling_params)} sampling parameters")
-        if constraint is None or not isinstance(constraint, Sequence):
-            constraint = [constraint] * len(several)
-        if len(constraint) != len(several):
-            raise ConfigError(f"{len(several)} prompts but {len(constraint)} constraints")
+        single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
+        several: list[Any] = [prompts] if single else list(prompts)
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = _for_each(several, default, "sampling parameters")
+        constraints = _for_each(several, constraint, "constraints")
         # All prompts are encoded and submitted, and so checked, before the first one runs.
         encoded = [self._encode(prompt) for prompt in several]
         outputs: list[RequestOutput | None] = [None] * len(several)
         waiting: dict[int, _Job] = {}
         try:
-            for prompt, ids, params, made in zip(several, encoded, sampling_params, constraint, strict=True):
-                waiting[len(waiting)] = self._submit(_text_of(prompt), ids, params, made)
+            for (text, ids), one, made in zip(encoded, params, constraints, strict=True):
+                waiting[len(waiting)] = self._submit(text, ids, one, made)
             while waiting:
                 self._advance()
                 for number in [number for number, job in waiting.items() if job.is_finished]:
@@ -153,9 +157,9 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
-        ids = self._encode(prompt)
+        text, ids = self._encode(prompt)
         self.engine.info.check_request(ids, params)
-        return self._stream(_text_of(prompt), ids, params)
+        return self._stream(text, ids, params)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids a conversation becomes."""
@@ -184,24 +188,22 @@ class LLM:
         params: SamplingParams,
         constraint: ConstraintFactory | None = None,
     ) -> "_Job":
-        number = self._requests
+        job = _Job(str(self._requests), text, prompt_ids, {})
         self._requests += 1
         drawn = self._seeds.getrandbits(63)
-        answers = {}
         for index in range(params.n):
-            # Answers to one prompt must differ, and still follow from the seed.
-            seed = next_int64(drawn if params.seed is None else params.seed, index)
-            request_id = f"{number}-{index}"
+            request_id = f"{job.request_id}-{index}"
             self.engine.add_request(
                 request_id,
                 prompt_ids,
                 replace(params, seed=None, n=1),
-                seed=seed,
+                # Answers to one prompt must differ, and still follow from the seed.
+                seed=next_int64(drawn if params.seed is None else params.seed, index),
                 eos_ids=self.eos_ids,
                 constraint=None if constraint is None else constraint(),
             )
-            answers[request_id] = self._answers[request_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
-        return _Job(str(number), text, tuple(prompt_ids), answers)
+            job.answers[request_id] = self._answers[request_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
+        return job
 
     def _advance(self) -> None:
         """One step of the engine, for all answers in the making."""
@@ -219,24 +221,18 @@ class LLM:
                 self.engine.abort(request_id)
                 self._answers.pop(request_id, None)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return the text of a prompt, if it is one, and its token ids."""
         if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys == {"prompt_token_ids"}:
-                prompt = prompt["prompt_token_ids"]
-            elif keys == {"prompt"}:
-                prompt = prompt["prompt"]
-            else:
-                raise PromptError(
-                    f"prompt: found keys {sorted(map(str, keys))}, expected 'prompt' or 'prompt_token_ids'"
-                )
+            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+                keys = sorted(map(str, prompt))
+                raise PromptError(f"prompt: found keys {keys}, expected 'prompt' or 'prompt_token_ids'")
+            (prompt,) = prompt.values()
         if isinstance(prompt, str):
-            ids = [int(token) for token in self._require_tokenizer("a text prompt").encode(prompt)]
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-            ids = [int(token) for token in prompt]
-        else:
-            raise PromptError(f"prompt: found {type(prompt).__name__}, expected text or a list of token ids")
-        return ids
+            return prompt, [int(token) for token in self._require_tokenizer("a text prompt").encode(prompt)]
+        if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            return None, [int(token) for token in prompt]
+        raise PromptError(f"prompt: found {type(prompt).__name__}, expected text or a list of token ids")
 
     def _require_tokenizer(self, purpose: str) -> Any:
         if self.tokenizer is None:
@@ -246,29 +242,25 @@ class LLM:
         return self.tokenizer
 
 
-class _Job:
+class _Job(NamedTuple):
     """A prompt and the answers to it that are in the making."""
 
-    def __init__(
-        self, number: str, text: str | None, prompt_ids: tuple[int, ...], answers: dict[str, Detokenizer]
-    ) -> None:
-        self.number = number
-        self.text = text
-        self.prompt_ids = prompt_ids
-        self.answers = answers
+    request_id: str
+    text: str | None
+    prompt_ids: list[int]
+    answers: dict[str, Detokenizer]  # by the engine's requests
 
     @property
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers.values())
 
     def output(self) -> RequestOutput:
-        metrics = [answer.metrics for answer in self.answers.values() if answer.metrics is not None]
         return RequestOutput(
-            request_id=self.number,
+            request_id=self.request_id,
             prompt=self.text,
-            prompt_token_ids=self.prompt_ids,
+            prompt_token_ids=tuple(self.prompt_ids),
             outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
-            metrics=RequestMetrics.pooled(metrics),
+            metrics=RequestMetrics.pooled([a.metrics for a in self.answers.values() if a.metrics is not None]),
         )
 
 
@@ -277,15 +269,44 @@ def next_int64(seed: int, index: int) -> int:
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
+    """Return what is given for each prompt: a list of them, or one for all."""
+    if not isinstance(given, Sequence):
+        return [given] * len(prompts)
+    if len(given) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts but {len(given)} {what}")
+    return given
 
 
-def _text_of(prompt: Prompt) -> str | None:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
+def build_engine(target: TargetModel, tokenizer: Any | None, config: EngineConfig, *, model: str) -> LLMEngine:
+    """Build an engine around a loaded target: load the drafter, if one is named, and capture the graphs."""
+    limit = target.config.max_positions
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len: found {config.max_model_len!r}, allowed is 2 to {limit} (the target's positions)"
+        )
+    drafter = None if config.speculative_config is None else _load_drafter(config.speculative_config, target)
+    own_end = None if tokenizer is None else tokenizer.eos_token_id
+    eos_ids = sorted({*target.config.eos_ids, *(() if own_end is None else (own_end,))})
+    engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids)
+    if engine.runner.graphs is not None:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("capturing CUDA graphs", total=None)
+            engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
+    return engine
+
+
+def _load_drafter(config: SpeculativeConfig, target: TargetModel) -> Drafter:
+    drafter = load_drafter(resolve(config.model), target)
+    found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
+    if config.method not in (None, found):
+        raise ConfigError(
+            f"speculative_config: 'method' is '{config.method}', but {config.model} is a drafter for method '{found}'"
+        )
+    if config.max_model_len is not None:
+        limit = min(config.max_model_len, drafter.config.max_positions)
+        drafter.config = replace(drafter.config, max_positions=limit)
+    return drafter
 
 
 def _describe_options() -> None:

@@ -3,16 +3,12 @@
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.block_manager import BlockTable
+from fledge.engine.constraint import TokenConstraint
 from fledge.engine.outputs import RequestMetrics, RoundRecord
-
-if TYPE_CHECKING:
-    from fledge.engine.constraint import TokenConstraint
-
 
 UNLIMITED = 2**31 - 1
 
@@ -40,7 +36,7 @@ class Request:
     max_length: int  # of prompt and answer together
     draft_until: int  # no drafting for positions from here on; 0: no speculation at all
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
-    constraint: "TokenConstraint | None" = None  # what the answer may look like; at the state after `tokens`
+    constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
 
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
@@ -116,7 +112,12 @@ class Request:
         An answer also ends where its constraint is complete: only an end of text could follow.
         """
         for count, token in enumerate(tokens, start=1):
-            if not self._constraint_takes(token):
+            try:
+                if self.constraint is not None and self.failure is None:
+                    self.constraint.accept([token])
+            except Exception as error:  # it concerns this request and no other
+                self.fail_constraint(error)
+            if self.failure is not None:
                 self.finish_reason = "error"
                 return tokens[: count - 1]
             self.tokens.append(token)
@@ -144,11 +145,6 @@ class Request:
             seconds=self.finished_at - self.arrived,
         )
 
-    def _constraint_takes(self, token: int) -> bool:
-        """Move the constraint past a token. If it fails, or failed before, note why."""
-        if self.constraint is not None and self.failure is None:
-            try:
-                self.constraint.accept([token])
-            except Exception as error:  # it concerns this request and no other
-                self.failure = f"structured output: {str(error) or type(error).__name__}"
-        return self.failure is None
+    def fail_constraint(self, error: Exception) -> None:
+        """Note why the constraint fails. The request then ends with its next tokens."""
+        self.failure = f"structured output: {str(error) or type(error).__name__}"

@@ -1,72 +1,216 @@
-"""Runs what the scheduler has put together, and reads the results when asked.
+"""Runs what the scheduler has put together, through CUDA graphs where there are any, and reads the results when asked.
 
-The runner owns the device: caches, row state, graphs. It knows requests only as sources of tokens and settings.
+Launched one by one from Python, the kernels of a round or a short prompt take many times as long as the device needs
+for them; a graph replays a whole program with one launch. It reads its inputs from a fixed tensor and everything else
+from the device state. It has a fixed size: rounds are padded with the row that belongs to nobody, prompts with tokens
+that nobody reads. Long prompts keep the device busy for longer than they take to launch, and run as they are.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fledge.decoding.tree import DraftTree
-from fledge.engine.graphs import GraphRunner
+from fledge.engine.device_state import DeviceState
 from fledge.engine.outputs import TokenLogprobs
-from fledge.engine.prefill import PrefillInputs, lay_out, run_prefill
-from fledge.engine.protocol import RoundReport
+from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
+from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.engine.request import Request
-from fledge.engine.round import phase_seconds, run_round
-from fledge.engine.round_models import PassOutcome, RoundModels
-from fledge.engine.row_state import RowState
-from fledge.engine.sampler import HostSampler, LogprobsTensors, Sampler, SamplingMode
+from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk, ScheduledBatch
 
 TIMED_ROUND = 16  # of rounds that are replayed from graphs, every so many are timed
+MAX_GRAPHS = 512  # a bound on graph memory; what comes after it runs without
+PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)  # of which one at least is padding
+PROMPT_CHUNKS = (1, 4, 16)
+LEAST_TOKENS_PER_CHUNK = 16  # a graph is not captured ahead of time for shorter ones
 
 
-@dataclass(kw_only=True)
-class RequestResult:
+class RoundProgram(NamedTuple):
+    """A round of one size: what distinguishes one captured round from another."""
+
+    batch: int
+    verify: int
+    draft: int
+    sampling: SamplingMode
+    timed: bool = False
+
+    def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
+        """Return their rows, and the padding row up to the batch's size."""
+        rows = [request.running_row for request in requests]
+        return state.tensor([*rows, *[state.padding_row] * (self.batch - len(rows))])
+
+    def run(self, state: DeviceState, rows: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+        sampler = Sampler(state, rows, self.sampling)
+        if on_host:
+            sampler = HostSampler(on_host, state, state.drafted(rows, self.verify))
+        return run_round(state, sampler, verify=self.verify, draft=self.draft, timed=self.timed)
+
+
+class PromptProgram(NamedTuple):
+    """The reading of so many tokens: what distinguishes one captured prefill from another."""
+
+    tokens: int
+    chunks: int
+    max_chunk: int
+    depth: int
+    has_drafter: bool  # it may have been given up
+    sampling: SamplingMode
+
+    def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
+        return lay_out(state, chunks, tokens=self.tokens, rows=self.chunks)
+
+    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+        inputs = PrefillInputs.of(packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk)
+        sampler = HostSampler(on_host, state) if on_host else Sampler(state, inputs.rows, self.sampling)
+        return run_prefill(state, inputs, sampler, depth=self.depth)
+
+
+Program = RoundProgram | PromptProgram
+
+
+def batch_sizes(max_requests: int) -> list[int]:
+    """Return the batch sizes to capture: every one up to 4, then steps of at most a quarter."""
+    sizes = [1, 2, 3, 4, 6, *range(8, 32, 4), *range(32, 128, 8), *range(128, max_requests, 32)]
+    return [*(size for size in sizes if size < max_requests), max_requests]
+
+
+class GraphRunner:
+    """At most `capacity` captured graphs, captured when they are first needed or ahead of time (`missing`).
+
+    They share their memory: what one of them computed on the way is lost to the next.
+    """
+
+    def __init__(self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS) -> None:
+        """`sizes`: the batch sizes of rounds, in order; the last is the largest there can be."""
+        self.sizes = sizes
+        self.captured: dict[Program, tuple[Tensor, Callable[[], PassOutcome]]] = {}  # inputs and replay
+        self._state = state
+        self._capacity = capacity
+        self._pool: Any = None  # of graph memory; torch gives its type no public name
+
+    def round(self, program: RoundProgram, requests: Sequence[Request]) -> PassOutcome:
+        """Run a round; in its outcome, rows of padding come after the others.
+
+        A round is timed if its timed graph is there already: nobody waits for a capture to learn how fast a round is.
+        """
+        padded = program._replace(batch=next(size for size in self.sizes if size >= program.batch))
+        if padded not in self.captured:
+            padded = padded._replace(timed=False)
+        outcome = self._replay(padded, requests)
+        return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
+
+    def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome | None:
+        """Read the chunks; None if there are too many, or they are too long, for a graph."""
+        tokens = next((size for size in PROMPT_TOKENS if size > program.tokens), 0)
+        count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
+        if not count or not tokens:
+            return None
+        return self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens), chunks)
+
+    def missing(self, depths: Collection[int], *, max_batch: int, max_tokens: int) -> list[Program]:
+        """Return the greedy rounds and prompts of all sizes that the bounds fit and that are not captured.
+
+        The largest come first, which size the memory that all graphs share.
+        """
+        greedy, has_drafter = SamplingMode.GREEDY, self._state.drafter is not None
+        programs: list[Program] = []
+        for depth in sorted(depths):
+            programs += (
+                RoundProgram(size, depth, depth, greedy, timed)
+                for size in reversed(self.sizes)
+                if size <= max_batch
+                for timed in (False, True)
+            )
+            programs += (
+                PromptProgram(tokens, chunks, tokens, depth, has_drafter, greedy)
+                for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
+            )
+        return [program for program in programs if program not in self.captured]
+
+    def capture(self, program: Program) -> bool:
+        """Capture a program if it is not yet; False: there is no more room."""
+        if program not in self.captured and len(self.captured) < self._capacity:
+            inputs = program.inputs(self._state, [])
+            self.captured[program] = inputs, self.record(lambda: self._play(program, inputs))
+        return program in self.captured
+
+    def record(self, play: Callable[[], PassOutcome]) -> Callable[[], PassOutcome]:
+        """Return what does the same as `play`, with one launch. Results of one call are overwritten by the next.
+
+        Plays once aside first, so that kernels are compiled and libraries set up.
+        """
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            play()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outcome = play()
+        self._pool = graph.pool()
+
+        def replay() -> PassOutcome:
+            graph.replay()
+            return outcome
+
+        return replay
+
+    def _replay(self, program: Program, work: Sequence[Any]) -> PassOutcome | None:
+        if not self.capture(program):
+            return None
+        inputs, replay = self.captured[program]
+        inputs.copy_(program.inputs(self._state, work), non_blocking=True)
+        return replay()
+
+    def _play(self, program: Program, inputs: Tensor) -> PassOutcome:
+        outcome = program.run(self._state, inputs)
+        self._state.reset_padding()
+        return outcome
+
+
+def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]:
+    """Yield (tokens, chunks) of the prompt graphs that are worth having ahead of time, largest first."""
+    for tokens, smaller in reversed(list(zip(PROMPT_TOKENS, (0, *PROMPT_TOKENS), strict=False))):
+        for chunks, fewer in zip(PROMPT_CHUNKS, (0, *PROMPT_CHUNKS), strict=False):
+            if smaller <= max_tokens and fewer < max_chunks and chunks * LEAST_TOKENS_PER_CHUNK <= tokens:
+                yield tokens, chunks
+
+
+class Launch(NamedTuple):
+    """One step on the device: what was scheduled, and its results, which are on the host once they have `arrived`."""
+
+    batch: ScheduledBatch
+    round: PassOutcome | None
+    prefill: PassOutcome | None
+    arrived: torch.cuda.Event | None  # None: they are there
+
+
+def _to_host(outcome: PassOutcome) -> PassOutcome:
+    """Queue a copy of what a device computed. Log-probabilities stay there: few ask for them, and of few rows."""
+    if not outcome.tokens.is_cuda:
+        return outcome
+    copies: dict[str, Any] = {
+        name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        for name, value in vars(outcome).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(outcome, **copies)
+
+
+class RequestResult(NamedTuple):
     """What a launch did for one request."""
 
     request: Request
     tokens: list[int]
-    drafted: int = 0
-    accepted: int = 0
+    drafted: int
+    accepted: int
     in_flight: int  # what the scheduler had reserved for it
     is_finite: bool  # the target's hidden states were
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-class Readback:
-    """An outcome on its way to the host. `ready` waits for it; until then nobody waits for anything."""
-
-    def __init__(self, outcome: PassOutcome, logprobs: LogprobsTensors | None = None) -> None:
-        self.logprobs = logprobs
-        self._host = outcome
-        self._event: torch.cuda.Event | None = None
-        if outcome.tokens.is_cuda:
-            self._host = PassOutcome(**{name: _to_host(one) for name, one in vars(outcome).items() if one is not None})
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def ready(self) -> PassOutcome:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-@dataclass(kw_only=True)
-class Launch:
-    """One step on the device: what was scheduled, and where its results arrive."""
-
-    batch: ScheduledBatch
-    round: Readback | None = None
-    prefill: Readback | None = None
+    logprobs: list[TokenLogprobs] | None
 
 
 @dataclass(kw_only=True)
@@ -81,54 +225,43 @@ class StepResults:
 class Runner:
     """Executes scheduled batches. Everything it does is queued on the device's stream, in order."""
 
-    def __init__(self, models: RoundModels, state: RowState, graphs: GraphRunner | None = None) -> None:
-        self.models = models
+    def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
         self.graphs = graphs
-        self.vocab_size = models.target.config.vocab_size
         self._rounds = 0
-
-    def drop_drafter(self) -> None:
-        """Draft no more. Drafts that are there are still verified."""
-        self.models = replace(self.models, drafter=None, drafter_cache=None)
-
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Let nobody multiply with what is in these blocks of both caches."""
-        for cache in (self.models.target_cache, self.models.drafter_cache):
-            if cache is not None:
-                cache.clear(blocks)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Launch:
         admitted = [chunk.request for chunk in batch.chunks if chunk.request.placed_blocks == 0]
         if admitted:
-            self.state.begin([request.running_row for request in admitted], admitted, self.vocab_size)
-        self._place_blocks(batch.requests)
-        launch = Launch(batch=batch)
-        if batch.decoding:
-            launch.round = self._launch_round(batch)
-        if batch.chunks:
-            launch.prefill = self._launch_prefill(batch)
-        return launch
+            self.state.begin(admitted)
+        self.state.place_blocks(batch.requests)
+        decoded = _to_host(self._launch_round(batch)) if batch.decoding else None
+        prefilled = _to_host(self._launch_prefill(batch)) if batch.chunks else None
+        arrived = None
+        if self.state.device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return Launch(batch, decoded, prefilled, arrived)
 
     def read(self, launch: Launch) -> StepResults:
         """Wait for a launch and return its results."""
         batch, results = launch.batch, StepResults()
+        if launch.arrived is not None:
+            launch.arrived.synchronize()
         if launch.round is not None:
-            outcome = self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
-            assert outcome.accepted is not None
-            size = len(batch.decoding)
-            chosen = size + sum(outcome.accepted[:size].tolist())
-            seconds = None if outcome.stamps is None else phase_seconds(outcome.stamps)
-            results.report = RoundReport(size, batch.verify, batch.draft, chosen, seconds)
+            self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
+            stamps = launch.round.stamps
+            seconds = None if stamps is None else PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
+            chosen = sum(len(result.tokens) for result in results.requests)
+            results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds)
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
         return results
 
-    def _read(self, readback: Readback, entries: list[tuple[Request, bool, bool]], results: StepResults) -> PassOutcome:
+    def _read(self, outcome: PassOutcome, entries: list[tuple[Request, bool, bool]], results: StepResults) -> None:
         """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did)."""
-        outcome = readback.ready()
         width, nothing = outcome.tokens.shape[1], [0] * len(entries)
         tokens, health = outcome.tokens.tolist(), outcome.health.tolist()
         accepted = nothing if outcome.accepted is None else outcome.accepted.tolist()
@@ -137,75 +270,39 @@ class Runner:
             kept = tokens[i][: accepted[i] + 1]
             is_finite = all(map(math.isfinite, health[i][: len(kept)]))
             if chose:
-                result = RequestResult(
-                    request=request,
-                    tokens=kept,
-                    drafted=drafted[i],
-                    accepted=accepted[i],
-                    in_flight=width,
-                    is_finite=is_finite,
-                    logprobs=[] if readback.logprobs is None else readback.logprobs.of(request, i * width, kept),
+                logprobs = None if outcome.logprobs is None else outcome.logprobs.of(request, i * width, kept)
+                results.requests.append(
+                    RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs)
                 )
-                results.requests.append(result)
             # Behind a target that has gone wrong, a drafter cannot be right.
             if drafts and request.draft_until and is_finite and not all(map(math.isfinite, health[i][width:])):
                 results.drafts_finite = False
-        return outcome
 
-    def _launch_round(self, batch: ScheduledBatch) -> Readback:
-        requests, verify, draft = batch.decoding, batch.verify, batch.draft
-        rows = [request.running_row for request in requests]
-        mode, needs_host = SamplingMode.needed_by(requests), any(request.needs_host for request in requests)
+    def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
+        requests = batch.decoding
+        program = RoundProgram(len(requests), batch.verify, batch.draft, SamplingMode.needed_by(requests), timed=True)
+        needs_host = any(request.needs_host for request in requests)
         if self.graphs is not None and not needs_host:
-            self._rounds += 1
-            timed = self._rounds % TIMED_ROUND == 0  # stamps cost a few microseconds in a round of perhaps a thousand
-            return Readback(
-                self.graphs.round(self.models, rows, verify=verify, draft=draft, sampling=mode, timed=timed)
-            )
-        index = self.state.tensor(rows)
-        if needs_host:
-            sampler: Sampler = HostSampler(requests, self.state, self.vocab_size, self._drafts(index, verify))
-        else:
-            sampler = Sampler(self.state, index, mode)
-        outcome = run_round(self.models, self.state, index, sampler, verify=verify, draft=draft, timed=True)
-        return Readback(outcome, sampler.logprobs)
+            self._rounds += 1  # stamps cost a few microseconds in a round of perhaps a thousand
+            return self.graphs.round(program._replace(timed=self._rounds % TIMED_ROUND == 0), requests)
+        return program.run(self.state, program.inputs(self.state, requests), requests if needs_host else ())
 
-    def _launch_prefill(self, batch: ScheduledBatch) -> Readback:
+    def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
         chunks, requests = batch.chunks, [chunk.request for chunk in batch.chunks]
-        depth = batch.draft if any(chunk.completes for chunk in chunks) else 0
-        mode = SamplingMode.needed_by(requests)
+        lengths = [chunk.end - chunk.start for chunk in chunks]
+        program = PromptProgram(
+            tokens=sum(lengths),
+            chunks=len(chunks),
+            max_chunk=max(lengths),
+            depth=batch.draft if any(chunk.completes for chunk in chunks) else 0,
+            has_drafter=self.state.drafter is not None,
+            sampling=SamplingMode.needed_by(requests),
+        )
         needs_host = any(chunk.chooses and chunk.request.needs_host for chunk in chunks)
         if self.graphs is not None and not needs_host:
-            outcome = self.graphs.prefill(self.models, chunks, depth=depth, sampling=mode)
+            outcome = self.graphs.prefill(program, chunks)
             if outcome is not None:
-                return Readback(outcome)
-        inputs = self._prefill_inputs(chunks)
-        if needs_host:
-            sampler: Sampler = HostSampler(requests, self.state, self.vocab_size)
-        else:
-            sampler = Sampler(self.state, inputs.rows, mode)
-        outcome = run_prefill(self.models, self.state, inputs, sampler, depth=depth)
-        return Readback(outcome, sampler.logprobs)
-
-    def _prefill_inputs(self, chunks: Sequence[Chunk]) -> PrefillInputs:
-        lengths = [chunk.end - chunk.start for chunk in chunks]
-        packed = lay_out(chunks, block_size=self.models.block_size, padding_row=self.state.padding_row)
-        return PrefillInputs.of(
-            self.state.tensor(packed), tokens=sum(lengths), chunks=len(chunks), max_chunk=max(lengths)
-        )
-
-    def _place_blocks(self, requests: list[Request]) -> None:
-        placements: list[tuple[int, int, int]] = []
-        for request in requests:
-            blocks = request.table.blocks
-            placements += [(request.running_row, i, blocks[i]) for i in range(request.placed_blocks, len(blocks))]
-            request.placed_blocks = len(blocks)
-        self.state.place_blocks(placements)
-
-    def _drafts(self, rows: Tensor, verify: int) -> Tensor | DraftTree | None:
-        """What the next round of `rows` verifies."""
-        if verify == 0:
-            return None
-        if self.models.tree is None:
-            return self.state.drafts[rows, :verify]
-        return self.models.drafted_trees(self.state, rows, verify)
+                return outcome
+        outcome = program.run(self.state, program.inputs(self.state, chunks), requests if needs_host else ())
+        self.state.reset_padding()
+        return outcome

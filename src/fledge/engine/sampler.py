@@ -6,7 +6,7 @@ loop does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits, choose, distribution, greedy
 from fledge.decoding.tree import DraftTree, visibility
-from fledge.engine.constraint import Masks, masks_of
+from fledge.engine.constraint import Masks, TokenConstraint
+from fledge.engine.device_state import DeviceState
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Request
-from fledge.engine.row_state import RowState
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sample import sample_rows
 
@@ -31,11 +31,11 @@ class LogprobsTensors:
     top_values: Tensor  # [rows, n]
     top_tokens: Tensor  # [rows, n]
 
-    def of(self, request: Request, first_row: int, tokens: list[int]) -> list[TokenLogprobs]:
+    def of(self, request: Request, first_row: int, tokens: list[int]) -> list[TokenLogprobs] | None:
         """Read those of one request, whose tokens begin at `first_row`. Waits for the device."""
         top = request.params.logprobs
         if top is None:
-            return []
+            return None
         rows = slice(first_row, first_row + len(tokens))
         chosen, values = self.chosen[rows].tolist(), self.top_values[rows, :top].tolist()
         likeliest = self.top_tokens[rows, :top].tolist()
@@ -62,7 +62,7 @@ class SamplingMode(StrEnum):
 
 
 class Sampler:
-    """Decides the target's tokens for `rows` by their settings in the row state. Can be captured in a graph.
+    """Decides the target's tokens for `rows` by their settings in the device state. Can be captured in a graph.
 
     Logits are [batch * width, vocab]; positions [batch, width] of what they decide.
     """
@@ -70,35 +70,36 @@ class Sampler:
     wants_logprobs = False  # whether `record_logprobs` does anything
     logprobs: LogprobsTensors | None = None  # what it recorded
 
-    def __init__(self, state: RowState, rows: Tensor, mode: SamplingMode) -> None:
+    def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode) -> None:
         self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
+        self.rows = rows
         self._state = state
-        self._rows = rows
         self._mode = mode
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the target's own choice, [batch * width]."""
         if self.is_greedy:
             return argmax_rows(logits)
-        repeated = self._rows.repeat_interleave(positions.shape[1])
-        uniforms = uniform(self._state.seed[repeated], positions.flatten(), Stream.CHOICE)
+        settings, repeated = self._state.sampling, self.rows.repeat_interleave(positions.shape[1])
+        uniforms = uniform(settings.seed[repeated], positions.flatten(), Stream.CHOICE)
         if self._mode is SamplingMode.SAMPLED:
-            temperature, is_greedy = self._state.temperature[repeated], self._state.is_greedy[repeated]
+            temperature, is_greedy = settings.temperature[repeated], settings.is_greedy[repeated]
             return sample_rows(logits, temperature, uniforms, is_greedy=is_greedy)
         return choose(self.probabilities(logits), uniforms)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distributions it chooses from, [batch * width, vocab]."""
-        repeated = self._rows.repeat_interleave(logits.shape[0] // len(self._rows))
-        filtered = self._mode is SamplingMode.FILTERED
-        return distribution(logits, self._state.sampling_rows(repeated, filtered=filtered, vocab_size=logits.shape[1]))
+        settings = self._state.sampling.select(self.rows.repeat_interleave(logits.shape[0] // len(self.rows)))
+        if self._mode is not SamplingMode.FILTERED:
+            settings = replace(settings, any_min_p=False, any_top_p=False, max_top_k=0)
+        return distribution(logits, settings)
 
     def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width].
 
         A row without drafts draws as in a round without drafts: what others do must not change its tokens.
         """
-        seeds = self._state.seed[self._rows][:, None]
+        seeds = self._state.sampling.seed[self.rows][:, None]
         accept = uniform(seeds, positions[:, :-1], Stream.ACCEPT)
         residual = uniform(seeds, positions, Stream.RESIDUAL)
         choice = uniform(seeds, positions, Stream.CHOICE)
@@ -115,7 +116,7 @@ class HostSampler(Sampler):
     """
 
     def __init__(
-        self, requests: list[Request], state: RowState, vocab_size: int, drafts: Tensor | DraftTree | None = None
+        self, requests: Sequence[Request], state: DeviceState, drafts: Tensor | DraftTree | None = None
     ) -> None:
         rows = state.tensor([request.running_row for request in requests])
         super().__init__(state, rows, SamplingMode.FILTERED)  # there is always something to add to the argmax
@@ -127,12 +128,11 @@ class HostSampler(Sampler):
         self._sampling = SamplingRows.from_params(
             [request.params for request in requests],
             [request.seed for request in requests],
-            vocab_size=vocab_size,
+            vocab_size=state.vocab_size,
             device=state.device,
         ).repeat(depths.shape[1])
-        self._history = _history(requests, state, vocab_size, drafts) if self._sampling.any_penalty else None
-        early_stops = _forbidden(requests, state, vocab_size, depths)
-        self._forbidden = _outside_grammar(masks_of(requests, drafts), early_stops, state, rows=depths.shape[1])
+        self._history = _history(requests, state, drafts) if self._sampling.any_penalty else None
+        self._forbidden = _forbidden(requests, state, depths, masks_of(requests, drafts))
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         self._top = max(wanted, default=None)
         self.wants_logprobs = self._top is not None
@@ -154,61 +154,86 @@ class HostSampler(Sampler):
             self.logprobs = LogprobsTensors(chosen=chosen, top_values=best.values, top_tokens=best.indices)
 
 
-def _history(
-    requests: list[Request], state: RowState, vocab_size: int, drafts: Tensor | DraftTree | None
-) -> TokenHistory:
+def _history(requests: Sequence[Request], state: DeviceState, drafts: Tensor | DraftTree | None) -> TokenHistory:
     """What each verify row has seen: the text so far and the drafts on the way to it."""
-    history = TokenHistory.from_tokens(
-        [request.prompt for request in requests],
-        [request.output for request in requests],
-        vocab_size=vocab_size,
-        device=state.device,
-    )
-    if drafts is None:
-        return history
-    if isinstance(drafts, Tensor):
-        return history.after_chain(drafts)
-    grown = [
-        TokenHistory(prompt_mask=mask[None], output_counts=counts[None]).after_tree(tokens, visibility(parents))
-        for mask, counts, tokens, parents in zip(
-            history.prompt_mask, history.output_counts, drafts.tokens, drafts.parents, strict=True
-        )
-    ]
-    return TokenHistory(
-        prompt_mask=torch.cat([one.prompt_mask for one in grown]),
-        output_counts=torch.cat([one.output_counts for one in grown]),
-    )
+    prompts, outputs = [request.prompt for request in requests], [request.output for request in requests]
+    history = TokenHistory.from_tokens(prompts, outputs, vocab_size=state.vocab_size, device=state.device)
+    if isinstance(drafts, DraftTree):
+        return history.after_tree(drafts.tokens, visibility(drafts.parents))
+    return history if drafts is None else history.after_chain(drafts)
 
 
-def _forbidden(requests: list[Request], state: RowState, vocab_size: int, depths: Tensor) -> Tensor | None:
-    """Stop ids before `min_tokens`: bool [requests * rows, vocab], or None. `depths` [requests, rows]: drafts seen."""
-    if all(request.num_output >= request.params.min_tokens for request in requests):
-        return None
-    stops = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
-    for i, request in enumerate(requests):
-        stops[i, [token for token in request.stop_ids if token < vocab_size]] = True
-    missing = state.tensor([request.params.min_tokens - request.num_output for request in requests])
-    early = depths < missing[:, None]  # [requests, rows]
-    return (early[:, :, None] & stops.to(state.device)[:, None]).flatten(0, 1)
+def _forbidden(
+    requests: Sequence[Request], state: DeviceState, depths: Tensor, masks: Sequence[Masks | None]
+) -> Tensor | None:
+    """Stop ids before `min_tokens` and what grammars refuse: bool [requests * rows, vocab]; None: nothing.
 
-
-def _outside_grammar(masks: list[Masks | None], forbidden: Tensor | None, state: RowState, rows: int) -> Tensor | None:
-    """Add what grammars refuse to `forbidden`, bool [requests * rows, vocab] or None; return the same.
-
-    Where a grammar leaves nothing but an end that `min_tokens` holds back, the grammar is right.
+    `depths` [requests, rows]: drafts seen. Where a grammar leaves nothing but an end that `min_tokens` holds back, the
+    grammar is right.
     """
+    rows = depths.shape[1]
     found = [
         (i * rows + row, mask)
         for i, of_request in enumerate(masks)
         for row, mask in enumerate(of_request or ())
         if mask is not None
     ]
-    if not found:
-        return forbidden
-    index = state.tensor([place for place, _ in found])
-    refused = ~torch.stack([mask for _, mask in found]).to(state.device)
-    if forbidden is None:
-        forbidden = refused.new_zeros(len(masks) * rows, refused.shape[1])
-    both = forbidden[index] | refused
-    forbidden[index] = torch.where(both.all(-1, keepdim=True), refused, both)
+    missing = [request.params.min_tokens - request.num_output for request in requests]
+    if not found and max(missing) <= 0:
+        return None
+    forbidden = torch.zeros(len(requests) * rows, state.vocab_size, dtype=torch.bool, device=state.device)
+    for i, request in enumerate(requests):
+        if missing[i] > 0:
+            stops = state.tensor([token for token in request.stop_ids if token < state.vocab_size])
+            forbidden[i * rows : (i + 1) * rows, stops] = (depths[i] < missing[i])[:, None]
+    if found:
+        index = state.tensor([place for place, _ in found])
+        refused = ~torch.stack([mask for _, mask in found]).to(state.device)
+        both = forbidden[index] | refused
+        forbidden[index] = torch.where(both.all(-1, keepdim=True), refused, both)
     return forbidden
+
+
+def masks_of(requests: Sequence[Request], drafts: Tensor | DraftTree | None) -> list[Masks | None]:
+    """Return each request's masks, row by row as they are verified; None for a request without a constraint.
+
+    `drafts` are those being verified: chains [requests, depth], or a batch of trees. Rows that only a refused draft
+    leads to are left out at the end of a chain, and None in a tree: what is chosen there is never looked at. A
+    constraint that fails is noted in its request, which then ends with its next tokens.
+    """
+    found: list[Masks | None] = [None] * len(requests)
+    if all(request.constraint is None for request in requests):
+        return found
+    tokens: list[list[int]] = [[]] * len(requests)
+    parents: list[list[int]] | None = None
+    if isinstance(drafts, DraftTree):
+        tokens, parents = drafts.tokens.tolist(), drafts.parents.tolist()
+    elif drafts is not None:
+        tokens = drafts.tolist()
+    for i, request in enumerate(requests):
+        constraint = request.constraint
+        if constraint is None or request.failure is not None:
+            continue
+        try:
+            if parents is None:
+                found[i] = constraint.masks(tokens[i])
+            else:
+                found[i] = _tree_masks(constraint, tokens[i], parents[i])
+        except Exception as error:  # the grammar's parser is not ours; whatever it does, it concerns one request
+            request.fail_constraint(error)
+    return found
+
+
+def _tree_masks(constraint: TokenConstraint, tokens: list[int], parents: list[int]) -> Masks:
+    """Return the masks of a tree's verify rows: the root, then each node after itself."""
+    rows: Masks = [None] * (len(tokens) + 1)
+    covered: set[int] = set()
+    for leaf in reversed(range(len(tokens))):  # children come after parents: the last uncovered node is a leaf
+        if leaf not in covered:
+            path = [leaf]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            covered.update(path)
+            for node, mask in zip([-1, *path], constraint.masks([tokens[node] for node in path]), strict=False):
+                rows[node + 1] = mask
+    return rows

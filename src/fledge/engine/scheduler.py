@@ -47,11 +47,6 @@ class MustSettle(Exception):  # noqa: N818 - a signal, not an error
     """The next step needs tokens that are still in flight: read them and ask again."""
 
 
-def lookahead(depth: int, scratch: int) -> int:
-    """Slots a request needs beyond its known tokens: one unread round, one to run, its drafts, and room for trees."""
-    return 3 * (depth + 1) + scratch
-
-
 class Scheduler:
     """Owns the waiting queue, the running requests, their rows and their blocks."""
 
@@ -62,11 +57,11 @@ class Scheduler:
         max_requests: int,
         max_prefill_tokens: int,
         max_depth: int,
-        scratch_slots: int = 0,
+        lookahead: int,
     ) -> None:
-        """`scratch_slots` is what a round needs beyond the tokens it may add: the room to lay out trees."""
+        """`lookahead`: slots that a request needs beyond its known tokens (`DeviceState`)."""
         self.block_manager = block_manager
-        self.scratch_slots = scratch_slots
+        self.lookahead = lookahead
         self.max_prefill_tokens = max_prefill_tokens
         self.max_depth = max_depth
         self.waiting: deque[Request] = deque()
@@ -74,14 +69,6 @@ class Scheduler:
         self.preemptions = 0
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._last_draft = 0
-
-    @property
-    def lookahead(self) -> int:
-        return lookahead(self.max_depth, self.scratch_slots)
-
-    @property
-    def alive(self) -> list[Request]:
-        return [*self.running, *self.waiting]
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -92,7 +79,7 @@ class Scheduler:
             self.waiting.remove(request)
         elif request.phase is not Phase.FINISHED:
             self.running.remove(request)
-            self._vacate(request)
+            self._vacate(request, preempted=False)
         request.phase = Phase.FINISHED
 
     def schedule(self, depth: int) -> ScheduledBatch:
@@ -122,10 +109,7 @@ class Scheduler:
         self.waiting.clear()
         for request in alive:
             if request.row is not None:
-                self._vacate(request)
-                request.preemptions += 1
-                self.preemptions += 1
-            request.phase = Phase.WAITING
+                self._vacate(request, preempted=True)
             self.waiting.append(request)
 
     def check_integrity(self) -> None:
@@ -146,15 +130,11 @@ class Scheduler:
             if request.phase is Phase.PREFILL and budget > 0:
                 chunks.append(self._chunk(request, budget))
                 budget -= chunks[-1].end - chunks[-1].start
-        while budget > 0 and self._may_admit() and self._admit(self.waiting[0]):
+        while budget > 0 and self.waiting and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             chunks.append(self._chunk(request, budget))
             budget -= chunks[-1].end - chunks[-1].start
         return chunks
-
-    def _may_admit(self) -> bool:
-        """Whether the first that waits may run now, if there is room. A suspect is tried before anybody else comes."""
-        return bool(self.waiting and self._free_rows) and not any(request.is_suspect for request in self.running)
 
     def _chunk(self, request: Request, budget: int) -> Chunk:
         start, end = request.settled, min(request.prefill_end, request.settled + budget)
@@ -167,7 +147,12 @@ class Scheduler:
         return Chunk(request=request, start=start, end=end, completes=completes, chooses=chooses)
 
     def _admit(self, request: Request) -> bool:
-        """Give the request a row and blocks for all it has, what is cached included; False if there is no room."""
+        """Give the request a row and blocks for all it has, what is cached included; False if there is no room.
+
+        A suspect is tried before anybody else comes.
+        """
+        if not self._free_rows or any(request.is_suspect for request in self.running):
+            return False
         table = self.block_manager.match(request.tokens[: request.prefill_end])
         cached = len(table.blocks) * self.block_manager.block_size
         if not self.block_manager.grow(table, len(request.tokens) + self.lookahead):
@@ -198,10 +183,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Give up a request's row and blocks. It is read again from the start, or from what stays cached, later."""
         self.running.remove(request)
-        self._vacate(request)
-        request.phase = Phase.WAITING
-        request.preemptions += 1
-        self.preemptions += 1
+        self._vacate(request, preempted=True)
         self.waiting.appendleft(request)
 
     def _catch_up(self) -> None:
@@ -214,9 +196,10 @@ class Scheduler:
         for request in behind:
             request.phase = Phase.PREFILL
 
-    def _vacate(self, request: Request) -> None:
-        assert request.row is not None
-        self._free_rows.append(request.row)
+    def _vacate(self, request: Request, *, preempted: bool) -> None:
+        self._free_rows.append(request.running_row)
         self.block_manager.release(request.table)
-        request.row = None
+        request.row, request.phase = None, Phase.WAITING
+        request.preemptions += preempted
+        self.preemptions += preempted
         request.settled = request.placed_blocks = request.in_flight = 0

@@ -316,7 +316,7 @@ def tree_round(state: State, trees: list[DraftTree]) -> Accepted:
         tree = trees[root]
         own = TokenHistory(
             prompt_mask=history.prompt_mask[b : b + 1], output_counts=history.output_counts[b : b + 1]
-        ).after_tree(tree.tokens, visibility(tree.parents))
+        ).after_tree(tree.tokens[None], visibility(tree.parents)[None])
         contexts = torch.cat([torch.tensor([root]), tree.tokens])
         depths = torch.cat([torch.tensor([0]), tree.depths])
         probs = distribution(TARGET[contexts], state.rows(contexts.numel()), history=own)

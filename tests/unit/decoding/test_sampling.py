@@ -239,7 +239,7 @@ def test_tree_histories_are_those_of_single_steps():
     paths = [[], [4], [6], [4, 4], [6, 4], [4, 4, 5]]
     history = TokenHistory.from_tokens([[1]], [[4, 2]], vocab_size=VOCAB)
     expected = TokenHistory.from_tokens([[1]] * 6, [[4, 2, *path] for path in paths], vocab_size=VOCAB)
-    assert same_history(history.after_tree(tokens, visibility(parents)), expected)
+    assert same_history(history.after_tree(tokens[None], visibility(parents)[None]), expected)
 
 
 def test_append_counts_and_skips_padding():

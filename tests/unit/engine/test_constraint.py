@@ -16,9 +16,9 @@ from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import SamplingRows, choose, distribution
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.decoding.tree import DraftTree
-from fledge.engine.constraint import masks_of
 from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
+from fledge.engine.sampler import masks_of
 from fledge.errors import ConfigError
 from fledge.layers.dense_cache import DenseCache
 from tests.engine_cases import (

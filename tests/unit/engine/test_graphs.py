@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.engine import graphs
+from fledge.engine import runner
 from fledge.engine.engine import LLMEngine
-from fledge.engine.graphs import PROMPT_CHUNKS, PROMPT_TOKENS, PromptGraphKey, RoundGraphKey, batch_sizes
+from fledge.engine.runner import PROMPT_CHUNKS, PROMPT_TOKENS, PromptProgram, RoundProgram, batch_sizes
 from tests.engine_cases import (
     TREE,
     VOCAB,
@@ -66,13 +66,12 @@ def test_padded_rounds_give_the_tokens_of_unpadded_ones_as_the_batch_shrinks_to_
 def test_what_comes_beyond_the_bound_on_graphs_runs_without_one(room: int) -> None:
     """It is padded too, for as long as anybody runs: the padding row must not walk out of its block table."""
     engine = make_engine(drafts=drafter(), max_num_seqs=8, cudagraph_capture_sizes=[8], graphs=True, max_model_len=40)
-    assert engine.runner.graphs is not None
-    engine.runner.graphs.cache = CpuGraphs(capacity=room)
+    engine.runner.graphs = CpuGraphs(engine.runner.state, [8], capacity=room)
     asks = [greedy([2, 3, 4], 30), sampled([5], 30, seed=1)]
     for _ in range(3):
         assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
         assert engine.runner.state.length[engine.runner.state.padding_row] == 0
-    assert len(engine.runner.graphs.cache.keys) == room
+    assert len(engine.runner.graphs.captured) == room
 
 
 def test_padding_in_the_batch_leaves_other_rows_alone() -> None:
@@ -132,8 +131,8 @@ def test_prompts_read_through_padded_graphs_leave_the_same_drafts_and_tokens(
 
 
 def test_more_prompts_or_tokens_than_a_graph_has_are_read_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "PROMPT_CHUNKS", (1, 2))
-    monkeypatch.setattr(graphs, "PROMPT_TOKENS", (8, 16))
+    monkeypatch.setattr(runner, "PROMPT_CHUNKS", (1, 2))
+    monkeypatch.setattr(runner, "PROMPT_TOKENS", (8, 16))
     engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
     for asks in ([prompt_of(20)], [prompt_of(2, seed=n) for n in range(3)], [prompt_of(3), prompt_of(4)]):
         assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
@@ -162,14 +161,14 @@ def test_a_drafter_that_was_given_up_reads_no_prompts() -> None:
     assert [key.has_drafter for key in prompt_keys(engine)] == [True, False]
 
 
-def round_keys(engine: LLMEngine) -> list[RoundGraphKey]:
+def round_keys(engine: LLMEngine) -> list[RoundProgram]:
     assert engine.runner.graphs is not None
-    return [key for key in engine.runner.graphs.cache.keys if isinstance(key, RoundGraphKey)]
+    return [key for key in engine.runner.graphs.captured if isinstance(key, RoundProgram)]
 
 
-def prompt_keys(engine: LLMEngine) -> list[PromptGraphKey]:
+def prompt_keys(engine: LLMEngine) -> list[PromptProgram]:
     assert engine.runner.graphs is not None
-    return [key for key in engine.runner.graphs.cache.keys if isinstance(key, PromptGraphKey)]
+    return [key for key in engine.runner.graphs.captured if isinstance(key, PromptProgram)]
 
 
 def prompt_of(length: int, seed: int = 0) -> Ask:

@@ -233,6 +233,6 @@ def test_bad_numerics_end_one_request_and_leave_nothing_behind(poison: int, read
         assert (requests[3].finish_reason, requests[3].failure) == ("error", NOT_FINITE)
         assert requests[3].output == []
         assert requests[3].cached_tokens == 0  # its blocks cannot be found
-    assert engine.runner.models.target_cache.values[:, 1:].isfinite().all()
+    assert engine.runner.state.target_cache.values[:, 1:].isfinite().all()
     assert engine.stats().failed == 3
     assert engine.stats().drafter_failure is None  # it had nothing to go by

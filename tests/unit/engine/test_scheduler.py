@@ -7,12 +7,12 @@ from fledge.engine.block_manager import BlockManager
 from fledge.engine.request import Phase, Request
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 
-DEPTH = 1  # lookahead is 3 * (DEPTH + 1) = 6 tokens
+DEPTH = 1  # lookahead is 6 tokens
 
 
 def make(*, blocks: int = 100, size: int = 2, requests: int = 4, budget: int = 100) -> Scheduler:
     pool = BlockManager(blocks + 1, size)
-    return Scheduler(pool, max_requests=requests, max_prefill_tokens=budget, max_depth=DEPTH)
+    return Scheduler(pool, max_requests=requests, max_prefill_tokens=budget, max_depth=DEPTH, lookahead=6)
 
 
 def ask(scheduler: Scheduler, name: str, length: int, draft_until: int = 64) -> Request:

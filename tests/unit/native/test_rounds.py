@@ -75,18 +75,18 @@ NOT_LOWERED = ("mixtral", "qwen3-moe", "olmo2")
 def test_every_target_answers_as_by_torch(name: str, without_native: Callable[[], None]) -> None:
     drafter = drafter_configs(TARGET_CONFIGS[name])["eagle3.1"]
     native = make_engine(TARGET_CONFIGS[name], drafter)
-    assert isinstance(native.runner.models.target, NativeTarget) == (name not in NOT_LOWERED)
+    assert isinstance(native.runner.state.target, NativeTarget) == (name not in NOT_LOWERED)
     found = watched(native, ASKS)
     without_native()
     by_torch = make_engine(TARGET_CONFIGS[name], drafter)
-    assert not isinstance(by_torch.runner.models.target, NativeTarget)
+    assert not isinstance(by_torch.runner.state.target, NativeTarget)
     assert found == watched(by_torch, ASKS)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_drafts_as_by_torch(name: str, without_native: Callable[[], None]) -> None:
     native = make_engine(TINY_TARGET, DRAFTERS[name])
-    assert isinstance(native.runner.models.drafter, NativeDrafter)
+    assert isinstance(native.runner.state.drafter, NativeDrafter)
     found = watched(native, ASKS)
     without_native()
     assert found == watched(make_engine(TINY_TARGET, DRAFTERS[name]), ASKS)

@@ -1,0 +1,217 @@
+"""What the device holds: the models, their KV caches, and what it knows of the running requests, a row for each.
+
+A round reads and writes it without the host in between. The last row belongs to nobody: rounds are padded with it, and
+what they compute for it goes to block 0 of the caches, which belongs to nobody either.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.drafting import TreeShape
+from fledge.decoding.sampling import SamplingRows
+from fledge.decoding.tree import DraftTree, tree_size
+from fledge.devices import choose_dtype
+from fledge.engine.config import EngineConfig
+from fledge.engine.request import Request
+from fledge.errors import ConfigError
+from fledge.layers.norm import compute_weight
+from fledge.layers.paged_cache import PagedCache, RoundPass
+from fledge.models.drafter.base import Drafter
+from fledge.models.target.decoder import TargetModel
+
+DEFAULT_CPU_CACHE_BYTES = 2 * 2**30
+MAX_TREE_ROWS = 64  # what tree attention takes in one pass
+
+
+class DeviceState:
+    """Models and caches, one row for each running request and `padding_row` for none, all on one device.
+
+    Host writes are queued on the device's stream. `drafter` becomes None if it is given up.
+    """
+
+    def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
+        """Allocate all of it. The config says how long a sequence may be."""
+        assert config.max_model_len is not None
+        self.target, self.drafter = target, drafter
+        self.device = compute_weight(target).device
+        self.vocab_size = target.config.vocab_size
+        self.sample_drafts = config.sample_drafts  # sampled requests: draft at random, accept by rejection
+        self.block_size = config.block_size or (64 if self.device.type == "cuda" else 16)
+        self.tree: TreeShape | None = None  # draft trees instead of chains
+        nodes = scratch = 0
+        speculation, depth = config.speculative_config, config.max_depth
+        if speculation is not None and speculation.tree_width is not None:
+            self.tree = TreeShape(width=speculation.tree_width, budget=speculation.tree_budget)
+            nodes = self._tree_nodes(self.tree, depth)
+            scratch = max(nodes + 1, self.tree.width * depth)  # where trees are laid out, beyond a sequence's end
+        # Slots a request needs beyond its known tokens: one unread round, one to run, its drafts, and room for trees.
+        self.lookahead = 3 * (depth + 1) + scratch
+        self.max_length = config.max_model_len + self.lookahead  # bound on any sequence
+        self.num_blocks = config.num_blocks or self._count_blocks(config)
+        self.target_cache = self._make_cache(config, target)
+        self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
+
+        rows, self.padding_row = config.max_num_seqs + 1, config.max_num_seqs
+
+        def column(dtype: torch.dtype, *more: int, fill: int = 0) -> Tensor:
+            return torch.full((rows, *more), fill, dtype=dtype, device=self.device)
+
+        self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
+        self.length = column(torch.int64)  # tokens the target has seen: the position of last_token
+        self.drafts = column(torch.int64, max(depth, 1))
+        self.draft_count = column(torch.int64)  # how many of `drafts` are there
+        self.draft_until = column(torch.int64)  # no drafts for positions from here on; 0: no speculation at all
+        self.draft_limit = column(torch.int64)  # no more drafts than this in a round
+        self.tree_tokens = column(torch.int64, nodes)
+        self.tree_parents = column(torch.int64, nodes, fill=-1)
+        self.tree_depths = column(torch.int64, nodes, fill=1)
+        self.draft_probs = column(torch.float32, max(depth, 1), self.vocab_size if config.sample_drafts else 0)
+        self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
+        self.sampling = SamplingRows(  # penalties and biases are the host's business: see `HostSampler`
+            temperature=column(torch.float32, fill=1),
+            is_greedy=column(torch.bool, fill=True),
+            top_k=column(torch.int64),
+            top_p=column(torch.float64, fill=1),
+            min_p=column(torch.float32),
+            repetition_penalty=column(torch.float32, fill=1),
+            presence_penalty=column(torch.float32),
+            frequency_penalty=column(torch.float32),
+            seed=column(torch.int64),
+            logit_bias=None,
+            all_greedy=False,
+            any_greedy=True,
+            any_penalty=False,
+            any_min_p=True,
+            any_top_p=True,
+            max_top_k=self.vocab_size,
+        )
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Set up the rows of requests whose prompts are about to be read."""
+        asked = [(request, request.params) for request in requests]
+        whole = [
+            (r.running_row, r.draft_until, r.draft_limit, r.seed, int(p.is_greedy), min(p.top_k, self.vocab_size))
+            for r, p in asked
+        ]
+        real = [(1.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for _, p in asked]
+        index, *values = self.tensor(whole).unbind(1)
+        values += self.tensor(real, torch.float64).unbind(1)
+        own = self.sampling
+        columns = (self.draft_until, self.draft_limit, own.seed, own.is_greedy, own.top_k)
+        for column, given in zip((*columns, own.temperature, own.top_p, own.min_p), values, strict=True):
+            column[index] = given.to(column.dtype)
+        self.draft_count[index] = 0
+
+    def place_blocks(self, requests: Sequence[Request]) -> None:
+        """Write the blocks of each request's table that are not there yet."""
+        placements: list[tuple[int, int, int]] = []
+        for request in requests:
+            blocks = request.table.blocks
+            placements += [(request.running_row, i, blocks[i]) for i in range(request.placed_blocks, len(blocks))]
+            request.placed_blocks = len(blocks)
+        if placements:
+            rows, indices, numbers = self.tensor(list(zip(*placements, strict=True)))
+            self.block_tables[rows, indices] = numbers.to(torch.int32)
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Let nobody multiply with what is in these blocks of both caches."""
+        for cache in (self.target_cache, self.drafter_cache):
+            if cache is not None:
+                cache.clear(blocks)
+
+    def reset_padding(self) -> None:
+        """The padding row must not wander off, or its positions would leave its block table."""
+        self.length[self.padding_row].zero_()
+        self.last_token[self.padding_row].zero_()
+
+    def tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return host values on the device, without waiting for it."""
+        host = torch.tensor(values, dtype=dtype)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def drafted(self, rows: Tensor, depth: int) -> Tensor | DraftTree | None:
+        """Return what a round of `rows` [batch] verifies: chains [batch, depth], or trees of `depth` levels."""
+        if depth == 0 or self.tree is None:
+            return self.drafts[rows, :depth] if depth else None
+        nodes = self._tree_nodes(self.tree, depth)
+        tokens = self.tree_tokens[rows, :nodes]
+        return DraftTree(
+            tokens=tokens,
+            parents=self.tree_parents[rows, :nodes],
+            depths=self.tree_depths[rows, :nodes],
+            scores=tokens.float(),  # ranked already, and not asked for again
+            max_depth=depth,
+        )
+
+    def storage(
+        self,
+        cache: PagedCache,
+        tables: Tensor,
+        context: Tensor,
+        slots: Tensor,
+        *,
+        tree_mask: Tensor | None = None,
+        depths: Tensor | None = None,
+    ) -> RoundPass:
+        """Storage for equally many new tokens of each sequence, at `slots`."""
+        return RoundPass(
+            cache=cache,
+            block_tables=tables,
+            context_lens=context,
+            slots=slots,
+            rows=len(slots) // len(context),
+            max_context=self.max_length,
+            tree_mask=tree_mask,
+            depths=depths,
+        )
+
+    def _tree_nodes(self, tree: TreeShape, depth: int) -> int:
+        """Return how many nodes of a tree of `depth` levels are verified."""
+        nodes = tree_size(depth=depth, width=tree.width, budget=tree.budget, vocab_size=self.vocab_size)
+        if nodes + 1 > MAX_TREE_ROWS or tree.width * (depth - 1) > MAX_TREE_ROWS:
+            raise ConfigError(
+                f"a tree of width {tree.width}, depth {depth} and {nodes} nodes is too large: at most "
+                f"{MAX_TREE_ROWS - 1} nodes, and width times (depth - 1) at most {MAX_TREE_ROWS}"
+            )
+        return nodes
+
+    def _count_blocks(self, config: EngineConfig) -> int:
+        """As many blocks as memory allows, and no more than all requests at full length could use."""
+        per_block = self.block_size * sum(
+            model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(_kv_dtype(config, model))
+            for model in (self.target, self.drafter)
+            if model is not None
+        )
+        useful = config.max_num_seqs * -(-self.max_length // self.block_size) + 1
+        budget = config.kv_cache_bytes or DEFAULT_CPU_CACHE_BYTES
+        if config.kv_cache_bytes is None and self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            budget = int(free - total * (1 - config.gpu_memory_utilization))
+        blocks = min(budget // per_block, useful)
+        if blocks < 2:
+            raise ConfigError(f"the KV cache has {budget} bytes, but a single block takes {per_block}")
+        return blocks
+
+    def _make_cache(self, config: EngineConfig, model: TargetModel | Drafter) -> PagedCache:
+        return PagedCache(
+            model.config.layer.kv_cache,
+            num_layers=model.config.num_layers,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            dtype=_kv_dtype(config, model),
+            device=self.device,
+        )
+
+
+def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype:
+    """Return the dtype of a model's KV cache. Attention computes in one dtype, so it is the model's own."""
+    own, wanted = compute_weight(model).dtype, choose_dtype(config.kv_cache_dtype)
+    if wanted not in (None, own):
+        raise ConfigError(
+            f"kv_cache_dtype: found {config.kv_cache_dtype!r}, but the model computes in "
+            f"{str(own).removeprefix('torch.')}; use auto, or that as dtype too"
+        )
+    return own

@@ -132,8 +132,9 @@ class Page:
 
 @cache
 def page_template(package: str, name: str) -> Template:
-    """A template that lies in a package. Whatever is put into it is escaped, and must be there."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    """A template that lies in a package. Whatever is put into it must be there, and is escaped, but for Markdown."""
+    is_markup = ".md." not in name
+    environment = Environment(autoescape=is_markup, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((files(package) / name).read_text(encoding="utf-8"))
 
 

@@ -43,7 +43,7 @@ def parse_url(text: str) -> tuple[str | None, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteServer:
-    """A server that answered, with a client of its own. `close` it."""
+    """A server that answered, with a client of its own, to be closed."""
 
     spec: ServerSpec
     client: HttpClient
@@ -101,9 +101,6 @@ class RemoteServer:
             return (await self.client.get("v1/models"))[0] < 500
         except HttpError:
             return False
-
-    def close(self) -> None:
-        self.client.close()
 
 
 async def connect(spec: ServerSpec) -> RemoteServer:

@@ -81,8 +81,8 @@ def offline(
         raise ConfigError("--target needs a --drafter: the bundled drafters are for the bundled target")
     names = tuple(drafter) if drafter is not None else tuple(DRAFTERS.values())
 
-    from fledge.bench.engines import draft_modes  # noqa: PLC0415 - `fledge --help` must stay quick
-    from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
+    from fledge.bench.engines import OfflineSettings, draft_modes  # noqa: PLC0415 - `fledge --help` must stay quick
+    from fledge.bench.offline import OfflineRun  # noqa: PLC0415
     from fledge.bench.summary import Summary  # noqa: PLC0415
     from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
     from fledge.evaluation.results import Load, check_writable  # noqa: PLC0415

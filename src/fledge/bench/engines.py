@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fledge.bench.inflate import inflate_drafter, inflate_target
-from fledge.bench.run import RunSettings
 from fledge.bench.shapes import shape_named
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.integrity import INFLATED
@@ -82,31 +81,6 @@ def mode_name(mode: DraftMode) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineSettings(RunSettings):
-    """What is measured: loads are concurrencies."""
-
-    target: str
-    drafters: tuple[str, ...]
-    modes: tuple[DraftMode, ...]
-    seed: int = 0
-    inflate: str | None = None  # a named shape
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None  # None: what the longest prompt and its answer need
-    enforce_eager: bool = False
-    title: str = "Fledge, offline"
-    notes: tuple[str, ...] = ()
-
-    @property
-    def concurrencies(self) -> list[int]:
-        return [load.concurrency or 1 for load in self.loads]
-
-    def to_dict(self) -> dict[str, Any]:
-        own = {"seed": self.seed, "inflate": self.inflate, "dtype": self.dtype, "enforce_eager": self.enforce_eager}
-        return {**super().to_dict(), **own}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Models:
     """A target and its drafters, by the names they were given."""
 
@@ -118,47 +92,43 @@ class Models:
     @property
     def parameters(self) -> dict[str, int]:
         """Of the target, and of each drafter what is its own."""
-        shared = {id(parameter) for parameter in self.target.parameters()}
-        own = {
-            name: sum(p.numel() for p in drafter.parameters() if id(p) not in shared)
-            for name, drafter in self.drafters.items()
-        }
-        return {"target": sum(p.numel() for p in self.target.parameters()), **own}
+        sizes = {id(p): p.numel() for p in self.target.parameters()}
+        found = {"target": sum(sizes.values())}
+        for name, drafter in self.drafters.items():
+            found[name] = sum(p.numel() for p in drafter.parameters() if id(p) not in sizes)
+        return found
 
 
-def load_models(settings: OfflineSettings) -> Models:
+def load_models(
+    target: str, drafters: Sequence[str], *, dtype: str, device: str, inflate: str | None, seed: int = 0
+) -> Models:
     """Load each once, and enlarge them on the device if asked to."""
-    directory, place = resolve(settings.target), choose_device(settings.device)
-    precision = choose_dtype(settings.dtype) or (torch.float32 if place.type == "cpu" else None)
-    if settings.inflate is None:
+    directory, place = resolve(target), choose_device(device)
+    precision = choose_dtype(dtype) or (torch.float32 if place.type == "cpu" else None)
+    if inflate is None:
         model = load_target(directory, dtype=precision, device=place)
-        loaded = {name: load_drafter(resolve(name), model) for name in settings.drafters}
+        loaded = {name: load_drafter(resolve(name), model) for name in drafters}
     else:
-        shape, seed = shape_named(settings.inflate), settings.seed
+        shape = shape_named(inflate)
         small = load_target(directory)
         model = inflate_target(small, shape, precision or torch.bfloat16, place, seed=seed)
         loaded = {
             name: inflate_drafter(load_drafter(resolve(name), small), small, model, shape=shape, seed=seed)
-            for name in settings.drafters
+            for name in drafters
         }
     own = getattr(load_tokenizer(directory), "eos_token_id", None)
     eos_ids = tuple(sorted({*model.config.eos_ids, *(() if own is None else (own,))}))
     label = (read_json(directory / "config.json") or {}).get(INFLATED) or {}
-    inflated = settings.inflate or label.get("shape")
+    inflated = inflate or label.get("shape")
     return Models(target=model.requires_grad_(False), drafters=loaded, eos_ids=eos_ids, inflated=inflated)
 
 
 def contenders(models: Models, target: str, modes: Sequence[DraftMode]) -> list[Contender]:
-    """No speculation first, then every drafter in every mode. A drafter is called by its variant, or by its own name
-    where two are of one variant.
-    """
+    """No speculation first, then every drafter in every mode."""
     versions = {"fledge": __version__}
     plain = Contender(name=NO_SPECULATION, kind="fledge", target=target, inflated=models.inflated, versions=versions)
-    variants = {name: name_of(drafter.config) for name, drafter in models.drafters.items()}
-    times = Counter(variants.values())
     found = [plain]
-    for name, variant in variants.items():
-        title = variant if times[variant] == 1 else name
+    for name, title in titles(models).items():
         for mode in modes:
             speculation = {"model": name, **mode}
             found.append(replace(plain, name=f"{title} {mode_name(mode)}", drafter=name, speculation=speculation))
@@ -168,6 +138,13 @@ def contenders(models: Models, target: str, modes: Sequence[DraftMode]) -> list[
             "give fewer drafters, depths or trees"
         )
     return found
+
+
+def titles(models: Models) -> dict[str, str]:
+    """What each drafter is called: its variant, or its own name where two are of one variant."""
+    variants = {name: name_of(drafter.config) for name, drafter in models.drafters.items()}
+    times = Counter(variants.values())
+    return {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
 
 
 def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:

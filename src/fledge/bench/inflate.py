@@ -218,16 +218,10 @@ class TargetPlan:
 
 
 def inflate_target(
-    small: TargetModel,
-    shape: TargetConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    pad_vocab: bool = True,
-    seed: int = 0,
+    small: TargetModel, shape: TargetConfig, dtype: torch.dtype, device: torch.device, *, seed: int = 0
 ) -> TargetModel:
     """Return `small` at the size of `shape`, built on `device` without a second copy."""
-    plan = TargetPlan.of(small.config, shape, dtype, pad_vocab=pad_vocab, seed=seed)
+    plan = TargetPlan.of(small.config, shape, dtype, seed=seed)
     large = empty_model(lambda: TargetModel(plan.large), dtype, device)
     with torch.no_grad():
         for index, layer in enumerate(large.layers):

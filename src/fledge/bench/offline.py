@@ -9,10 +9,10 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from fledge.bench.engines import Models, OfflineSettings, contenders, graph_sizes, load_models, make_engine
-from fledge.bench.run import INTERRUPTED, BenchRun, CellTurn
+from fledge.bench.engines import DraftMode, Models, contenders, graph_sizes, load_models, make_engine
+from fledge.bench.run import INTERRUPTED, BenchRun, CellTurn, RunSettings
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
@@ -92,7 +92,7 @@ class ClosedLoop:
             prompt_tokens=len(prompt.token_ids),
             output_tokens=len(tokens),
             error=error,
-            digest=hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16],
+            digest=token_digest(tokens),
             acceptance=tally_triples(metrics.acceptance),
         )
 
@@ -102,9 +102,39 @@ class ClosedLoop:
         return round(max(ends, default=self.started) - self.started, 6)
 
 
+def token_digest(tokens: Sequence[int]) -> str:
+    """Of the token ids: whether two contenders said the same."""
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
+
+
 def cycled(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """`count` prompts evenly over all of them, which may be sorted by subject; where that is more, over and over."""
     return list(itertools.islice(itertools.cycle(spread(prompts, count)), count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineSettings(RunSettings):
+    """What is measured: loads are concurrencies."""
+
+    target: str
+    drafters: tuple[str, ...]
+    modes: tuple[DraftMode, ...]
+    seed: int = 0
+    inflate: str | None = None  # a named shape
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None  # None: what the longest prompt and its answer need
+    enforce_eager: bool = False
+    title: str = "Fledge, offline"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def concurrencies(self) -> list[int]:
+        return [load.concurrency or 1 for load in self.loads]
+
+    def to_dict(self) -> dict[str, Any]:
+        own = {"seed": self.seed, "inflate": self.inflate, "dtype": self.dtype, "enforce_eager": self.enforce_eager}
+        return {**super().to_dict(), **own}
 
 
 @dataclass(kw_only=True)
@@ -129,7 +159,14 @@ class OfflineRun(BenchRun):
     def prepare(self) -> None:
         settings = self.settings
         self.progress.say(f"loading {settings.target}" + (f" as {settings.inflate}" if settings.inflate else ""))
-        self._models = models = load_models(settings)
+        self._models = models = load_models(
+            settings.target,
+            settings.drafters,
+            dtype=settings.dtype,
+            device=settings.device,
+            inflate=settings.inflate,
+            seed=settings.seed,
+        )
         if models.inflated is not None:
             self._notes.append(INFLATED_NOTE.format(shape=models.inflated))
         longest = self._read_prompts(models.target.config.max_positions)

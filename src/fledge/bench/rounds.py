@@ -24,7 +24,7 @@ def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce
     """Milliseconds of a round: without the fastest and the slowest tenth; of all, with the wait for the last one; and
     of which the host spent planning.
     """
-    engine = _engine(pair, depth, concurrency, PROMPT_TOKENS, 800, room=1024, enforce_eager=enforce_eager)
+    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 800, room=1024, enforce_eager=enforce_eager)
     # Warm up until every prompt is read and a few rounds have run (graphs captured, kernels compiled).
     for _ in range(8 + concurrency * PROMPT_TOKENS // 8192):
         engine.step()
@@ -52,7 +52,7 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int) -> dict[str, float]:
     """Read `prompts` prompts of `tokens` tokens: seconds, and arithmetic done per second."""
 
     def seconds() -> float:
-        engine = _engine(pair, 0, prompts, tokens, 1, room=tokens + 64)
+        engine = prompted_engine(pair, 0, prompts, tokens, 1, room=tokens + 64)
 
         def read() -> None:
             while engine.has_unfinished:
@@ -66,7 +66,7 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int) -> dict[str, float]:
 
 def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50) -> dict[str, float]:
     """Decode at the end of a context of `tokens` tokens: milliseconds per round, and bytes read per second."""
-    engine = _engine(pair, depth, 1, tokens, 900, room=tokens + 1024)
+    engine = prompted_engine(pair, depth, 1, tokens, 900, room=tokens + 1024)
 
     def read() -> None:
         while engine.stats().output_tokens == 0:
@@ -119,7 +119,7 @@ def prefill_flops(config: TargetConfig, tokens: int) -> float:
     return config.num_layers * (2 * per_token * tokens + attention)
 
 
-def _engine(
+def prompted_engine(
     pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, *, room: int, enforce_eager: bool = False
 ) -> LLMEngine:
     """An engine with so many random prompts to answer."""
@@ -142,7 +142,11 @@ def _engine(
 
 def _seconds(device: torch.device, work: Callable[[], object], times: int = 1) -> float:
     """How long `work` takes on the mean, with what it leaves to the device."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
     wait()
     started = time.perf_counter()
     for _ in range(times):

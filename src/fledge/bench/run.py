@@ -74,24 +74,19 @@ class CellTurn(NamedTuple):
         return f"{self.contender}, {self.workload.name}, {self.load}, repeat {self.repeat + 1}"
 
     def cell(
-        self,
-        seconds: float,
-        requests: tuple[RequestRecord, ...],
-        status: Status,
-        note: str | None,
-        acceptance: Tally = (),
+        self, seconds: float, requests: Sequence[RequestRecord], status: Status, note: str | None, tally: Tally = ()
     ) -> Cell:
-        """What came of it."""
+        """What came of it; the tally where only that of the whole cell is known."""
         return Cell(
             contender=self.contender,
             workload=self.workload.name,
             load=self.load,
             repeat=self.repeat,
             seconds=seconds,
-            requests=requests,
+            requests=tuple(requests),
             status=status,
             note=note,
-            acceptance=acceptance,
+            acceptance=tally,
         )
 
 

@@ -124,7 +124,7 @@ def _message(number: int, value: Any) -> Message:
     kept = {key: value[key] for key in _KEPT_KEYS if value.get(key) is not None}
     content = value.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise BadRecordError(f"message {number}: has a part that is not text")
         content = "".join(texts)

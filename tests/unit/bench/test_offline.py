@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fledge.bench import offline
-from fledge.bench.engines import OfflineSettings, draft_modes, graph_sizes, parse_schedule, parse_trees
-from fledge.bench.offline import ClosedLoop, OfflineRun, cycled
+from fledge.bench.engines import draft_modes, graph_sizes, parse_schedule, parse_trees
+from fledge.bench.offline import ClosedLoop, OfflineRun, OfflineSettings, cycled, token_digest
 from fledge.bench.shapes import SHAPES
 from fledge.bench.summary import Best, Summary
 from fledge.decoding.params import SamplingParams
@@ -235,6 +235,7 @@ def test_names_sizes_and_spellings(pair: Pair) -> None:
     prompts = [Prompt(id=str(i), category="a") for i in range(6)]
     assert [q.id for q in cycled(prompts, 3)] == ["0", "2", "4"]
     assert [q.id for q in cycled(prompts[:2], 3)] == ["0", "1", "0"]
+    assert token_digest([1, 23]) != token_digest([12, 3])
     assert settings(pair, requests=None).prompts_for(Load(concurrency=16)) == 32
     assert settings(pair, requests=2).prompts_for(Load(concurrency=16)) == 16
 

@@ -135,10 +135,10 @@ class CellRun:
     arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
     advance: Callable[[], None] = lambda: None  # after each prompt
     finished: int = 0  # prompts
+    late: list[float] = field(default_factory=list)  # see `lag_watched`
     _records: list[RequestRecord] = field(default_factory=list)
     _begun: float = 0.0
     _last: float = 0.0  # when a request ended
-    _late: list[float] = field(default_factory=list)
     _is_counted: bool = False  # tokens were, by us
     _acceptance: Tally = ()
     _remarks: list[str] = field(default_factory=list)
@@ -148,7 +148,7 @@ class CellRun:
         reads_counters = self.server.has_counters and not self.server.reports
         before = await self.server.counters() if reads_counters else None
         self._begun = time.perf_counter()
-        async with lag_watched(self._late), asyncio.TaskGroup() as group:
+        async with lag_watched(self.late), asyncio.TaskGroup() as group:
             if self.turn.load.concurrency is not None:
                 waiting = iter(self.prompts)
                 for _ in range(min(self.turn.load.concurrency, len(self.prompts))):
@@ -234,20 +234,20 @@ class CellRun:
         )
 
     def result(self) -> Cell:
-        records = tuple(sorted(self._records, key=lambda record: record.sent))
+        records = sorted(self._records, key=lambda record: record.sent)
         good = sum(record.error is None for record in records)
         expected = sum(len(split_turns(prompt.messages, keep_answers=True)) for prompt in self.prompts)
         remarks = [] if good == expected else [self._missing(expected)]
         if self._is_counted:
             remarks.append(COUNTED)
-        if lag_ms(self._late) > TOO_LATE_MS:
+        if lag_ms(self.late) > TOO_LATE_MS:
             remarks.append(LAGGED)
         return self.turn.cell(
             seconds=self._last - self._begun - records[0].sent if records else 0.0,  # failed ones took their time too
             requests=records,
             status="complete" if good == expected else "partial" if good else "failed",
             note="; ".join([*remarks, *self._remarks]) or None,
-            acceptance=self._acceptance,
+            tally=self._acceptance,
         )
 
     def _missing(self, expected: int) -> str:

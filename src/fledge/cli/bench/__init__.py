@@ -10,14 +10,5 @@ from fledge.cli.bench.rounds import rounds
 from fledge.cli.bench.serve import serve
 
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
-bench.command()(rounds)
-bench.command()(offline)
-bench.command()(inflate)
-bench.command()(serve)
-bench.command()(report)
-bench.command()(compare)
-
-
-@bench.callback()
-def _group() -> None:
-    pass
+for verb in (rounds, offline, inflate, serve, report, compare):
+    bench.command()(verb)

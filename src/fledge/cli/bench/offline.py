@@ -1,7 +1,5 @@
 """`fledge bench offline`: our engine without HTTP, with and without drafters."""
 
-import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,8 +17,9 @@ from fledge.cli.bench.options import (
     Sample,
     Temperature,
     Workloads,
-    finish,
     integers,
+    results_file,
+    run_and_print,
 )
 from fledge.errors import ConfigError
 
@@ -81,11 +80,10 @@ def offline(
         raise ConfigError("--target needs a --drafter: the bundled drafters are for the bundled target")
     names = tuple(drafter) if drafter is not None else tuple(DRAFTERS.values())
 
-    from fledge.bench.engines import OfflineSettings, draft_modes  # noqa: PLC0415 - `fledge --help` must stay quick
-    from fledge.bench.offline import OfflineRun  # noqa: PLC0415
-    from fledge.bench.summary import Summary  # noqa: PLC0415
+    from fledge.bench.engines import draft_modes  # noqa: PLC0415 - `fledge --help` must stay quick
+    from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
     from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
-    from fledge.evaluation.results import Load, check_writable  # noqa: PLC0415
+    from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 
@@ -112,17 +110,5 @@ def offline(
         title=title,
         notes=tuple(note or ()),
     )
-    file = out or Path(time.strftime("bench-offline-%Y%m%d-%H%M%S.json"))
-    check_writable("--out", file)
-    run = OfflineRun(settings=settings, out=file, progress=Progress(quiet=quiet))
-    results = run.run()
-    summary = Summary(results, results.baseline)
-    finish(
-        summary,
-        file,
-        is_interrupted=run.interrupted,
-        failure="some cells failed" if any(cell.status != "complete" for cell in results.cells) else None,
-        as_json=as_json,
-        quiet=quiet,
-        more={"best": [one.to_dict() for one in summary.best_modes]},
-    )
+    run = OfflineRun(settings=settings, out=results_file(out, "offline"), progress=Progress(quiet=quiet))
+    run_and_print(run, as_json=as_json, quiet=quiet)

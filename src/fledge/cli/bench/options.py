@@ -2,16 +2,16 @@
 
 import json
 import sys
-from collections.abc import Mapping
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fledge.bench.summary import Summary
+    from fledge.bench.run import BenchRun
 
 INTERRUPTED = 130
 
@@ -42,35 +42,38 @@ def integers(name: str, text: str, low: int, high: int) -> list[int]:
     return numbers
 
 
-def finish(
-    summary: "Summary",
-    file: Path,
-    *,
-    is_interrupted: bool,
-    failure: str | None,
-    as_json: bool,
-    quiet: bool,
-    more: Mapping[str, Any] | None = None,
-) -> None:
-    """Print what was measured, with `more` in the JSON object, and exit with 130 or 1 where it is not whole."""
+def results_file(out: Path | None, verb: str) -> Path:
+    """Where results go. Raises ConfigError if they cannot, before anything is measured."""
+    from fledge.evaluation.results import check_writable  # noqa: PLC0415 - `fledge --help` must stay quick
+
+    file = out or Path(time.strftime(f"bench-{verb}-%Y%m%d-%H%M%S.json"))
+    check_writable("--out", file)
+    return file
+
+
+def run_and_print(run: "BenchRun", *, as_json: bool, quiet: bool, fail_on_errors: bool = True) -> None:
+    """Measure, print what was measured, and exit with 130 or 1 where it is not whole."""
     from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
 
+    from fledge.bench.summary import Summary  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
 
-    results = summary.results
+    results = run.run()
+    summary = Summary(results, results.baseline)
     if as_json:
-        print(json.dumps({"results": str(file), **summary.to_dict(), **(more or {})}, allow_nan=False))
+        best = {"best": [one.to_dict() for one in summary.best_modes]} if results.kind == "offline" else {}
+        print(json.dumps({"results": str(run.out), **summary.to_dict(), **best}, allow_nan=False))
     elif results.cells:
         console = Console(highlight=False)
         print_results(summary, console)
         for line in summary.best_modes:
             console.print(str(line), markup=False, soft_wrap=True)
     if results.contenders and not quiet:
-        print(f"results: {file}", file=sys.stderr)
-    if is_interrupted:
+        print(f"results: {run.out}", file=sys.stderr)
+    if run.interrupted:
         saved = "what was measured is saved" if results.contenders else "nothing was measured"
         print(f"interrupted; {saved}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
-    if failure is not None:
-        print(f"error: {failure}, see the notes above", file=sys.stderr)
+    if fail_on_errors and any(cell.status != "complete" for cell in results.cells):
+        print(f"error: this run is {results.status}: some requests failed, see the notes above", file=sys.stderr)
         raise typer.Exit(1)

@@ -4,9 +4,7 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,8 +19,9 @@ from fledge.cli.bench.options import (
     Sample,
     Temperature,
     Workloads,
-    finish,
     integers,
+    results_file,
+    run_and_print,
 )
 from fledge.errors import ConfigError
 
@@ -92,14 +91,12 @@ def serve(
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415 - `fledge --help` must stay quick
-    from fledge.bench.summary import Summary  # noqa: PLC0415
-    from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
 
     settings = ServeSettings(
-        servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
+        servers=_servers(url, model or (), api_key or (), header or (), extra_body or ()),
         workloads=distinct_workloads(
             load_workload(name, sample=sample, seed=seed or 0) for name in workload or ("mt_bench",)
         ),
@@ -116,34 +113,18 @@ def serve(
         endpoint="chat" if endpoint == "chat" else "completions",
         facts={"sample": sample},
     )
-    file = out or Path(time.strftime("bench-serve-%Y%m%d-%H%M%S.json"))
-    check_writable("--out", file)
     command = shown_command(_without_secrets(sys.argv))
     run = ServeRun(
         settings=settings,
         provenance={**run_provenance(), "command": command, "about": "the load generator and its machine"},
-        out=file,
+        out=results_file(out, "serve"),
         progress=Progress(quiet=quiet),
     )
-    results = run.run()
-    is_partial = results.status != "complete" and fail_on_errors
-    finish(
-        Summary(results, results.baseline),
-        file,
-        is_interrupted=run.interrupted,
-        failure=f"this run is {results.status}: some requests failed" if is_partial else None,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    run_and_print(run, as_json=as_json, quiet=quiet, fail_on_errors=fail_on_errors)
 
 
 def _servers(
-    urls: Sequence[str],
-    *,
-    models: Sequence[str],
-    keys: Sequence[str],
-    headers: Sequence[str],
-    extras: Sequence[str],
+    urls: Sequence[str], models: Sequence[str], keys: Sequence[str], headers: Sequence[str], extras: Sequence[str]
 ) -> tuple["ServerSpec", ...]:
     from fledge.bench.load.servers import ServerSpec, parse_url  # noqa: PLC0415
 
@@ -156,7 +137,7 @@ def _servers(
         if given and given not in names:
             raise ConfigError(f"--extra-body {text}: no server is called '{given}'; expected JSON, or NAME=JSON")
         for name in [given] if given else names:
-            bodies[name] |= _json_object("--extra-body", value)
+            bodies[name] |= _json_object(value)
     common = dict(_header(text) for text in headers)
     return tuple(
         ServerSpec(
@@ -183,14 +164,11 @@ def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _json_object(option: str, text: str) -> Mapping[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option}: found {text!r}, expected a JSON object")
-    return value
+        return dict(json.loads(text).items())
+    except (ValueError, AttributeError):
+        raise ConfigError(f"--extra-body: found {text!r}, expected a JSON object") from None
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -205,17 +183,14 @@ def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
 
     if concurrency is None and rate is None:
         concurrency = "1,4,16,64"
-    loads = []
-    if concurrency is not None:
-        loads += [Load(concurrency=one) for one in integers("concurrency", concurrency, 1, 4096)]
+    loads = [] if concurrency is None else [Load(concurrency=n) for n in integers("concurrency", concurrency, 1, 4096)]
     for part in rate.split(",") if rate is not None else ():
         try:
-            value = float(part)
+            loads.append(Load(rate=float(part)))
         except ValueError:
-            value = 0.0
-        if not 0 < value <= 1e5:
+            loads.append(Load(rate=0.0))
+        if not 0 < loads[-1].size <= 1e5:
             raise ConfigError(f"--rate: found '{part}', expected requests per second, above 0, with commas")
-        loads.append(Load(rate=value))
     return tuple(dict.fromkeys(loads))
 
 

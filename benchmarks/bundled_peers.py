@@ -27,8 +27,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from fledge.bench.closed_loop import ClosedLoop, TokenPrompt, cycled, token_digest
 from fledge.bench.engines import Models, contenders, draft_modes, load_models, make_engine, titles
+from fledge.bench.offline import ClosedLoop, cycled, token_digest
 from fledge.bench.summary import Summary
 from fledge.bench.tables import print_results
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
@@ -36,7 +36,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, write_results
-from fledge.evaluation.workloads import load_workload, tokenised
+from fledge.evaluation.workloads import Prompt, load_workload, tokenised
 from fledge.provenance import run_provenance
 
 PLAIN = "transformers"
@@ -65,7 +65,7 @@ class Peer(Protocol):
         """Whether it can answer so many at once."""
         ...
 
-    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
+    def answer(self, questions: Sequence[Prompt]) -> tuple[float, list[RequestRecord]]:
         """All together; return the seconds it took, and records with times after the start."""
         ...
 
@@ -81,7 +81,7 @@ class Fledge:
     def takes(self, _concurrency: int) -> bool:
         return True
 
-    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
+    def answer(self, questions: Sequence[Prompt]) -> tuple[float, list[RequestRecord]]:
         params = SamplingParams(temperature=0.0, max_tokens=self.asking.max_tokens)
         loop = ClosedLoop(
             engine=self.engine,
@@ -119,11 +119,11 @@ class Transformers:
         return _concurrency == 1 or not self.lookup  # its assisted generation has no batches
 
     @torch.inference_mode()
-    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
-        longest = max(len(question.tokens) for question in questions)
+    def answer(self, questions: Sequence[Prompt]) -> tuple[float, list[RequestRecord]]:
+        longest = max(len(question.token_ids) for question in questions)
         pad = self.asking.eos_ids[0]
-        ids = torch.tensor([[pad] * (longest - len(q.tokens)) + list(q.tokens) for q in questions])
-        mask = torch.tensor([[0] * (longest - len(q.tokens)) + [1] * len(q.tokens) for q in questions])
+        ids = torch.tensor([[pad] * (longest - len(q.token_ids)) + list(q.token_ids) for q in questions])
+        mask = torch.tensor([[0] * (longest - len(q.token_ids)) + [1] * len(q.token_ids) for q in questions])
         clock = _Clock()
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if self.lookup else {}
         started = time.perf_counter()
@@ -164,9 +164,9 @@ class VLLM:
     def takes(self, _concurrency: int) -> bool:
         return True
 
-    def answer(self, questions: Sequence[TokenPrompt]) -> tuple[float, list[RequestRecord]]:
+    def answer(self, questions: Sequence[Prompt]) -> tuple[float, list[RequestRecord]]:
         job = {
-            "prompts": [list(question.tokens) for question in questions],
+            "prompts": [list(question.token_ids) for question in questions],
             "max_tokens": self.asking.max_tokens,
             "stop_token_ids": list(self.asking.eos_ids),
         }
@@ -189,7 +189,7 @@ class VLLM:
 
 
 def _record(
-    question: TokenPrompt,
+    question: Prompt,
     tokens: Sequence[int],
     first: float,
     done: float,
@@ -200,7 +200,7 @@ def _record(
         sent=0.0,
         first_token=first,
         done=done,
-        prompt_tokens=len(question.tokens),
+        prompt_tokens=len(question.token_ids),
         output_tokens=len(tokens),
         digest=token_digest(tokens),
         acceptance=acceptance,
@@ -291,7 +291,7 @@ class Run:
         workers = [p for p in self.peers if isinstance(p, VLLM) and p is not working]
         return own + sum(_processor_seconds(p.process.pid) for p in workers)
 
-    def block(self, repeat: int, workload: str, concurrency: int, questions: Sequence[TokenPrompt]) -> None:
+    def block(self, repeat: int, workload: str, concurrency: int, questions: Sequence[Prompt]) -> None:
         """One cell of each contender, group by group in turns."""
         peers = [peer for peer in self.peers if peer.takes(concurrency)]
         clocks = dict.fromkeys((peer.contender.name for peer in peers), 0.0)
@@ -382,10 +382,10 @@ def main() -> None:
     questions = {}
     for workload in workloads:
         ids = tokenised(workload, options.target)
-        several = [TokenPrompt(id=p.id, tokens=t) for p, t in zip(workload.prompts, ids, strict=True)]
+        several = [replace(p, token_ids=t) for p, t in zip(workload.prompts, ids, strict=True)]
         limit = models.target.config.max_positions - options.max_tokens
-        questions[workload.name] = cycled([q for q in several if len(q.tokens) <= limit], options.prompts)
-    longest = max(len(q.tokens) for several in questions.values() for q in several) + options.max_tokens
+        questions[workload.name] = cycled([q for q in several if len(q.token_ids) <= limit], options.prompts)
+    longest = max(len(q.token_ids) for several in questions.values() for q in several) + options.max_tokens
     asking = Asking(max_tokens=options.max_tokens, eos_ids=models.eos_ids, threads=options.threads)
     settings = {
         "max_tokens": options.max_tokens,

@@ -17,10 +17,11 @@ import sys
 import time
 from typing import Any
 
-from fledge.bench.load.cell import CellRun, Health, RequestSettings
+from fledge.bench.load.run import CellRun, Health, ServeSettings, lag_ms
 from fledge.bench.load.servers import ServerSpec, connect
+from fledge.bench.run import CellTurn
 from fledge.evaluation.results import Load
-from fledge.evaluation.workloads import Prompt
+from fledge.evaluation.workloads import Prompt, Workload
 
 GAP = 0.01
 
@@ -71,14 +72,17 @@ async def measure(url: str, concurrency: int, requests: int, pieces: int) -> dic
     server = await connect(ServerSpec(name="instant", url=url))
     messages = ({"role": "user", "content": "What is measured here is the one who asks. " * 5},)
     prompts = [Prompt(id=str(i), category="x", messages=messages) for i in range(requests)]
-    asking = RequestSettings(endpoint="chat", options={"max_tokens": pieces}, max_tokens=pieces, stall_seconds=60)
+    workload = Workload(name="", prompts=tuple(prompts), source="", licence="")
+    turn = CellTurn(0, workload, Load(concurrency=concurrency), "instant")
+    settings = ServeSettings(
+        servers=(server.spec,), workloads=(workload,), loads=(turn.load,), max_tokens=pieces, stall_seconds=60
+    )
     for _ in range(2):  # the first is warm-up
-        load = Load(concurrency=concurrency)
-        run = CellRun(server=server, workload="", load=load, repeat=0, prompts=prompts, asking=asking, health=Health())
+        run = CellRun(settings=settings, server=server, health=Health(), turn=turn, prompts=prompts)
         begun = time.process_time()
         await run.run()
         spent = time.process_time() - begun
-    server.close()
+    server.client.close()
     cell = run.result()
     assert cell.status == "complete", cell.note
     first = [1e3 * ((one.first_token or 0) - one.sent) for one in cell.good]
@@ -90,7 +94,7 @@ async def measure(url: str, concurrency: int, requests: int, pieces: int) -> dic
         "cpu_ms_per_piece": round(1e3 * spent / requests / pieces, 3),
         "ttft_ms_p50": round(statistics.median(first), 3),
         "tpot_ms_p50": round(statistics.median(each), 3),
-        "lag_ms_p99": round(run.lag.p99_ms, 3),
+        "lag_ms_p99": round(lag_ms(run.late), 3),
     }
 
 

@@ -11,7 +11,7 @@ import lzma
 from pathlib import Path
 from typing import Any
 
-from fledge.evaluation.workloads.catalogue import DATA, SETS
+from fledge.evaluation.workloads import DATA, SETS
 from fledge.files import json_line, read_json_lines
 
 # Natural-instructions tasks carry their source's licence. These sources forbid redistribution (Yelp), allow no

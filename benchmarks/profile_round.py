@@ -8,16 +8,15 @@ import sys
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fledge.bench.rounds import PROMPT_TOKENS, add_prompts, make_engine
+from fledge.bench.rounds import PROMPT_TOKENS, prompted_engine
 from fledge.bench.shapes import make_pair
 
 ROUNDS = 10
 
 
 def main(shape: str, depth: int, concurrency: int) -> None:
-    target, drafter = make_pair(shape, torch.bfloat16, torch.device("cuda"))
-    engine = make_engine(target, drafter, depth=depth, concurrency=concurrency, max_model_len=1024)
-    add_prompts(engine, concurrency, PROMPT_TOKENS, max_tokens=400)
+    pair = make_pair(shape, torch.bfloat16, torch.device("cuda"))
+    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 400, room=1024)
     for _ in range(20):
         engine.step()
     torch.cuda.synchronize()

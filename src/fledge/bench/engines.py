@@ -92,12 +92,11 @@ class Models:
     @property
     def parameters(self) -> dict[str, int]:
         """Of the target, and of each drafter what is its own."""
-        shared = {id(parameter) for parameter in self.target.parameters()}
-        own = {
-            name: sum(p.numel() for p in drafter.parameters() if id(p) not in shared)
-            for name, drafter in self.drafters.items()
-        }
-        return {"target": sum(p.numel() for p in self.target.parameters()), **own}
+        sizes = {id(p): p.numel() for p in self.target.parameters()}
+        found = {"target": sum(sizes.values())}
+        for name, drafter in self.drafters.items():
+            found[name] = sum(p.numel() for p in drafter.parameters() if id(p) not in sizes)
+        return found
 
 
 def load_models(
@@ -117,13 +116,11 @@ def load_models(
             name: inflate_drafter(load_drafter(resolve(name), small), small, model, shape=shape, seed=seed)
             for name in drafters
         }
-    tokenizer = load_tokenizer(directory)
-    own = None if tokenizer is None else tokenizer.eos_token_id
+    own = getattr(load_tokenizer(directory), "eos_token_id", None)
     eos_ids = tuple(sorted({*model.config.eos_ids, *(() if own is None else (own,))}))
     label = (read_json(directory / "config.json") or {}).get(INFLATED) or {}
-    return Models(
-        target=model.requires_grad_(False), drafters=loaded, eos_ids=eos_ids, inflated=inflate or label.get("shape")
-    )
+    inflated = inflate or label.get("shape")
+    return Models(target=model.requires_grad_(False), drafters=loaded, eos_ids=eos_ids, inflated=inflated)
 
 
 def contenders(models: Models, target: str, modes: Sequence[DraftMode]) -> list[Contender]:
@@ -152,12 +149,11 @@ def titles(models: Models) -> dict[str, str]:
 
 def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:
     """An engine on the shared weights, its graphs captured for `batch_sizes`; others are padded to the next of them."""
-    config = replace(base, cudagraph_capture_sizes=tuple(batch_sizes))
-    if contender.drafter is None or contender.speculation is None:
-        engine = LLMEngine(models.target, None, config)
-    else:
-        speculative = replace(config, speculative_config=SpeculativeConfig.from_dict(contender.speculation))
-        engine = LLMEngine(models.target, models.drafters[contender.drafter], speculative)
+    config, drafter = replace(base, cudagraph_capture_sizes=tuple(batch_sizes)), None
+    if contender.drafter is not None and contender.speculation is not None:
+        drafter = models.drafters[contender.drafter]
+        config = replace(config, speculative_config=SpeculativeConfig.from_dict(contender.speculation))
+    engine = LLMEngine(models.target, drafter, config)
     engine.warm_up()
     return engine
 

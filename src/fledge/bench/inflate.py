@@ -19,23 +19,21 @@ In float32 the large pair gives the small pair's tokens. In 16 bits the rescaled
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fledge.bench.shapes import SHAPES
+from fledge.bench.shapes import SHAPES, empty_model
 from fledge.errors import ConfigError
 from fledge.layers.attention import Attention
-from fledge.layers.block import DecoderLayer
 from fledge.layers.config import LayerConfig
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.norm import RMSNorm
-from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter, Eagle3FirstLayer
+from fledge.models.drafter.eagle3 import Eagle3Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetModel
 
@@ -57,15 +55,6 @@ class LayerMap:
         return torch.arange(self.small.hidden_size)
 
     @property
-    def norm_scale(self) -> float:
-        return math.sqrt(self.small.hidden_size / self.large.hidden_size)
-
-    @property
-    def query_scale(self) -> float:
-        """What makes up for the larger head's softmax scale."""
-        return math.sqrt(self.large.head_dim / self.small.head_dim)
-
-    @property
     def dims(self) -> Tensor:
         """[small head_dim]: halves stay halves, since dimension i is rotated with i + head_dim / 2."""
         half = torch.arange(self.small.head_dim // 2) * (self.large.head_dim // self.small.head_dim)
@@ -82,29 +71,39 @@ class LayerMap:
             places.append(group * of_large + number % of_large)
         return places
 
-    @property
-    def query_rows(self) -> Tensor:
-        return _rows(self.query_heads, self.large.head_dim, self.dims)
-
     def kv_rows(self, copy: int) -> Tensor:
-        heads = [kv * _copies(self.small, self.large) + copy for kv in range(self.small.num_kv_heads)]
-        return _rows(heads, self.large.head_dim, self.dims)
+        copies = _copies(self.small, self.large)
+        return self._rows([kv * copies + copy for kv in range(self.small.num_kv_heads)])
 
-    def fill_attention(self, large: Attention, small: Attention, inputs: Tensor) -> None:
-        """`inputs`: where the small layer's input dimensions lie. Wants random matrices, and leaves the rest so."""
+    def _rows(self, heads: list[int]) -> Tensor:
+        return torch.cat([head * self.large.head_dim + self.dims for head in heads])
+
+    def fill_block(self, large: Any, small: Any, inputs: Tensor | None = None) -> None:
+        """A decoder layer, or a drafter's first. Wants random matrices, and leaves the rest so.
+
+        `inputs`: where the dimensions that the small layer's attention reads lie, if they are not those of its stream.
+        """
+        for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            if hasattr(small, norm):
+                self.fill_norm(getattr(large, norm), getattr(small, norm))
+        self._fill_attention(large.self_attn, small.self_attn, self.hidden if inputs is None else inputs)
+        self._fill_mlp(large.mlp, small.mlp)
+
+    def _fill_attention(self, large: Attention, small: Attention, inputs: Tensor) -> None:
         old, new, config = small.qkv_proj.weight, large.qkv_proj.weight, self.small
         query, key, value = torch.split(old, [config.query_size, config.kv_size, config.kv_size])
-        width = self.large.head_dim
+        width, query_rows = self.large.head_dim, self._rows(self.query_heads)
         for head in self.query_heads:
             new[head * width : (head + 1) * width] = 0  # dimensions that the small head has not must not be compared
-        _put(new, self.query_rows, inputs, query, self.query_scale)
+        # The scale makes up for that of the larger head's softmax.
+        _put(new, query_rows, inputs, query, math.sqrt(width / config.head_dim))
         for copy in range(_copies(self.small, self.large)):
             _put(new, self.large.query_size + self.kv_rows(copy), inputs, key)
             _put(new, self.large.query_size + self.large.kv_size + self.kv_rows(copy), inputs, value)
         large.o_proj.weight.zero_()
-        _put(large.o_proj.weight, self.hidden, self.query_rows, small.o_proj.weight)
+        _put(large.o_proj.weight, self.hidden, query_rows, small.o_proj.weight)
 
-    def fill_mlp(self, large: SwiGLU, small: SwiGLU) -> None:
+    def _fill_mlp(self, large: SwiGLU, small: SwiGLU) -> None:
         rows = torch.arange(self.small.intermediate_size)
         gate, up = small.gate_up_proj.weight.chunk(2)
         _put(large.gate_up_proj.weight, rows, self.hidden, gate)
@@ -112,11 +111,11 @@ class LayerMap:
         large.down_proj.weight.zero_()
         _put(large.down_proj.weight, self.hidden, rows, small.down_proj.weight)
 
-    def fill_norm(self, large: RMSNorm, small: RMSNorm, *, spare: float = 0.0) -> None:
-        """`spare`: the weight of the dimensions that the small norm has not."""
-        size = len(small.weight)
-        large.weight[:size] = _like(small.weight.float() * self.norm_scale, large.weight)
-        large.weight[size:] = spare
+    def fill_norm(self, large: RMSNorm, small: RMSNorm, inputs: Tensor | None = None) -> None:
+        """`inputs`: where the small norm's dimensions lie, if they are not the first."""
+        scaled = small.weight.float() * math.sqrt(self.small.hidden_size / self.large.hidden_size)
+        large.weight.zero_()
+        large.weight[self.hidden if inputs is None else inputs] = _like(scaled, large.weight)
 
 
 def _large_layer(small: LayerConfig, shape: LayerConfig, *, constant: float = 0.0) -> LayerConfig:
@@ -126,19 +125,17 @@ def _large_layer(small: LayerConfig, shape: LayerConfig, *, constant: float = 0.
     """
     if small.qk_norm or small.qkv_bias or small.output_bias or small.mlp_bias:
         raise ConfigError("inflate: layers with biases or with norms on queries and keys cannot be enlarged")
-    ratio, rest = divmod(shape.head_dim, small.head_dim)
-    if rest:
+    if shape.head_dim % small.head_dim:
         raise ConfigError(
             f"inflate: heads of {small.head_dim} dimensions cannot become heads of {shape.head_dim}: "
             "only a multiple has the same rotary frequencies among its own"
         )
-    if ratio > 1 and small.rope.type == "yarn":
+    if shape.head_dim > small.head_dim and small.rope.type == "yarn":
         raise ConfigError("inflate: yarn's frequencies depend on the head's size; heads cannot grow with it")
     for name in ("hidden_size", "intermediate_size"):
-        if getattr(small, name) > getattr(shape, name):
-            raise ConfigError(
-                f"inflate: {name} is {getattr(small, name)}, more than the {getattr(shape, name)} of the shape"
-            )
+        has, most = getattr(small, name), getattr(shape, name)
+        if has > most:
+            raise ConfigError(f"inflate: {name} is {has}, more than the {most} of the shape")
     if _copies(small, shape) * small.num_kv_heads > shape.num_kv_heads:
         raise ConfigError(
             f"inflate: {small.num_heads} query heads on {small.num_kv_heads} KV heads do not fit into "
@@ -184,41 +181,36 @@ class TargetPlan:
         return cls(small=small, large=large, seed=seed)
 
     @property
-    def has_spare(self) -> bool:
-        return self.large.vocab_size > self.small.vocab_size
-
-    @property
     def map(self) -> LayerMap:
         return LayerMap(small=self.small.layer, large=self.large.layer)
 
-    def place(self, layer: int) -> int:
-        """The large layer that does what small layer `layer` does, and has its input: spread evenly, so that depths
-        stay comparable.
+    @property
+    def places(self) -> list[int]:
+        """The large layer that does what each small one does, and has its input: spread evenly, so that depths stay
+        comparable. The last is that of the output.
         """
-        return layer * self.large.num_layers // self.small.num_layers
+        count = self.small.num_layers
+        return [layer * self.large.num_layers // count for layer in range(count + 1)]
 
-    def fill_layer(self, large: DecoderLayer, index: int, small: TargetModel) -> None:
+    def fill_layer(self, large: Any, index: int, small: TargetModel) -> None:
         """Make `large` layer `index` of the large target. Its old values do not matter."""
         _randomise(large, self.seed * 1000 + index)
-        source = next((i for i in range(self.small.num_layers) if self.place(i) == index), None)
-        if source is None:
+        if index in self.places:
+            self.map.fill_block(large, small.layers[self.places.index(index)])
+        else:
             large.self_attn.o_proj.weight.zero_()
-            assert isinstance(large.mlp, SwiGLU)
             large.mlp.down_proj.weight.zero_()
-            return
-        layer = small.layers[source]
-        assert isinstance(layer, DecoderLayer)
-        _fill_block(self.map, large, layer)
 
-    def fill_ends(self, embedding: Tensor, norm: RMSNorm, head: Tensor, small: TargetModel) -> None:
+    def fill_ends(self, large: TargetModel, small: TargetModel) -> None:
         """Embedding and head [vocab, hidden], and the final norm."""
+        embedding, norm, head = large.embed_tokens.weight, large.norm, large.lm_head.weight
         vocab, width = small.embed_tokens.weight.shape
         embedding.zero_()
         embedding[:vocab, :width] = _like(small.embed_tokens.weight, embedding)
         _random_matrix(head, self.seed * 1000 + 998)
         head[:vocab, :width] = _like(small.lm_head.weight, head)
         self.map.fill_norm(norm, small.norm)
-        if self.has_spare:
+        if self.large.vocab_size > self.small.vocab_size:
             embedding[:, width] = SPARE
             norm.weight[width] = 1
             head[:vocab, width] = 0
@@ -226,47 +218,29 @@ class TargetPlan:
 
 
 def inflate_target(
-    small: TargetModel,
-    shape: TargetConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    pad_vocab: bool = True,
-    seed: int = 0,
+    small: TargetModel, shape: TargetConfig, dtype: torch.dtype, device: torch.device, *, seed: int = 0
 ) -> TargetModel:
     """Return `small` at the size of `shape`, built on `device` without a second copy."""
-    plan = TargetPlan.of(small.config, shape, dtype, pad_vocab=pad_vocab, seed=seed)
-    with torch.device("meta"):
-        large = TargetModel(plan.large)
-    large.to(dtype).to_empty(device=device)
-    large.rope = RotaryEmbedding(plan.large.layer.rope, plan.large.layer.head_dim).to(device)  # emptied with the rest
+    plan = TargetPlan.of(small.config, shape, dtype, seed=seed)
+    large = empty_model(lambda: TargetModel(plan.large), dtype, device)
     with torch.no_grad():
         for index, layer in enumerate(large.layers):
-            assert isinstance(layer, DecoderLayer)
             plan.fill_layer(layer, index, small)
-        plan.fill_ends(large.embed_tokens.weight, large.norm, large.lm_head.weight, small)
+        plan.fill_ends(large, small)
     return large.eval().requires_grad_(False)
 
 
 def inflate_drafter(
-    small: Drafter,
-    small_target: TargetModel,
-    large_target: TargetModel,
-    *,
-    shape: TargetConfig,
-    seed: int = 0,
+    small: Drafter, small_target: TargetModel, large_target: TargetModel, *, shape: TargetConfig, seed: int = 0
 ) -> Drafter:
     """Return the drafter of `small_target` for `large_target`, which `inflate_target` made of it."""
     config = drafter_config(small.config, small_target.config, large_target.config, shape)
     weight = large_target.embed_tokens.weight
-    with torch.device("meta"):
-        large = build(config)
+    large = empty_model(lambda: build(config), weight.dtype, weight.device)
     assert isinstance(large, Eagle3Drafter)
     assert isinstance(small, Eagle3Drafter)
-    large.to(weight.dtype).to_empty(device=weight.device)
-    large.rope = RotaryEmbedding(config.layer.rope, config.layer.head_dim).to(weight.device)
     with torch.no_grad():
-        _fill_drafter(large, small, seed=seed)
+        _fill_drafter(large, small, seed)
     large.share_with(large_target)
     return large.eval().requires_grad_(False)
 
@@ -282,7 +256,7 @@ def drafter_config(
             f"inflate: the drafter is {small.hidden_size} wide and its target {small.target_hidden_size}; "
             "only a drafter as wide as its target can be enlarged"
         )
-    plan = TargetPlan(small=small_target, large=large_target, seed=0)
+    places = TargetPlan(small=small_target, large=large_target, seed=0).places
     padded = large_target.vocab_size > small_target.vocab_size
     # A head of its own where rows are repeated; not the whole vocabulary, which would need no map from copies to ids.
     draft_vocab = max(small.draft_vocab_size, (large_target.vocab_size - 1) // 64 * 64)
@@ -293,85 +267,47 @@ def drafter_config(
         draft_vocab_size=draft_vocab if padded else small.draft_vocab_size,
         own_head=small.own_head or padded,
         target_hidden_size=large_target.hidden_size,
-        aux_layer_ids=tuple(plan.place(i) for i in small.aux_layer_ids),
+        aux_layer_ids=tuple(places[i] for i in small.aux_layer_ids),
         dtype=large_target.dtype,
     )
 
 
-def _fill_drafter(large: Eagle3Drafter, small: Eagle3Drafter, *, seed: int) -> None:
+def _fill_drafter(large: Eagle3Drafter, small: Eagle3Drafter, seed: int) -> None:
     place = LayerMap(small=small.config.layer, large=large.config.layer)
-    width, states = small.config.hidden_size, small.config.num_aux_states
+    width, wide = small.config.hidden_size, large.config.target_hidden_size
     for number, module in enumerate([large.fusion, *large.layers]):
         _randomise(module, seed * 1000 + 999_000 + number)
-    inputs = torch.cat([i * large.config.target_hidden_size + place.hidden for i in range(states)])
-    fc = large.fusion.fc
-    fc.weight[width:] = 0
-    for i in range(states):  # what the target's spare dimension carries is for its head alone
-        fc.weight[:, i * large.config.target_hidden_size + width : (i + 1) * large.config.target_hidden_size] = 0
-    _put(fc.weight, place.hidden, inputs, small.fusion.fc.weight)
-    if fc.bias is not None:
-        fc.bias.zero_()
-        fc.bias[:width] = _like(small.fusion.fc.bias, fc.bias)
-    for new, old in _norm_pairs(large, small):
-        place.fill_norm(new, old)
-    if large.fusion.input_norm is not None and small.fusion.input_norm is not None:
-        large.fusion.input_norm.weight.zero_()
-        scaled = small.fusion.input_norm.weight.float() * place.norm_scale
-        large.fusion.input_norm.weight[inputs] = _like(scaled, large.fusion.input_norm.weight)
-    first, small_first = large.layers[0], small.layers[0]
-    assert isinstance(first, Eagle3FirstLayer)
-    assert isinstance(small_first, Eagle3FirstLayer)
+    starts = [i * wide for i in range(small.config.num_aux_states)]
+    inputs = torch.cat([start + place.hidden for start in starts])
+    new, old = large.fusion, small.fusion
+    new.fc.weight[width:] = 0
+    for start in starts:  # what the target's spare dimension carries is for its head alone
+        new.fc.weight[:, start + width : start + wide] = 0
+    _put(new.fc.weight, place.hidden, inputs, old.fc.weight)
+    if new.fc.bias is not None:
+        new.fc.bias.zero_()
+        new.fc.bias[:width] = _like(old.fc.bias, new.fc.bias)
+    place.fill_norm(large.norm, small.norm)
+    for large_norm, small_norm in zip(new.fc_norm or (), old.fc_norm or (), strict=True):
+        place.fill_norm(large_norm, small_norm)  # type: ignore[arg-type]
+    if new.input_norm is not None and old.input_norm is not None:
+        place.fill_norm(new.input_norm, old.input_norm, inputs)
     both = torch.cat([place.hidden, large.config.hidden_size + place.hidden])
-    place.fill_attention(first.self_attn, small_first.self_attn, both)
-    place.fill_mlp(first.mlp, small_first.mlp)
-    for layer, small_layer in zip(large.layers[1:], small.layers[1:], strict=True):
-        assert isinstance(layer, DecoderLayer)
-        assert isinstance(small_layer, DecoderLayer)
-        _fill_block(place, layer, small_layer)
-    if large.embed_tokens is not None:
-        assert small.embed_tokens is not None
-        vocab = small.config.vocab_size
+    for number, (large_layer, small_layer) in enumerate(zip(large.layers, small.layers, strict=True)):
+        place.fill_block(large_layer, small_layer, both if number == 0 else None)
+    if large.embed_tokens is not None and small.embed_tokens is not None:
         large.embed_tokens.weight.zero_()
-        large.embed_tokens.weight[:vocab, :width] = _like(small.embed_tokens.weight, large.embed_tokens.weight)
-    if large.lm_head is not None:
-        _fill_draft_head(large, small, seed)
-
-
-def _fill_draft_head(large: Eagle3Drafter, small: Eagle3Drafter, seed: int) -> None:
-    """Every row of the small head as often as there is room, and the draft vocabulary likewise, ascending."""
-    assert large.lm_head is not None
-    assert small.lm_head is not None
-    new, old = large.config.draft_vocab_size, small.config.draft_vocab_size
-    source = (torch.arange(new) * old // new).to(small.lm_head.weight.device)
-    weight = large.lm_head.weight
-    _random_matrix(weight, seed * 1000 + 999_999)
-    weight[:, : small.config.hidden_size] = _like(small.lm_head.weight[source], weight)
-    if large.vocabulary is not None:
-        ids = source if small.vocabulary is None else small.vocabulary.target_ids[source]
-        large.vocabulary.d2t.copy_(ids - torch.arange(new, device=ids.device))
-
-
-def _norm_pairs(large: Eagle3Drafter, small: Eagle3Drafter) -> Iterator[tuple[RMSNorm, RMSNorm]]:
-    """The norms outside ordinary layers, each of one hidden size."""
-    for owner in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        yield getattr(large.layers[0], owner), getattr(small.layers[0], owner)
-    yield large.norm, small.norm
-    if large.fusion.fc_norm is not None and small.fusion.fc_norm is not None:
-        for new, old in zip(large.fusion.fc_norm, small.fusion.fc_norm, strict=True):
-            assert isinstance(new, RMSNorm)
-            assert isinstance(old, RMSNorm)
-            yield new, old
-
-
-def _fill_block(place: LayerMap, large: DecoderLayer, small: DecoderLayer) -> None:
-    assert large.input_layernorm is not None
-    assert small.input_layernorm is not None
-    place.fill_norm(large.input_layernorm, small.input_layernorm)
-    place.fill_attention(large.self_attn, small.self_attn, place.hidden)
-    place.fill_norm(large.post_attention_layernorm, small.post_attention_layernorm)
-    assert isinstance(large.mlp, SwiGLU)
-    assert isinstance(small.mlp, SwiGLU)
-    place.fill_mlp(large.mlp, small.mlp)
+        kept = large.embed_tokens.weight[: small.config.vocab_size, :width]
+        kept.copy_(_like(small.embed_tokens.weight, kept))
+    if large.lm_head is not None and small.lm_head is not None:
+        # Every row of the small head as often as there is room, and the draft vocabulary likewise, ascending.
+        rows, small_rows = large.config.draft_vocab_size, small.config.draft_vocab_size
+        source = (torch.arange(rows) * small_rows // rows).to(small.lm_head.weight.device)
+        _random_matrix(large.lm_head.weight, seed * 1000 + 999_999)
+        large.lm_head.weight[:, :width] = _like(small.lm_head.weight[source], large.lm_head.weight)
+        if large.vocabulary is not None:
+            ids = source if small.vocabulary is None else small.vocabulary.target_ids[source]
+            large.vocabulary.d2t.copy_(ids - torch.arange(rows, device=ids.device))
 
 
 def _group(config: LayerConfig) -> int:
@@ -382,10 +318,6 @@ def _group(config: LayerConfig) -> int:
 def _copies(small: LayerConfig, large: LayerConfig) -> int:
     """Large KV heads that one small KV head's query heads fill."""
     return -(-_group(small) // _group(large))
-
-
-def _rows(heads: list[int], head_dim: int, dims: Tensor) -> Tensor:
-    return torch.cat([head * head_dim + dims for head in heads])
 
 
 def _like(values: Tensor, other: Tensor) -> Tensor:

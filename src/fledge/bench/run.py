@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from fledge.evaluation.results import Cell, Contender, Load, Results, Status, write_results
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, Status, Tally, write_results
 from fledge.evaluation.workloads import Workload
 from fledge.progress import Advance, Progress
 from fledge.provenance import run_provenance
@@ -73,6 +73,22 @@ class CellTurn(NamedTuple):
     def __str__(self) -> str:
         return f"{self.contender}, {self.workload.name}, {self.load}, repeat {self.repeat + 1}"
 
+    def cell(
+        self, seconds: float, requests: Sequence[RequestRecord], status: Status, note: str | None, tally: Tally = ()
+    ) -> Cell:
+        """What came of it; the tally where only that of the whole cell is known."""
+        return Cell(
+            contender=self.contender,
+            workload=self.workload.name,
+            load=self.load,
+            repeat=self.repeat,
+            seconds=seconds,
+            requests=tuple(requests),
+            status=status,
+            note=note,
+            acceptance=tally,
+        )
+
 
 @dataclass(kw_only=True)
 class BenchRun(ABC):
@@ -88,6 +104,7 @@ class BenchRun(ABC):
     out: Path | None = None  # written after every cell, whole or not at all
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
     interrupted: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)  # what results say beside the settings
     cells: list[Cell] = field(default_factory=list)
     contenders: list[Contender] = field(default_factory=list)  # known once they are prepared
 
@@ -107,11 +124,6 @@ class BenchRun(ABC):
     @property
     def baseline(self) -> str | None:
         return self.names[0] if self.names else None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What results say beside the settings."""
-        return {}
 
     @property
     def notes(self) -> list[str]:

@@ -1,6 +1,8 @@
 """Random models of named shapes: what a round costs does not depend on what the weights say."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +13,8 @@ from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetModel
+
+_Model = TypeVar("_Model", TargetModel, Drafter)
 
 
 def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int, vocab: int) -> TargetConfig:
@@ -44,18 +48,24 @@ def shape_named(name: str) -> TargetConfig:
     return SHAPES[name]
 
 
+def empty_model(make: Callable[[], _Model], dtype: torch.dtype, device: torch.device) -> _Model:
+    """Make a model on `device` whose weights are yet to be filled in."""
+    with torch.device("meta"):
+        model = make()
+    model.to(dtype).to_empty(device=device)
+    model.rope = RotaryEmbedding(model.config.layer.rope, model.config.layer.head_dim).to(device)  # no weights
+    return model
+
+
 def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[TargetModel, Drafter]:
     """Return a random target of the shape `name` and a one-layer EAGLE-3.1 drafter for it."""
     config = replace(shape_named(name), dtype=str(dtype).removeprefix("torch."))
-    with torch.device("meta"):
-        target, drafter = TargetModel(config), build(EAGLE_3_1.config_for(config))
-    for module in (target, drafter):
-        module.to(dtype).to_empty(device=device)
-        module.rope = RotaryEmbedding(config.layer.rope, config.layer.head_dim).to(device)  # emptied with the rest
-        for parameter in module.parameters():
-            if parameter.dim() == 2:
-                torch.nn.init.normal_(parameter, std=0.02)
-            else:
-                torch.nn.init.ones_(parameter)
+    target = empty_model(lambda: TargetModel(config), dtype, device)
+    drafter = empty_model(lambda: build(EAGLE_3_1.config_for(config)), dtype, device)
+    for parameter in (*target.parameters(), *drafter.parameters()):
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            torch.nn.init.ones_(parameter)
     drafter.share_with(target)
     return target.eval().requires_grad_(False), drafter.eval().requires_grad_(False)

@@ -47,6 +47,7 @@ def evaluate(
     from fledge.evaluation.report import EvalReport, plus_minus  # noqa: PLC0415
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
+    from fledge.files import write_text  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 
     for option, path in (("--out", out), ("--markdown", markdown)):
@@ -71,7 +72,7 @@ def evaluate(
         leave(INTERRUPTED, "interrupted before anything was measured")
     report = EvalReport(results)
     if markdown is not None:
-        report.write_markdown(markdown)
+        write_text(markdown, report.markdown())
     if as_json:
         print(json.dumps({"results": None if out is None else str(out), **report.summary()}, allow_nan=False))
     else:

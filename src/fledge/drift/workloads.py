@@ -13,8 +13,7 @@ from fledge.drift.segments import ProbePrompt
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
-from fledge.evaluation.workloads import Prompt, Workload, canonical, load_workload, workload_names
-from fledge.evaluation.workloads.catalogue import HUB
+from fledge.evaluation.workloads import HUB, Prompt, Workload, canonical, load_workload, workload_names
 
 DEFAULT = "mixed"
 BUILT_IN = (DEFAULT, "chat", "code", "maths", "docs", "dialogue", "instructions", "multi-turn")  # all, or one category

@@ -10,7 +10,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from fledge.engine.outputs import RequestOutput
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
 from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples
-from fledge.evaluation.workloads import Prompt, Workload
+from fledge.evaluation.workloads import Prompt, Workload, grouped
 from fledge.progress import Advance
 from fledge.records import Record
 
@@ -86,10 +86,8 @@ class Measurement(Record):
 
     def grouped(self, names: Iterable[str]) -> dict[str, AcceptanceStatistics]:
         """Pooled by a name for each turn."""
-        groups: dict[str, list[tuple[int, int, int]]] = {}
-        for name, request in zip(names, self.requests, strict=True):
-            groups.setdefault(name, []).extend(request.acceptance)
-        return {name: statistics_of(tally) for name, tally in groups.items()}
+        groups = grouped(zip(names, self.requests, strict=True), lambda pair: pair[0])
+        return {name: statistics_of(t for _, r in group for t in r.acceptance) for name, group in groups.items()}
 
 
 class AcceptanceMeter:
@@ -180,9 +178,10 @@ class AcceptanceMeter:
     ) -> Measurement:
         """Answer every turn with the drafter in use, each as if it were alone, and count."""
         started = time.perf_counter()
+        most = self.settings.max_tokens
         outputs = self.llm.generate(
             [list(turn.prompt_token_ids) for turn in turns],
-            [self._params(turn, temperature) for turn in turns],
+            [SamplingParams(temperature=temperature, max_tokens=most, seed=turn.seed) for turn in turns],
             progress=steps(advance),
         )
         seconds = time.perf_counter() - started
@@ -212,7 +211,7 @@ class AcceptanceMeter:
         places = dict(different)
         outputs = self.llm.generate(
             [[*turns[i].prompt_token_ids, *turns[i].answer_token_ids[:place]] for i, place in places.items()],
-            [replace(self._params(turns[i], temperature), logprobs=2, max_tokens=1) for i in places],
+            [SamplingParams(temperature=temperature, logprobs=2, max_tokens=1, seed=turns[i].seed) for i in places],
         )
         clear = set()
         for number, output in zip(places, outputs, strict=True):
@@ -229,9 +228,6 @@ class AcceptanceMeter:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def _params(self, turn: TargetTurn, temperature: float) -> SamplingParams:
-        return SamplingParams(temperature=temperature, max_tokens=self.settings.max_tokens, seed=turn.seed)
 
 
 def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | None) -> RequestRecord:

@@ -14,35 +14,34 @@ Look = Mapping[str, Any]  # colour, marker, dash: matplotlib's names
 
 def rates_by_depth(lines: Mapping[str, tuple[Look, Sequence[Interval]]]) -> Figure | None:
     """Rounds whose draft stands, against depth, by label; entry 0 is the first draft."""
-    lines = {label: line for label, line in lines.items() if line[1]}
-    if not lines:
-        return None
-    figure, axes = new_figure()
-    for number, (label, (look, rates)) in enumerate(lines.items()):
-        offset = 0.06 * (number - (len(lines) - 1) / 2)
-        x = [depth + offset for depth in range(1, len(rates) + 1)]
-        interval_bars(axes, x, rates, label=short_title(label), **look)
-    frame(axes, range(1, max(len(rates) for _, rates in lines.values()) + 1), percent=True)
-    axes.set_ylim(0, 1.02)
-    axes.set_ylabel("rounds whose draft stands")
-    put_legend(figure, axes)
-    return figure
+    found = {label: (look, dict(enumerate(rates, start=1))) for label, (look, rates) in lines.items() if rates}
+    return _by_depth(found, "draft depth", "rounds whose draft stands", 0.06, percent=True) if found else None
 
 
 def lengths_by_depth(lines: Mapping[str, tuple[Look, Mapping[int, Interval]]]) -> Figure | None:
     """Acceptance length against depth, by label; None where no line has two depths."""
     if not any(len(values) > 1 for _, values in lines.values()):
         return None
+    return _by_depth(lines, "tokens drafted ahead (K)", "acceptance length", 0.05, percent=False)
+
+
+def _by_depth(
+    lines: Mapping[str, tuple[Look, Mapping[int, Interval]]], across: str, up: str, apart: float, *, percent: bool
+) -> Figure:
+    """Lines with their intervals, each a bit beside the others."""
     figure, axes = new_figure()
     for number, (label, (look, values)) in enumerate(lines.items()):
-        x = [depth + 0.05 * (number - (len(lines) - 1) / 2) for depth in values]
+        x = [depth + apart * (number - (len(lines) - 1) / 2) for depth in values]
         interval_bars(axes, x, list(values.values()), label=short_title(label), **look)
     depths = sorted({depth for _, values in lines.values() for depth in values})
-    frame(axes, depths, percent=False)
-    axes.xaxis.set_major_locator(FixedLocator(depths))
-    axes.set_xlabel("tokens drafted ahead (K)")
-    axes.set_ylabel("acceptance length")
-    axes.set_ylim(bottom=1.0)
+    frame(axes, depths, percent=percent)
+    if percent:
+        axes.set_ylim(0, 1.02)
+    else:
+        axes.xaxis.set_major_locator(FixedLocator(depths))
+        axes.set_ylim(bottom=1.0)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
     put_legend(figure, axes)
     return figure
 

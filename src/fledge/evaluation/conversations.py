@@ -12,7 +12,7 @@ The format is recognised record by record:
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,14 @@ from fledge.files import read_json_lines
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASKING_ROLES = ("user", "tool")  # what an assistant's turn may answer
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+_SHAREGPT_NAMES = {
+    "user": ("human", "user", "prompter"),
+    "assistant": ("gpt", "assistant", "chatgpt", "bot", "model", "function_call"),
+    "system": ("system",),
+    "developer": ("developer",),
+    "tool": ("tool", "observation", "function_response"),
 }
+_SHAREGPT_ROLES = {name: role for role, names in _SHAREGPT_NAMES.items() for name in names}
 _KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
 
 Message = Mapping[str, Any]
@@ -81,27 +73,27 @@ def parse(record: Any, default_category: str) -> Conversation:
         raise BadRecordError(f"found {type(record).__name__}, expected an object")
     category = next((record[k] for k in ("category", "source") if isinstance(record.get(k), str)), default_category)
     if "messages" in record:
-        return Conversation(messages=_messages(record["messages"]), category=category)
-    if "conversations" in record:
-        return Conversation(messages=_sharegpt(record["conversations"]), category=category)
-    if "prompt" in record:
+        messages = _messages(record["messages"])
+    elif "conversations" in record:
+        messages = _listed("conversations", record["conversations"], _sharegpt_message)
+    elif "prompt" in record:
         answer = record.get("completion", record.get("response"))
         messages = _side(record["prompt"], "user") + (() if answer is None else _side(answer, "assistant"))
-        return Conversation(messages=messages, category=category)
-    if "instruction" in record:
+    elif "instruction" in record:
         parts = [record["instruction"], record.get("input") or ""]
         if not all(isinstance(part, str) for part in parts):
             raise BadRecordError("'instruction' and 'input' must be text")
-        question = "\n\n".join(part for part in parts if part.strip())
         answer = record.get("output")
-        messages = _side(question, "user") + (() if not answer else _side(answer, "assistant"))
-        return Conversation(messages=messages, category=category)
-    if "text" in record:
+        question = "\n\n".join(part for part in parts if part.strip())
+        messages = _side(question, "user") + (_side(answer, "assistant") if answer else ())
+    elif "text" in record:
         if not isinstance(record["text"], str) or not record["text"].strip():
             raise BadRecordError("'text' is empty or no text")
         return Conversation(text=record["text"], category=category)
-    known = "messages, conversations, prompt, instruction or text"
-    raise BadRecordError(f"has keys {sorted(map(str, record))[:8]}, expected one of {known}")
+    else:
+        known = "messages, conversations, prompt, instruction or text"
+        raise BadRecordError(f"has keys {sorted(map(str, record))[:8]}, expected one of {known}")
+    return Conversation(messages=messages, category=category)
 
 
 def _side(value: Any, role: str) -> tuple[Message, ...]:
@@ -114,9 +106,13 @@ def _side(value: Any, role: str) -> tuple[Message, ...]:
 
 
 def _messages(values: Any) -> tuple[Message, ...]:
+    return _listed("messages", values, _message)
+
+
+def _listed(what: str, values: Any, read: Callable[[int, Any], Message]) -> tuple[Message, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise BadRecordError("messages: expected a list that is not empty")
-    return tuple(_message(number, value) for number, value in enumerate(values))
+        raise BadRecordError(f"{what}: expected a list that is not empty")
+    return tuple(read(number, value) for number, value in enumerate(values))
 
 
 def _message(number: int, value: Any) -> Message:
@@ -128,34 +124,27 @@ def _message(number: int, value: Any) -> Message:
     kept = {key: value[key] for key in _KEPT_KEYS if value.get(key) is not None}
     content = value.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(_text_part(number, part) for part in content)
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise BadRecordError(f"message {number}: has a part that is not text")
+        content = "".join(texts)
     if content is None and role == "assistant" and kept:
         content = ""  # a turn that only calls tools
-    if not isinstance(content, str):
-        raise BadRecordError(f"message {number}: its content is {type(content).__name__}, expected text")
-    return {"role": role, "content": content, **kept}
+    return {"role": role, "content": _text(number, "content", content), **kept}
 
 
-def _text_part(number: int, part: Any) -> str:
-    text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str):
-        raise BadRecordError(f"message {number}: has a part that is not text")
-    return text
+def _sharegpt_message(number: int, value: Any) -> Message:
+    speaker = value.get("from", value.get("role")) if isinstance(value, Mapping) else None
+    if not isinstance(speaker, str) or speaker.lower() not in _SHAREGPT_ROLES:
+        raise BadRecordError(f"message {number}: from {speaker!r}, expected human, gpt, system or tool")
+    content = _text(number, "value", value.get("value", value.get("content")))
+    return {"role": _SHAREGPT_ROLES[speaker.lower()], "content": content}
 
 
-def _sharegpt(values: Any) -> tuple[Message, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise BadRecordError("conversations: expected a list that is not empty")
-    messages = []
-    for number, value in enumerate(values):
-        speaker = value.get("from", value.get("role")) if isinstance(value, Mapping) else None
-        if not isinstance(speaker, str) or speaker.lower() not in _SHAREGPT_ROLES:
-            raise BadRecordError(f"message {number}: from {speaker!r}, expected human, gpt, system or tool")
-        text = value.get("value", value.get("content"))
-        if not isinstance(text, str):
-            raise BadRecordError(f"message {number}: its value is {type(text).__name__}, expected text")
-        messages.append({"role": _SHAREGPT_ROLES[speaker.lower()], "content": text})
-    return tuple(messages)
+def _text(number: int, what: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadRecordError(f"message {number}: its {what} is {type(value).__name__}, expected text")
+    return value
 
 
 def split_turns(messages: Sequence[Message], *, keep_answers: bool = False) -> list[tuple[Message, ...]]:

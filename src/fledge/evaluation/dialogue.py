@@ -96,7 +96,10 @@ def answer_dialogues(
         for dialogue in waiting:
             turn = len(dialogue.answers)
             try:
-                ids = list(_next_ids(llm, dialogue, encode))
+                if turn == 0 and dialogue.first_ids is not None:
+                    ids = list(dialogue.first_ids)
+                else:
+                    ids = list(llm.encode_chat(dialogue.next_messages) if encode is None else encode(dialogue))
             except PromptError:
                 dialogue.dropped = REFUSED
             else:
@@ -122,12 +125,6 @@ def answer_dialogues(
                     seed=own.seed or 0,
                 )
             )
-
-
-def _next_ids(llm: Generator, dialogue: Dialogue, encode: Callable[[Dialogue], Sequence[int]] | None) -> Sequence[int]:
-    if not dialogue.answers and dialogue.first_ids is not None:
-        return dialogue.first_ids
-    return llm.encode_chat(dialogue.next_messages) if encode is None else encode(dialogue)
 
 
 def steps(advance: Callable[[int], None]) -> Callable[[int, int], None]:

@@ -4,7 +4,8 @@ The target answers every turn by itself first; its answers are the history of th
 randomness, what no drafter may change. Each turn is then a prompt of its own, the same one for every contender.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from fledge.checkpoints.source import resolve
 from fledge.engine.config import MAX_DEPTH
 from fledge.errors import CheckpointError, ConfigError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, TargetTurn
-from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, Status, write_results
+from fledge.evaluation.results import Cell, Contender, Difference, Load, RequestRecord, Results, write_results
 from fledge.evaluation.workloads import Workload, with_token_ids
 from fledge.files import distinct_names, read_json
-from fledge.progress import Advance, Progress
+from fledge.progress import Progress
 from fledge.provenance import run_provenance
 
 _RECORDED = ("depths", "temperatures", "max_tokens", "max_num_seqs", "sample", "seed")  # settings that results tell
@@ -80,16 +81,13 @@ class _EvalRun:
     def __init__(
         self, settings: EvalSettings, workloads: Sequence[Workload], progress: Progress, out: Path | None
     ) -> None:
-        self.settings = settings
-        self.workloads = workloads
-        self.progress = progress
-        self.out = out
+        self.settings, self.workloads, self.progress, self.out = settings, workloads, progress, out
         self.meter = AcceptanceMeter(settings)
         self.provenance = run_provenance()
         self.names = dict(zip(settings.drafters, distinct_names(settings.drafters), strict=True))
         self.turns: dict[tuple[str, float], list[TargetTurn]] = {}  # by workload and temperature
-        self.too_long: dict[str, list[str]] = {}  # prompts by workload
-        self.cut_short: dict[str, list[str]] = {}  # prompts whose later turns do not fit
+        # Prompts by workload of which the first turn does not fit, or a later one.
+        self.unfit: dict[str, dict[str, list[str]]] = {w.name: {"too_long": [], "cut_short": []} for w in workloads}
         self.cells: list[Cell] = []
         self.different: dict[int, tuple[tuple[int, int], ...]] = {}  # cell -> turns that differ, and where first
         self.machine: dict[str, Any] = {}
@@ -110,15 +108,15 @@ class _EvalRun:
                 raise ConfigError(f"no prompt fits into {meter.llm.max_model_len} tokens; choose other workloads")
             for workload in workloads:
                 self.turns[workload.name, temperature] = [t for t in found.turns if t.workload == workload.name]
-            for listed, pairs in ((self.too_long, found.too_long), (self.cut_short, found.cut_short)):
-                for name, prompt in pairs:
-                    if prompt not in (ids := listed.setdefault(name, [])):  # at another temperature
-                        ids.append(prompt)
+            for why in ("too_long", "cut_short"):
+                for name, prompt in getattr(found, why):
+                    if prompt not in self.unfit[name][why]:  # at another temperature
+                        self.unfit[name][why].append(prompt)
 
     def measure(self, drafter: str, depth: int) -> None:
         """Add the cells of one drafter at one depth, all temperatures and workloads."""
         todo = [
-            (self._contender(drafter, depth, temperature), workload.name)
+            (self._contender(drafter, depth, temperature).name, workload.name, temperature)
             for temperature in self.settings.temperatures
             for workload in self.workloads
             if self.turns[workload.name, temperature]
@@ -126,25 +124,36 @@ class _EvalRun:
         before = len(self.cells)
         try:
             self.meter.exchange(drafter, depth)
-            total = sum(len(self.turns[name, contender.temperature or 0.0]) for contender, name in todo)
+            total = sum(len(self.turns[workload, temperature]) for _, workload, temperature in todo)
             with self.progress.task(f"{self.names[drafter]} K={depth}", total) as advance:
-                for contender, name in todo:
-                    self._add_cell(contender, name, advance)
+                for contender, workload, temperature in todo:
+                    measured = self.meter.measure(self.turns[workload, temperature], temperature, advance)
+                    requests = measured.requests
+                    if temperature == 0:
+                        self.different[len(self.cells)] = measured.different
+                        requests = _labelled(requests, {i: "unchecked" for i, _ in measured.different})
+                    failure = measured.failure and f"the drafter failed and was switched off: {measured.failure}"
+                    self._add(contender, workload, measured.seconds, requests, failure)
         except (FledgeError, RuntimeError) as error:  # of CUDA too
             reason = " ".join(str(error).split()) or type(error).__name__
-            for contender, name in todo[len(self.cells) - before :]:
-                self._add(contender, name, 0.0, (), reason)
+            for contender, workload, _ in todo[len(self.cells) - before :]:
+                self._add(contender, workload, 0.0, (), reason)
 
-    def _add_cell(self, contender: Contender, workload: str, advance: Advance) -> None:
-        temperature = contender.temperature or 0.0
-        measured = self.meter.measure(self.turns[workload, temperature], temperature, advance)
-        requests = measured.requests
-        if temperature == 0:
-            self.different[len(self.cells)] = measured.different
-            parted = dict(measured.different)
-            requests = tuple(replace(r, differs="unchecked") if i in parted else r for i, r in enumerate(requests))
-        failure = measured.failure and f"the drafter failed and was switched off: {measured.failure}"
-        self._add(contender, workload, measured.seconds, requests, failure)
+    def _add(
+        self, contender: str, workload: str, seconds: float, requests: tuple[RequestRecord, ...], failure: str | None
+    ) -> None:
+        self.cells.append(
+            Cell(
+                contender=contender,
+                workload=workload,
+                load=Load(concurrency=self.settings.max_num_seqs),
+                repeat=0,
+                seconds=seconds,
+                requests=requests,
+                status="complete" if failure is None else "failed",
+                note=failure,
+            )
+        )
 
     def judge(self) -> None:
         """Where answers parted from the target's own, find out whether its choice was a tie."""
@@ -155,55 +164,34 @@ class _EvalRun:
             for number, different in parted.items():
                 cell = self.cells[number]
                 clear = self.meter.clear_differences(self.turns[cell.workload, 0.0], different, 0.0)
-                requests = list(cell.requests)
-                for i, _ in different:
-                    requests[i] = replace(requests[i], differs="clear" if i in clear else "tie")
-                self.cells[number] = replace(cell, requests=tuple(requests))
+                labels: dict[int, Difference] = {i: "clear" if i in clear else "tie" for i, _ in different}
+                self.cells[number] = replace(cell, requests=_labelled(cell.requests, labels))
                 advance()
 
     def save(self, *, finished: bool) -> Results:
-        """Return what there is, and write it if there is anything."""
-        results = self.results(finished=finished)
-        if self.out is not None and self.cells:
-            write_results(results, self.out)
-        return results
-
-    def results(self, *, finished: bool) -> Results:
-        """`finished`: nothing more will come."""
+        """Return what there is, and write it if there is anything. `finished`: nothing more will come."""
         settings = self.settings
         failed = [cell for cell in self.cells if cell.status == "failed"]
-        status: Status = "partial" if self.is_interrupted or failed or not finished else "complete"
         done = {cell.contender for cell in self.cells}
-        every = [
-            self._contender(drafter, depth, temperature)
-            for drafter in settings.drafters
-            for depth in settings.depths
-            for temperature in settings.temperatures
-        ]
+        every = itertools.product(settings.drafters, settings.depths, settings.temperatures)
         facts = {
-            workload.name: {
-                **workload.facts,
-                "categories": workload.categories,
-                "too_long": self.too_long.get(workload.name, []),
-                "cut_short": self.cut_short.get(workload.name, []),
-            }
+            workload.name: {**workload.facts, "categories": workload.categories, **self.unfit[workload.name]}
             for workload in self.workloads
         }
-        return Results(
+        results = Results(
             kind="eval",
             title=f"Acceptance length of {', '.join(self.names.values())}",
             baseline=None,
-            contenders=tuple(contender for contender in every if contender.name in done),
+            contenders=tuple(one for one in itertools.starmap(self._contender, every) if one.name in done),
             cells=tuple(self.cells),
-            settings={
-                **{name: getattr(settings, name) for name in _RECORDED},
-                **self.machine,
-                "workloads": facts,
-            },
+            settings={**{name: getattr(settings, name) for name in _RECORDED}, **self.machine, "workloads": facts},
             provenance=self.provenance,
-            status=status,
+            status="partial" if self.is_interrupted or failed or not finished else "complete",
             notes=tuple(self._notes(failed, finished=finished)),
         )
+        if self.out is not None and self.cells:
+            write_results(results, self.out)
+        return results
 
     def _notes(self, failed: Sequence[Cell], *, finished: bool) -> list[str]:
         notes = [note for workload in self.workloads for note in workload.notes]
@@ -211,18 +199,17 @@ class _EvalRun:
             notes.append(f"inflated to the shape {self.inflated}: acceptance is that of the small pair")
         room = f"{self.machine.get('max_model_len', 0):,} tokens"
         for workload in self.workloads:
-            if ids := self.too_long.get(workload.name):
-                share = f"{len(ids)} of {len(workload.prompts)} prompts"
-                notes.append(f"{workload.name}: {share} do not fit into {room} and were not asked: {_listed(ids)}")
-            if ids := self.cut_short.get(workload.name):
-                notes.append(
-                    f"{workload.name}: later turns of {len(ids)} prompts do not fit into {room}: {_listed(ids)}"
-                )
+            too_long, cut_short = self.unfit[workload.name].values()
+            if too_long:
+                share = f"{len(too_long)} of {len(workload.prompts)} prompts"
+                notes.append(f"{workload.name}: {share} do not fit into {room} and were not asked: {_listed(too_long)}")
+            if cut_short:
+                share = f"later turns of {len(cut_short)} prompts"
+                notes.append(f"{workload.name}: {share} do not fit into {room}: {_listed(cut_short)}")
         notes += dict.fromkeys(f"{cell.contender}: {cell.note}" for cell in failed)
-        if self.is_interrupted:
-            notes.append("interrupted: what was not finished is missing")
-        elif not finished:
-            notes.append("still running, or killed: what was not finished is missing")
+        if self.is_interrupted or not finished:
+            why = "interrupted" if self.is_interrupted else "still running, or killed"
+            notes.append(f"{why}: what was not finished is missing")
         return notes
 
     def _contender(self, drafter: str, depth: int, temperature: float) -> Contender:
@@ -236,26 +223,10 @@ class _EvalRun:
             temperature=temperature,
         )
 
-    def _add(
-        self,
-        contender: Contender,
-        workload: str,
-        seconds: float,
-        requests: tuple[RequestRecord, ...],
-        failure: str | None,
-    ) -> None:
-        self.cells.append(
-            Cell(
-                contender=contender.name,
-                workload=workload,
-                load=Load(concurrency=self.settings.max_num_seqs),
-                repeat=0,
-                seconds=seconds,
-                requests=requests,
-                status="complete" if failure is None else "failed",
-                note=failure,
-            )
-        )
+
+def _labelled(requests: Sequence[RequestRecord], labels: Mapping[int, Difference]) -> tuple[RequestRecord, ...]:
+    """How those differ from the target's own answers that `labels` names by their places."""
+    return tuple(replace(one, differs=labels[i]) if i in labels else one for i, one in enumerate(requests))
 
 
 def _listed(ids: Sequence[str]) -> str:

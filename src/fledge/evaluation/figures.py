@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.evaluation.results import Contender, RequestRecord, Results, statistics_of
-from fledge.evaluation.workloads import LENGTH_BUCKETS, length_bucket
+from fledge.evaluation.workloads import LENGTH_BUCKETS, grouped, length_bucket
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Interval
 
@@ -71,7 +71,7 @@ def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRo
     }
     by_workload = acceptance_lengths(records, lambda record: record[0], bootstrap)
     by_length = acceptance_lengths(records, lambda record: length_bucket(record[1].prompt_tokens or 0), bootstrap)
-    pooled = statistics_of(triple for _, record in records for triple in record.acceptance)
+    pooled = _pooled(records)
     parted = Counter(record.differs for _, record in records)
     return EvalRow(
         contender=contender.name,
@@ -104,43 +104,34 @@ def acceptance_lengths(
     records: Iterable[NamedRecord], key: Callable[[NamedRecord], str], bootstrap: Bootstrap
 ) -> dict[str, Interval]:
     """Acceptance length by group, resampling prompts: all turns of a prompt go together."""
-    groups: dict[str, list[NamedRecord]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
     found = {}
-    for name, group in groups.items():
-        counts = {
-            prompt: (float(sum(statistics.accepted_by_depth)), float(statistics.rounds))
-            for prompt, statistics in _by_prompt(group).items()
-        }
-        length = bootstrap.acceptance_length(counts)
-        if length is not None:
+    for name, group in grouped(records, key).items():
+        counts = {prompt: (float(sum(s.accepted_by_depth)), float(s.rounds)) for prompt, s in _by_prompt(group).items()}
+        if (length := bootstrap.acceptance_length(counts)) is not None:
             found[name] = length
     return found
 
 
 def acceptance_rates(records: Iterable[NamedRecord], bootstrap: Bootstrap | None = None) -> list[Interval]:
     """Of each depth that was drafted to, the share of drafts that stood."""
-    bootstrap = bootstrap or Bootstrap()
     told = _by_prompt(records)
     rates = []
     for i in range(max((statistics.depth for statistics in told.values()), default=0)):
-        counts = {
-            prompt: (float(statistics.accepted_by_depth[i]), float(statistics.drafted_by_depth[i]))
-            for prompt, statistics in told.items()
-            if statistics.depth > i
-        }
-        rate = bootstrap.pooled(counts)
+        deep = {prompt: statistics for prompt, statistics in told.items() if statistics.depth > i}
+        counts = {prompt: (float(s.accepted_by_depth[i]), float(s.drafted_by_depth[i])) for prompt, s in deep.items()}
+        rate = (bootstrap or Bootstrap()).pooled(counts)
         assert rate is not None, "a depth that was drafted has a rate"
         rates.append(rate)
     return rates
 
 
 def _by_prompt(records: Iterable[NamedRecord]) -> dict[str, AcceptanceStatistics]:
-    tallies: dict[str, list[tuple[int, int, int]]] = {}
-    for workload, record in records:
-        tallies.setdefault(f"{workload} {record.prompt}", []).extend(record.acceptance)
-    return {prompt: statistics_of(tally) for prompt, tally in tallies.items()}
+    groups = grouped(records, lambda record: f"{record[0]} {record[1].prompt}")
+    return {prompt: _pooled(group) for prompt, group in groups.items()}
+
+
+def _pooled(records: Iterable[NamedRecord]) -> AcceptanceStatistics:
+    return statistics_of(triple for _, record in records for triple in record.acceptance)
 
 
 def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
@@ -149,8 +140,8 @@ def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
     if not known or len(known) < len(lengths):
         return None
     value = sum(length.value for length in known) / len(known)
-    halves = [length.half_width for length in known]
-    if any(half is None for half in halves):
+    halves = [length.half_width for length in known if length.half_width is not None]
+    if len(halves) < len(known):
         return Interval(value=value)
-    half = math.sqrt(sum((one or 0.0) ** 2 for one in halves)) / len(known)
+    half = math.sqrt(sum(half**2 for half in halves)) / len(known)
     return Interval(value=value, low=value - half, high=value + half)

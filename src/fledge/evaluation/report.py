@@ -10,20 +10,15 @@ import matplotlib
 from fledge.evaluation.charts import Look, lengths_by_depth, lengths_by_workload, rates_by_depth
 from fledge.evaluation.figures import EvalRow, acceptance_rates, eval_rows, measured_records, workloads_of
 from fledge.evaluation.results import Results
-from fledge.files import write_text
 from fledge.report.charts import SERIES, STYLE, Chart, series_style
 from fledge.report.intervals import Interval
-from fledge.report.page import Card
+from fledge.report.page import Card, page_template
 from fledge.report.prose import Sentence, Tone, percent, with_interval
 from fledge.report.tables import Table, TableCell, figure_cell
 
 NOTHING = "-"
 MANY_OUTSIDE = 0.2  # of the misses
 LENGTHS, MORE = "lengths", "more"  # sections of pictures: the main ones, and those of single workloads
-_MAIN = "Acceptance length"
-_LABELS = ("drafter", "K", "T")
-
-Lengths = Callable[[EvalRow], Mapping[str, Interval]]
 
 
 class EvalReport:
@@ -46,11 +41,13 @@ class EvalReport:
         `write` writes a length; if left out, with its interval beside it, as a page shows it.
         """
         write = write or (lambda length: figure_cell(length, "{:.2f}", missing=NOTHING))
-        workloads = workloads_of(self.results)
+
+        def lengths(title: str, names: Sequence[str], values: Iterable[Mapping[str, Interval | None]]) -> Table:
+            return self._table(title, names, [[write(of_row.get(name)) for name in names] for of_row in values])
+
         depths = max((len(row.rate_by_depth) for row in self.rows), default=0)
         rates = [
             [
-                *_label(row),
                 *map(percent, row.rate_by_depth),
                 *[""] * (depths - len(row.rate_by_depth)),
                 NOTHING if row.outside_vocabulary is None else percent(row.outside_vocabulary),
@@ -59,54 +56,33 @@ class EvalReport:
             for row in self.rows
         ]
         title = "Drafts accepted at each depth, and the share of misses whose right token cannot be drafted"
-        header = (*_LABELS, *map(str, range(1, depths + 1)), "not in draft vocabulary", "rounds")
+        header = [*map(str, range(1, depths + 1)), "not in draft vocabulary", "rounds"]
+        by_workload = [{**row.by_workload, "mean": row.mean} for row in self.rows]
         found = [
-            self._lengths_table(_MAIN, [*workloads, "mean"], _with_mean, write),
-            Table.of(title, header, rates, labels=len(_LABELS)),
+            lengths("Acceptance length", [*workloads_of(self.results), "mean"], by_workload),
+            self._table(title, header, rates),
         ]
-        groups: dict[str, Lengths] = {
-            "By category": lambda row: row.by_category,
-            "By input length, prompts of up to so many tokens": lambda row: row.by_length,
-        }
-        for title, of in groups.items():
-            names = list(dict.fromkeys(name for row in self.rows for name in of(row)))
+        for title, values in {
+            "By category": [row.by_category for row in self.rows],
+            "By input length, prompts of up to so many tokens": [row.by_length for row in self.rows],
+        }.items():
+            names = list(dict.fromkeys(name for of_row in values for name in of_row))
             if len(names) > 1:
-                found.append(self._lengths_table(title, names, of, write))
+                found.append(lengths(title, names, values))
         return found
 
-    def _lengths_table(
-        self, title: str, names: Sequence[str], of: Lengths, write: Callable[[Interval | None], TableCell | str]
-    ) -> Table:
-        body = [[*_label(row), *(write(of(row).get(name)) for name in names)] for row in self.rows]
-        return Table.of(title, (*_LABELS, *names), body, labels=len(_LABELS))
+    def _table(self, title: str, header: Sequence[str], body: Sequence[Sequence[TableCell | str]]) -> Table:
+        labels = [[row.drafter, str(row.depth), f"{row.temperature:g}"] for row in self.rows]
+        whole = [[*label, *cells] for label, cells in zip(labels, body, strict=True)]
+        return Table.of(title, ("drafter", "K", "T", *header), whole, labels=3)
 
     def markdown(self) -> str:
         """The tables for a model card, with what a reader needs to know to compare them."""
-        settings, provenance = self.results.settings, self.results.provenance
-        prompts = ", ".join(
-            f"{name} {facts['prompts'] - len(facts['too_long'])}" for name, facts in settings["workloads"].items()
-        )
-        parts = [
-            "## Acceptance length",
-            "",
-            f"Target `{_shown_name(self.results.contenders[0].target)}`, {settings['dtype']}, answers of up to "
-            f"{settings['max_tokens']} tokens, chains of K drafts, temperature T. Acceptance length is 1 + accepted "
-            "drafts / rounds, pooled over all rounds; ± is half of the 95 % interval over prompts. `mean` weighs "
-            "workloads alike.",
-            "",
-        ]
-        for table in self.tables(plus_minus):
-            if table.title != _MAIN:
-                parts += [f"{table.title}:", ""]
-            parts += [table.to_markdown(), ""]
-        parts += [f"Prompts: {prompts}.", self.lossless, *(f"Note: {note}." for note in self.results.notes)]
-        version, date = provenance.get("fledge_version", "?"), str(provenance.get("date", ""))[:10]
-        parts += ["", f"Measured with `fledge eval` {version}, {date}, {settings['device']}."]
-        return "\n".join(parts) + "\n"
-
-    def write_markdown(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, self.markdown())
+        template = page_template("fledge.evaluation", "card.md.jinja")
+        target = self.results.contenders[0].target
+        is_hub_name = target.count("/") == 1 and not Path(target).is_dir()
+        name = target if is_hub_name else Path(target).name
+        return template.render(report=self, results=self.results, target=name, tables=self.tables(plus_minus)) + "\n"
 
     def summary(self) -> dict[str, Any]:
         """What `--json` prints."""
@@ -212,14 +188,6 @@ def plus_minus(length: Interval | None) -> str:
     return f"{length.value:.2f}" + ("" if length.half_width is None else f" ±{length.half_width:.2f}")
 
 
-def _label(row: EvalRow) -> list[str]:
-    return [row.drafter, str(row.depth), f"{row.temperature:g}"]
-
-
-def _with_mean(row: EvalRow) -> Mapping[str, Interval]:
-    return {**row.by_workload, **({} if row.mean is None else {"mean": row.mean})}
-
-
 def _length_sentences(temperature: float, rows: Sequence[EvalRow]) -> Iterable[str]:
     means = [f"{with_interval(row.mean, '{:.2f}')} drafting {row.depth} ahead" for row in rows if row.mean is not None]
     if means:
@@ -232,8 +200,3 @@ def _length_sentences(temperature: float, rows: Sequence[EvalRow]) -> Iterable[s
             f"At temperature {temperature:g} and depth {deepest.depth} it does best on {high}, "
             f"{with_interval(most, '{:.2f}')}, and worst on {low}, {with_interval(least, '{:.2f}')}."
         )
-
-
-def _shown_name(target: str) -> str:
-    """A hub name as it is, of a path only its last part."""
-    return target if target.count("/") == 1 and not Path(target).is_dir() else Path(target).name

@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,14 +86,7 @@ class RequestRecord(Record):
     def to_dict(self) -> dict[str, Any]:
         """Without what is as usual: there may be ten thousand."""
         values = super().to_dict()
-        return {key: value for key, value in values.items() if key not in _USUAL or value != _USUAL[key]}
-
-
-_USUAL = {
-    known.name: [] if known.default == () else known.default
-    for known in fields(RequestRecord)
-    if known.default is not MISSING
-}
+        return {known.name: values[known.name] for known in fields(self) if getattr(self, known.name) != known.default}
 
 
 @dataclass(frozen=True, kw_only=True)

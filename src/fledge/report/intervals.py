@@ -12,6 +12,7 @@ Most figures are pooled means, sum of totals / sum of counts over prompts: accep
 rounds (plus one), an attention share with its sum over rounds and the rounds, a speed with tokens and seconds.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,10 +74,9 @@ class Panel:
     @classmethod
     def collect(cls, rows: Iterable[tuple[int, str, Sequence[float]]], columns: int) -> "Panel":
         """Sum rows of (repeat, prompt, one value per column)."""
-        sums: dict[tuple[int, str], Floats] = {}
+        sums: defaultdict[tuple[int, str], Floats] = defaultdict(lambda: np.zeros(columns))
         for repeat, prompt, values in rows:
-            added = np.asarray(values, dtype=np.float64)
-            sums[repeat, prompt] = sums[repeat, prompt] + added if (repeat, prompt) in sums else added
+            sums[repeat, prompt] += values
         repeats = tuple(sorted({repeat for repeat, _ in sums}))
         prompts = tuple(dict.fromkeys(prompt for _, prompt in sums))
         found = np.zeros((len(repeats), len(prompts), columns))
@@ -184,10 +184,6 @@ class Bootstrap:
     def acceptance_length(self, counts: Counts) -> Interval | None:
         """1 + accepted / rounds. `counts`: (accepted, rounds) of each prompt; None where there was no round."""
         return self.pooled(counts, offset=1.0)
-
-    def mean(self, values: Sequence[float]) -> Interval | None:
-        """The mean of one value per prompt; None where there is none."""
-        return self.pooled({str(i): (value, 1.0) for i, value in enumerate(values)})
 
     def pooled(self, counts: Counts, *, offset: float = 0.0) -> Interval | None:
         """offset + sum of totals / sum of counts; None where nothing was counted."""

@@ -4,48 +4,49 @@ A page has parts, a part has sections, a section has blocks: prose, pictures, ta
 Whatever is put into them is escaped. A report that needs more has a template of its own (`page_template`).
 """
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import ClassVar, Protocol
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from fledge.report.charts import SERIES, Chart
-from fledge.report.compact import compact_pictures
 from fledge.report.intervals import Interval
 from fledge.report.prose import Sentence, Tone, ratio_tone
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Co")
+# What matplotlib says at the top of every picture.
+_DEFAULTS = "stroke-linejoin: round; stroke-linecap: butt"
+_ID = re.compile(r'(?<=url\(#)[^)]+|(?<=href="#)[^"]+|(?<= id=")[^"]+')
 
 
-class Block(Protocol):
+class Block:
     """Something that a section shows; `page.html.jinja` has a macro for each kind."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str:
+        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
-class Prose:
-    kind: ClassVar[str] = "prose"
+class Prose(Block):
     text: str
     is_quiet: bool = False
 
 
 @dataclass(frozen=True)
-class Pictures:
-    kind: ClassVar[str] = "pictures"
+class Pictures(Block):
     charts: Sequence[Chart]
 
 
 @dataclass(frozen=True)
-class Sentences:
+class Sentences(Block):
     """A list in a box; each sentence leads to the section that backs it."""
 
-    kind: ClassVar[str] = "sentences"
     sentences: Sequence[Sentence]
     title: str = ""
 
@@ -64,35 +65,31 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Cards:
-    kind: ClassVar[str] = "cards"
+class Cards(Block):
     cards: Sequence[Card]
 
 
 @dataclass(frozen=True)
-class Fold:
+class Fold(Block):
     """Blocks behind a line that opens them."""
 
-    kind: ClassVar[str] = "fold"
     summary: str
     blocks: Sequence[Block]
     is_open: bool = False
 
 
 @dataclass(frozen=True)
-class Facts:
+class Facts(Block):
     """Names and what they stand for. `code`: the names whose value is a command."""
 
-    kind: ClassVar[str] = "facts"
     facts: Mapping[str, str]
     code: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
-class Notice:
+class Notice(Block):
     """What must be read before the rest."""
 
-    kind: ClassVar[str] = "notice"
     title: str
     lines: Sequence[str]
 
@@ -132,8 +129,9 @@ class Page:
 
 @cache
 def page_template(package: str, name: str) -> Template:
-    """A template that lies in a package. Whatever is put into it is escaped, and must be there."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    """A template that lies in a package. Whatever is put into it must be there, and is escaped, but for Markdown."""
+    is_markup = ".md." not in name
+    environment = Environment(autoescape=is_markup, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((files(package) / name).read_text(encoding="utf-8"))
 
 
@@ -147,6 +145,38 @@ def finished(page: str) -> str:
     page = compact_pictures(page)
     hidden = {ord(c): "�" for c in set(page) if c not in "\n\t" and unicodedata.category(c) in _HIDDEN}
     return page.translate(hidden)
+
+
+def compact_pictures(page: str) -> str:
+    """Return a page whose pictures share one style sheet, and say no number more precisely than it can be seen.
+
+    matplotlib writes every line of a picture with a style of its own. Knows the `<svg class="chart">` of `to_svg` and
+    nothing else; a picture looks as it did, to a hundredth of a pixel, and its words are left alone.
+    """
+    classes: dict[str, str] = {}  # by style
+    ids: dict[str, str] = {}
+
+    def class_of(match: re.Match[str]) -> str:
+        style = re.sub(r"var\((--[\w-]+), #\w+\)", r"var(\1)", match[1])  # the page has the colour by its name
+        style = re.sub(r"font-family: [^;]*;? ?|(?<=px) '[^;]*", "", style)
+        return f'class="{classes.setdefault(style, f"s{len(classes)}")}"'
+
+    def compact_tag(match: re.Match[str]) -> str:
+        tag = re.sub(r' transform="rotate\(-?0 [^"]*"', "", re.sub(r"\s+", " ", match[0]))
+        tag = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), tag)
+        tag = re.sub(r"(?<=[0-9]) (?=[MLQCz])|(?<=[MLQC]) (?=[-0-9])|(?<=[0-9z]) (?=\")", "", tag)  # paths
+        tag = _ID.sub(lambda id_: ids.setdefault(id_[0], f"pic{len(ids)}"), tag)
+        return re.sub(r'style="([^"]*)"', class_of, tag)
+
+    def compact(match: re.Match[str]) -> str:
+        picture = re.sub(rf"<defs>\s*<style[^>]*>\*{{{_DEFAULTS}}}</style>\s*</defs>", "", match[2])
+        return match[1] + re.sub(r">\s+<", "><", re.sub(r"<[^<>]+>", compact_tag, picture)).strip()
+
+    page = re.sub(r'(<svg class="chart"[^>]*>)(.*?)(?=</svg>)', compact, page, flags=re.DOTALL)
+    if not classes:
+        return page
+    rules = [f".chart *{{{_DEFAULTS}}}", *(f".{name}{{{style}}}" for style, name in classes.items())]
+    return page.replace("</head>", "<style>\n" + "\n".join(rules) + "\n</style>\n</head>", 1)
 
 
 def visible(text: str, *, flat: bool = False) -> str:

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from markupsafe import Markup
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from fledge.report.intervals import Interval
-from fledge.report.page import visible
+from fledge.report.page import Block, visible
 from fledge.report.prose import Tone, with_interval
 
 WARNING = "yellow"
@@ -66,10 +65,9 @@ class TableRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Block):
     """The first `labels` columns name a row, the others are figures."""
 
-    kind: ClassVar[str] = "table"
     title: str
     header: tuple[str, ...]
     rows: tuple[TableRow, ...]

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from fledge.bench import offline
-from fledge.bench.closed_loop import ClosedLoop, TokenPrompt, cycled, token_digest
 from fledge.bench.engines import draft_modes, graph_sizes, parse_schedule, parse_trees
-from fledge.bench.offline import OfflineRun, OfflineSettings
+from fledge.bench.offline import ClosedLoop, OfflineRun, OfflineSettings, cycled, token_digest
 from fledge.bench.shapes import SHAPES
 from fledge.bench.summary import Best, Summary
 from fledge.decoding.params import SamplingParams
@@ -19,7 +18,7 @@ from fledge.engine.engine import LLMEngine
 from fledge.engine.protocol import DeadEngineError
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results
-from fledge.evaluation.workloads import load_workload
+from fledge.evaluation.workloads import Prompt, load_workload
 from tests.tiny_models import make_target
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
 
@@ -118,7 +117,7 @@ def test_a_loop_keeps_so_many_in_flight() -> None:
         return step()
 
     engine.step = watched  # type: ignore[method-assign]
-    prompts = [TokenPrompt(id=str(i), tokens=tuple(range(2, 5 + i % 3))) for i in range(9)]
+    prompts = [Prompt(id=str(i), category="a", token_ids=tuple(range(2, 5 + i % 3))) for i in range(9)]
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     loop = ClosedLoop(engine=engine, prompts=prompts, concurrency=3, params=params, eos_ids=())
     loop.run()
@@ -139,11 +138,12 @@ def test_out_of_time_is_labelled_and_nothing_is_made_up(pair: Pair) -> None:
 
 def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = OfflineRun(settings=settings(pair), out=tmp_path / "results.json")
-    measured = run._measure
+    measured = run.measure
     calls = itertools.count()
 
-    def interrupted(turn: Any, loop: ClosedLoop, engine: LLMEngine) -> None:
+    def interrupted(turn: Any, advance: Any) -> None:
         if next(calls) == 2:
+            engine = run._engines[turn.contender]
             add = engine.add_request
             added = itertools.count()
 
@@ -153,9 +153,9 @@ def test_ctrl_c_keeps_what_was_measured(pair: Pair, tmp_path: Path, monkeypatch:
                 return add(*args, **named)
 
             monkeypatch.setattr(engine, "add_request", add_some)
-        measured(turn, loop, engine)
+        measured(turn, advance)
 
-    monkeypatch.setattr(run, "_measure", interrupted)
+    monkeypatch.setattr(run, "measure", interrupted)
     results = run.run()
     assert run.interrupted
     assert [cell.status for cell in results.cells] == ["complete", "complete", "partial"]
@@ -232,8 +232,9 @@ def test_names_sizes_and_spellings(pair: Pair) -> None:
     for parse, text in ((parse_trees, "4by16"), (parse_schedule, "1-4"), (parse_schedule, "4-1:3")):
         with pytest.raises(ConfigError, match="expected"):
             parse(text)
-    assert [q.id for q in cycled([TokenPrompt(id=str(i), tokens=()) for i in range(6)], 3)] == ["0", "2", "4"]
-    assert [q.id for q in cycled([TokenPrompt(id=str(i), tokens=()) for i in range(2)], 3)] == ["0", "1", "0"]
+    prompts = [Prompt(id=str(i), category="a") for i in range(6)]
+    assert [q.id for q in cycled(prompts, 3)] == ["0", "2", "4"]
+    assert [q.id for q in cycled(prompts[:2], 3)] == ["0", "1", "0"]
     assert token_digest([1, 23]) != token_digest([12, 3])
     assert settings(pair, requests=None).prompts_for(Load(concurrency=16)) == 32
     assert settings(pair, requests=2).prompts_for(Load(concurrency=16)) == 16

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 from fledge.report.charts import new_figure, put_legend, series_style, to_svg
-from fledge.report.compact import compact_pictures
+from fledge.report.page import compact_pictures
 
 Element = tuple[str, dict[str, str], dict[str, str]]
 

@@ -66,7 +66,6 @@ def test_values_are_pooled_over_rounds_not_averaged_over_prompts():
     counts = {"short": (1.0, 1.0), "long": (0.0, 99.0)}
     assert QUICK.acceptance_length(counts).value == pytest.approx(1.01)
     assert QUICK.pooled(counts).value == pytest.approx(0.01)
-    assert QUICK.mean([1.0, 0.0]).value == pytest.approx(0.5)
 
 
 def test_comparison_is_over_the_prompts_both_have():
@@ -99,7 +98,7 @@ def test_too_little_to_say():
     assert QUICK.acceptance_length({"a": (0.0, 0.0)}) is None
     assert QUICK.acceptance_length({"a": (2.0, 4.0)}) == Interval(value=1.5)
     assert QUICK.compare({"a": (0.0, 0.0)}, {"a": (1.0, 1.0)}, offset=1.0) is None
-    assert QUICK.mean([]) is None
+    assert QUICK.pooled({}) is None
 
 
 def test_json_and_back():

@@ -1,8 +1,10 @@
 """One streamed request to an OpenAI-compatible server, timed. Whatever a server does wrong becomes one line."""
 
 import asyncio
+import codecs
 import hashlib
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ DONE = "[DONE]"
 MAX_MESSAGE = 200  # characters of what a server says about an error
 USAGE_SLACK = 2  # pieces of text that may come without a token of their own: text held back, reasoning split off
 MAX_EVENT_BYTES = 16 * 2**20
+_TWO_LINE_ENDS = re.compile(rb"(?>\r\n|\r|\n){2}")  # after an event
 BROKEN_ENDINGS = ("abort", "error", "timeout")  # finish reasons of answers that were given up
 
 Failure = Literal["connection", "stall", "other"]
@@ -69,6 +72,8 @@ class StreamedAnswer:
 
     def read(self, event: str, now: float) -> None:
         """Take one event that came at `now`."""
+        if event == DONE:
+            return
         try:
             value = json.loads(event)
         except (ValueError, RecursionError):
@@ -133,34 +138,27 @@ async def ask(
     loop = asyncio.get_running_loop()
     answer = StreamedAnswer(sent=time.perf_counter())
     try:
-        async with (
-            asyncio.timeout(stall_seconds) as limit,
-            client.request("POST", path, content) as response,
-        ):
+        async with asyncio.timeout(stall_seconds) as limit, client.request("POST", path, content) as response:
             if response.status != 200:
                 raise StreamError(_refusal(response, await response.whole()))
             parser = EventParser()
             async for data in response.parts():
                 now = time.perf_counter()
-                events = parser.feed(data)
-                if events:
+                if events := parser.feed(data):
                     limit.reschedule(loop.time() + stall_seconds)
                 for event in events:
-                    if event != DONE:
-                        answer.read(event, now)
+                    answer.read(event, now)
                 if answer.pieces > max_pieces:
                     raise StreamError(f"the answer does not end: {answer.pieces} pieces of text came")
             for event in parser.close():
-                if event != DONE:
-                    answer.read(event, time.perf_counter())
+                answer.read(event, time.perf_counter())
             answer.check(response.headers.get("content-type", ""))
-    except StreamError as error:
-        answer.error, answer.failure = str(error), "other"
-    except ValueError as error:
-        answer.error, answer.failure = f"unreadable stream: {error}", "other"
+    except (StreamError, ValueError) as error:
+        text = str(error) if isinstance(error, StreamError) else f"unreadable stream: {error}"
+        answer.error, answer.failure = text, "other"
     except TimeoutError:
-        answer.error = f"stalled: nothing for {stall_seconds:g} s, after {answer.pieces} pieces of text"
-        answer.failure = "stall"
+        text = f"stalled: nothing for {stall_seconds:g} s, after {answer.pieces} pieces of text"
+        answer.error, answer.failure = text, "stall"
     except HttpError as error:
         lost = "no connection" if error.connecting else f"connection lost after {answer.pieces} pieces of text"
         answer.error, answer.failure = _short(f"{lost}: {error}"), "connection"
@@ -200,50 +198,20 @@ class EventParser:
     """
 
     def __init__(self) -> None:
-        self._buffer = b""  # the beginning of a line
-        self._lines: list[bytes] = []  # of the event under way
-        self._after_return = False  # a line feed that comes next belongs to the carriage return before it
-        self._at_start = True
+        self._rest = b""  # the beginning of an event
 
     def feed(self, data: bytes) -> list[str]:
-        if self._after_return and data:
-            data = data.removeprefix(b"\n")
-            self._after_return = False
-        self._buffer += data
-        if self._at_start:
-            if len(self._buffer) < 3 and b"\xef\xbb\xbf".startswith(self._buffer):
-                return []
-            self._buffer = self._buffer.removeprefix(b"\xef\xbb\xbf")
-            self._at_start = False
-        lines = self._buffer.splitlines(keepends=True)
-        unfinished = bool(lines) and not lines[-1].endswith((b"\n", b"\r"))
-        self._buffer = lines.pop() if unfinished else b""
-        if lines and not unfinished:
-            self._after_return = lines[-1].endswith(b"\r")
-        events = []
-        for line in lines:
-            event = self._take(line.rstrip(b"\r\n"))
-            if event is not None:
-                events.append(event)
-        if len(self._buffer) + sum(map(len, self._lines)) > MAX_EVENT_BYTES:
+        *events, self._rest = _TWO_LINE_ENDS.split(self._rest + data)
+        if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
-        return events
+        return [event for lines in events if (event := _event_data(lines)) is not None]
 
     def close(self) -> list[str]:
         """Return the last event, if the stream ended without the empty line after it."""
-        self._take(self._buffer)
-        self._buffer = b""
-        event = self._take(b"")
-        return [] if event is None else [event]
+        return self.feed(b"\n\n")
 
-    def _take(self, line: bytes) -> str | None:
-        if line:
-            name, _, value = line.partition(b":")
-            if name == b"data":
-                self._lines.append(value.removeprefix(b" "))
-            return None
-        if not self._lines:
-            return None
-        event = b"\n".join(self._lines).decode("utf-8", errors="replace")
-        self._lines = []
-        return event
+
+def _event_data(event: bytes) -> str | None:
+    fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
+    data = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
+    return b"\n".join(data).decode("utf-8", errors="replace") if data else None

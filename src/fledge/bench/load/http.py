@@ -91,12 +91,6 @@ class Response:
                 raise HttpError(f"an answer of more than {MAX_BYTES >> 20} MiB")
         return bytes(body)
 
-    @property
-    def keeps_alive(self) -> bool:
-        """The connection can take another request."""
-        framed = "transfer-encoding" in self.headers or "content-length" in self.headers
-        return self.finished and framed and "close" not in self.headers.get("connection", "").lower()
-
 
 @dataclass(kw_only=True)
 class HttpClient:
@@ -128,7 +122,9 @@ class HttpClient:
             await writer.drain()
             response = await _response(reader)
             yield response
-            reusable = response.keeps_alive
+            framed = response.headers.keys() & {"transfer-encoding", "content-length"}
+            closes = "close" in response.headers.get("connection", "").lower()
+            reusable = response.finished and bool(framed) and not closes
         except asyncio.IncompleteReadError:
             raise HttpError("the server closed the connection") from None
         except asyncio.LimitOverrunError:

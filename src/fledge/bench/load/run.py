@@ -6,19 +6,28 @@ import gc
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from fledge.bench.load.cell import CellRun, Health, RequestSettings, failed_cell
-from fledge.bench.load.servers import Endpoint, RemoteServer, ServerSpec, connect
+from fledge.bench.load.acceptance import SpeculationCounters, tally_between
+from fledge.bench.load.client import StreamedAnswer, ask
+from fledge.bench.load.servers import PATHS, Endpoint, RemoteServer, ServerSpec, connect
 from fledge.bench.run import BenchRun, CellTurn, RunSettings
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.results import Load, Results
+from fledge.evaluation.conversations import split_turns
+from fledge.evaluation.results import Cell, Load, RequestRecord, Results, Tally, turn_name
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.progress import Advance
 
 OPEN_LOOP_SECONDS = 20.0
+LAG_INTERVAL = 0.005
+TOO_LATE_MS = 20.0
+DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them
+COUNTED = "tokens are pieces of text counted, too few where a piece has several: the server tells no usage"
+LAGGED = f"the load generator could not keep up: 1 % of its turns came over {TOO_LATE_MS:.0f} ms late; give it a core"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +65,6 @@ class ServeSettings(RunSettings):
     def warmup_for(self, load: Load) -> int:
         return (load.concurrency or 4) if self.warmup is None else self.warmup
 
-    @property
-    def body_options(self) -> dict[str, Any]:
-        """Fields of a request that all servers get alike."""
-        options: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        if self.seed is not None:
-            options["seed"] = self.seed
-        if self.ignore_eos:
-            options["ignore_eos"] = True
-        return options
-
     def to_dict(self) -> dict[str, Any]:
         """No keys and no headers."""
         return {
@@ -77,6 +76,190 @@ class ServeSettings(RunSettings):
             "extra_body": {spec.name: dict(spec.extra_body) for spec in self.servers if spec.extra_body},
             **self.facts,
         }
+
+
+@dataclass(kw_only=True)
+class Health:
+    """Whether a server is still there. One for each server, over all its cells."""
+
+    dead: str | None = None  # why nothing more is sent to it
+    _failures: int = 0
+
+    async def observe(self, answer: StreamedAnswer, server: RemoteServer) -> None:
+        """Count failures in a row; when there are enough, see whether anybody is there at all."""
+        self._failures = self._failures + 1 if answer.failure in ("connection", "stall") else 0
+        if self._failures < DEAD_AFTER or self.dead is not None:
+            return
+        if answer.failure == "connection" and await server.is_there():
+            self._failures = 0
+        else:
+            self.dead = f"{DEAD_AFTER} failures in a row, the last: {answer.error}"
+
+
+@contextlib.asynccontextmanager
+async def lag_watched(late: list[float]) -> AsyncIterator[None]:
+    """Whether the load generator keeps up: sleep again and again, and add to `late` how many seconds too long."""
+
+    async def watch() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            late.append(max(0.0, loop.time() - due))
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def lag_ms(late: Sequence[float]) -> float:
+    """The 99th percentile."""
+    return 1e3 * sorted(late)[int(0.99 * (len(late) - 1))] if late else 0.0
+
+
+@dataclass(kw_only=True)
+class CellRun:
+    """One server under one load, every request recorded.
+
+    `result` may be asked at any time, also after a cancelled `run`: it labels what is missing.
+    """
+
+    settings: ServeSettings
+    server: RemoteServer
+    health: Health
+    turn: CellTurn
+    prompts: Sequence[Prompt]
+    arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
+    advance: Callable[[], None] = lambda: None  # after each prompt
+    finished: int = 0  # prompts
+    late: list[float] = field(default_factory=list)  # see `lag_watched`
+    _records: list[RequestRecord] = field(default_factory=list)
+    _begun: float = 0.0
+    _last: float = 0.0  # when a request ended
+    _is_counted: bool = False  # tokens were, by us
+    _acceptance: Tally = ()
+    _remarks: list[str] = field(default_factory=list)
+    _ended: bool = False
+
+    async def run(self) -> None:
+        reads_counters = self.server.has_counters and not self.server.reports
+        before = await self.server.counters() if reads_counters else None
+        self._begun = time.perf_counter()
+        async with lag_watched(self.late), asyncio.TaskGroup() as group:
+            if self.turn.load.concurrency is not None:
+                waiting = iter(self.prompts)
+                for _ in range(min(self.turn.load.concurrency, len(self.prompts))):
+                    group.create_task(self._work(waiting))
+            else:  # each prompt at its time, whatever became of the ones before
+                for prompt, due in zip(self.prompts, self.arrivals, strict=True):
+                    await asyncio.sleep(max(0.0, self._begun + due - time.perf_counter()))
+                    if self.health.dead is not None:
+                        break
+                    group.create_task(self._work(iter([prompt])))
+        self._ended = True
+        if reads_counters and self.health.dead is None:
+            self._count_acceptance(before, await self.server.counters())
+
+    def _count_acceptance(self, before: SpeculationCounters | None, after: SpeculationCounters | None) -> None:
+        if before is None or after is None:
+            self._remarks.append("acceptance unknown: /metrics did not answer")
+            return
+        try:
+            self._acceptance = tally_between(before, after)
+        except ValueError as error:
+            self._remarks.append(f"acceptance unknown: {error}")
+
+    async def _work(self, waiting: Iterator[Prompt]) -> None:
+        """Take the next prompt as soon as the last one is answered."""
+        for prompt in waiting:
+            if self.health.dead is not None:
+                return
+            await self._converse(prompt)
+
+    async def _converse(self, prompt: Prompt) -> None:
+        """Ask a prompt's turns one after another; the server's own answers are the history of the next."""
+        parts = split_turns(prompt.messages, keep_answers=True)
+        history: list[Mapping[str, Any]] = []
+        failed = False
+        for number, part in enumerate(parts, start=1):
+            name = prompt.id if len(parts) == 1 else turn_name(prompt.id, number)
+            if failed:
+                now = time.perf_counter() - self._begun
+                self._records.append(RequestRecord(prompt=name, sent=now, error="not asked: an earlier turn failed"))
+                continue
+            history += part
+            answer = await self._ask(history)
+            self._last = time.perf_counter()
+            self._records.append(self._record(name, answer))
+            await self.health.observe(answer, self.server)
+            failed = answer.error is not None
+            history.append({"role": "assistant", "content": "".join(answer.text)})
+        self.finished += 1
+        self.advance()
+
+    async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> StreamedAnswer:
+        settings = self.settings
+        options: dict[str, Any] = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
+        if settings.seed is not None:
+            options["seed"] = settings.seed
+        if settings.ignore_eos:
+            options["ignore_eos"] = True
+        return await ask(
+            self.server.client,
+            PATHS[settings.endpoint],
+            self.server.body(messages, settings.endpoint, options),
+            stall_seconds=settings.stall_seconds,
+            max_pieces=4 * settings.max_tokens + 1000,
+        )
+
+    def _record(self, name: str, answer: StreamedAnswer) -> RequestRecord:
+        def after_start(moment: float | None) -> float | None:
+            return None if moment is None else round(moment - self._begun, 6)
+
+        good = answer.error is None
+        self._is_counted |= good and answer.counted
+        return RequestRecord(
+            prompt=name,
+            sent=round(answer.sent - self._begun, 6),
+            first_token=after_start(answer.first_token),
+            done=after_start(answer.done) if good else None,
+            prompt_tokens=answer.prompt_tokens,
+            output_tokens=answer.output_tokens,
+            error=answer.error,
+            digest=answer.digest if good else None,
+            acceptance=answer.acceptance,
+        )
+
+    def result(self) -> Cell:
+        records = sorted(self._records, key=lambda record: record.sent)
+        good = sum(record.error is None for record in records)
+        expected = sum(len(split_turns(prompt.messages, keep_answers=True)) for prompt in self.prompts)
+        remarks = [] if good == expected else [self._missing(expected)]
+        if self._is_counted:
+            remarks.append(COUNTED)
+        if lag_ms(self.late) > TOO_LATE_MS:
+            remarks.append(LAGGED)
+        return self.turn.cell(
+            seconds=self._last - self._begun - records[0].sent if records else 0.0,  # failed ones took their time too
+            requests=records,
+            status="complete" if good == expected else "partial" if good else "failed",
+            note="; ".join([*remarks, *self._remarks]) or None,
+            tally=self._acceptance,
+        )
+
+    def _missing(self, expected: int) -> str:
+        """Say how many requests were not answered, and why; the most frequent reasons first."""
+        reasons = Counter(record.error for record in self._records if record.error is not None)
+        shown = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
+        if len(reasons) > 3:
+            shown.append(f"{len(reasons) - 3} other reasons")
+        if unsent := expected - len(self._records):
+            why = f"asked: {self.health.dead}" if self._ended else "finished: interrupted"
+            shown.append(f"{unsent} not {why}")
+        return f"{sum(reasons.values()) + unsent} of {expected} requests failed: {'; '.join(shown)}"
 
 
 @dataclass(kw_only=True)
@@ -101,10 +284,7 @@ class ServeRun(BenchRun):
     def notes(self) -> list[str]:
         notes = [f"{workload.name}: {note}" for workload in self.settings.workloads for note in workload.notes]
         notes += [f"{name} died in the run: {one.dead}" for name, one in self._health.items() if one.dead is not None]
-        for name in self._servers:
-            remarks = (cell.note for cell in self.cells if cell.contender == name and cell.status == "complete")
-            notes += [f"{name}: {remark}" for remark in dict.fromkeys(remarks) if remark]
-        return notes
+        return notes + [f"{c.contender}: {c.note}" for c in self.cells if c.status == "complete" and c.note]
 
     def run(self) -> Results:
         _allow_connections()
@@ -116,7 +296,7 @@ class ServeRun(BenchRun):
                     return super().run()
                 finally:
                     for server in self._servers.values():
-                        server.close()
+                        server.client.close()
         finally:
             gc.unfreeze()
 
@@ -131,22 +311,20 @@ class ServeRun(BenchRun):
         self._loop.run(self._measure(turn, advance))
 
     async def _measure(self, turn: CellTurn, advance: Advance) -> None:
-        repeat, workload, load, name = turn
-        server, health = self._servers[name], self._health[name]
-        count = self.settings.prompts_for(load)
+        health, seed = self._health[turn.contender], self.settings.seed or 0
+        count = self.settings.prompts_for(turn.load)
         label = f"{turn} of {self.settings.repeats}"
         if health.dead is None:
             advance(0, note=label)
-            await self._warm_up(server, workload, load)
+            await self._warm_up(turn)
         if health.dead is not None:
-            self.cells.append(failed_cell(name, workload.name, load, repeat, health.dead))
-            advance(count, note=f"{name} is dead")
+            self.cells.append(turn.cell(0.0, (), "failed", f"not measured: {health.dead}"))
+            advance(count, note=f"{turn.contender} is dead")
             return
-        cell = self._cell(server, workload.name, load, repeat, chosen(workload, count, self.settings.seed or 0))
+        cell = self._cell(turn, chosen(turn.workload, count, seed))
         cell.advance = lambda: advance(note=label)
-        if load.rate is not None:
-            seed = f"{self.settings.seed or 0}/{workload.name}/{load.rate}/{repeat}"
-            cell.arrivals = arrival_times(count, load.rate, seed=seed)
+        if (rate := turn.load.rate) is not None:
+            cell.arrivals = arrival_times(count, rate, seed=f"{seed}/{turn.workload.name}/{rate}/{turn.repeat}")
         try:
             await cell.run()
             if cell.finished < count:  # it died
@@ -157,27 +335,20 @@ class ServeRun(BenchRun):
             if result.note is not None:
                 self.progress.say(f"{label}: {result.note}")
 
-    async def _warm_up(self, server: RemoteServer, workload: Workload, load: Load) -> None:
+    async def _warm_up(self, turn: CellTurn) -> None:
         """Before a server's first cell of a load: graphs, compilers, allocators, connections. Failures show later."""
-        count = self.settings.warmup_for(load)
-        if not count or (server.name, workload.name, load) in self._warm:
+        count = self.settings.warmup_for(turn.load)
+        key = (turn.contender, turn.workload.name, turn.load)
+        if not count or key in self._warm:
             return
-        self._warm.add((server.name, workload.name, load))
-        at_once = Load(concurrency=min(count, load.concurrency or count))
-        prompts = chosen(workload, count, (self.settings.seed or 0) + 1)  # others than those that are measured next
-        await self._cell(server, workload.name, at_once, -1, prompts).run()
+        self._warm.add(key)
+        at_once = Load(concurrency=min(count, turn.load.concurrency or count))
+        prompts = chosen(turn.workload, count, (self.settings.seed or 0) + 1)  # others than are measured next
+        await self._cell(turn._replace(load=at_once), prompts).run()
 
-    def _cell(self, server: RemoteServer, workload: str, load: Load, repeat: int, prompts: Sequence[Prompt]) -> CellRun:
-        asking = RequestSettings(
-            endpoint=self.settings.endpoint,
-            options=self.settings.body_options,
-            max_tokens=self.settings.max_tokens,
-            stall_seconds=self.settings.stall_seconds,
-        )
-        health = self._health[server.name]
-        return CellRun(
-            server=server, workload=workload, load=load, repeat=repeat, prompts=prompts, asking=asking, health=health
-        )
+    def _cell(self, turn: CellTurn, prompts: Sequence[Prompt]) -> CellRun:
+        server, health = self._servers[turn.contender], self._health[turn.contender]
+        return CellRun(settings=self.settings, server=server, health=health, turn=turn, prompts=prompts)
 
 
 def _allow_connections() -> None:

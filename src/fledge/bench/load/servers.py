@@ -1,6 +1,7 @@
 """The servers under load: what they are, found out before anything is measured."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ def parse_url(text: str) -> tuple[str | None, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteServer:
-    """A server that answered, with a client of its own. `close` it."""
+    """A server that answered, with a client of its own, to be closed."""
 
     spec: ServerSpec
     client: HttpClient
@@ -53,10 +54,6 @@ class RemoteServer:
     has_counters: bool  # /metrics counts speculation
 
     @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
     def reports(self) -> bool:
         """Each answer can carry its own acceptance."""
         return self.family == "fledge"
@@ -64,7 +61,7 @@ class RemoteServer:
     def contender(self) -> Contender:
         url = split_url(self.spec.url)
         return Contender(
-            name=self.name,
+            name=self.spec.name,
             kind="server",
             target=self.model,
             url=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl(),  # without a password
@@ -101,9 +98,6 @@ class RemoteServer:
             return (await self.client.get("v1/models"))[0] < 500
         except HttpError:
             return False
-
-    def close(self) -> None:
-        self.client.close()
 
 
 async def connect(spec: ServerSpec) -> RemoteServer:
@@ -151,12 +145,11 @@ async def _models(client: HttpClient, spec: ServerSpec) -> list[dict[str, Any]]:
 
 
 async def _version(client: HttpClient) -> str | None:
-    try:
+    with contextlib.suppress(HttpError, ValueError, KeyError, TypeError):
         status, body = await client.get("version")
-        version = json.loads(body)["version"] if status == 200 else None
-    except (HttpError, ValueError, KeyError, TypeError):
-        return None
-    return version if isinstance(version, str) else None
+        if status == 200 and isinstance(version := json.loads(body)["version"], str):
+            return version
+    return None
 
 
 async def _counters(client: HttpClient) -> SpeculationCounters | None:

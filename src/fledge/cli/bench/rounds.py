@@ -1,7 +1,6 @@
 """`fledge bench rounds`: what a round of a named shape costs."""
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from fledge.cli.command import numbers, options
@@ -25,6 +24,7 @@ def rounds(
     from rich.console import Console  # noqa: PLC0415
 
     from fledge.bench import rounds as measure  # noqa: PLC0415
+    from fledge.bench.shapes import make_pair  # noqa: PLC0415
     from fledge.devices import choose_device, choose_dtype  # noqa: PLC0415
     from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
     from fledge.report.tables import Table  # noqa: PLC0415
@@ -36,29 +36,24 @@ def rounds(
     console = Console(stderr=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     if on_gpu:
-        report["limits"] = asdict(measure.measure_limits(place))
+        report["limits"] = measure.measure_limits(place)
     cells, body = [], []
     with console.status("measuring") as status:
         for name in shape.split(","):
+            pair = make_pair(name, precision, place)
             for k in depths:
-                row = []
-                for cell in measure.measure_rounds(
-                    name, k, sizes, device=place, dtype=precision, rounds=count, enforce_eager=enforce_eager
-                ):
-                    status.update(f"{name}: K={k}, C={cell.concurrency}: {cell.milliseconds:.2f} ms")
-                    cells.append(asdict(cell))
-                    row.append(f"{cell.milliseconds:.2f}")
-                body.append([name, str(k), *row])
+                body.append([name, str(k)])
+                for size in sizes:
+                    cell = measure.measure_round(pair, k, size, count, enforce_eager)
+                    status.update(f"{name}: K={k}, C={size}: {cell['milliseconds']:.2f} ms")
+                    cells.append({"shape": name, **cell})
+                    body[-1].append(f"{cell['milliseconds']:.2f}")
             if prefill:
                 status.update(f"{name}: prefill")
-                report[f"prefill {name}"] = measure.measure_prefill(
-                    name, device=place, dtype=precision, prompts=8, tokens=4096
-                )
+                report[f"prefill {name}"] = measure.measure_prefill(pair, prompts=8, tokens=4096)
             if long_context:
                 status.update(f"{name}: {long_context} tokens of context")
-                report[f"long context {name}"] = measure.measure_long_context(
-                    name, device=place, dtype=precision, tokens=long_context, depth=max(depths)
-                )
+                report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths))
     title = f"ms per round, {report['device']}, {precision}"
     table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
     Console().print(*table.to_rich())

@@ -1,15 +1,25 @@
 """What models are measured on: prompts with categories, under a name, with a digest that says which ones they were."""
 
+import contextlib
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
-from fledge.errors import ConfigError
+import transformers
+
+from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target_files import tokenizer_digests
+from fledge.engine.tokenizer import encode_chat, load_tokenizer
+from fledge.errors import ConfigError, PromptError
 from fledge.evaluation.conversations import Message, split_turns
+from fledge.files import cache_directory, digest, read_json, write_text
 
 _T = TypeVar("_T")
 
@@ -78,7 +88,7 @@ class Workload:
     @property
     def categories(self) -> dict[str, list[str]]:
         """The ids of the prompts by category."""
-        return {name: [p.id for p in group] for name, group in _grouped(self.prompts, lambda p: p.category).items()}
+        return {name: [p.id for p in group] for name, group in grouped(self.prompts, lambda p: p.category).items()}
 
     def sampled(self, count: int | None, seed: int) -> "Workload":
         """Return `count` prompts in their order, drawn with `seed`, spread evenly over buckets and categories.
@@ -89,14 +99,9 @@ class Workload:
             return self
         if count < 1:
             raise ConfigError(f"sample: found {count}, allowed is an integer of at least 1")
-        place = {prompt.id: i for i, prompt in enumerate(self.prompts)}
-        keys: tuple[Callable[[Prompt], object], ...] = (
-            lambda prompt: prompt.bucket,
-            lambda prompt: prompt.category,
-            lambda prompt: prompt.sub_category,
-        )
-        chosen = _mixed(self.prompts, keys, random.Random(seed))[:count]
-        return replace(self, prompts=tuple(sorted(chosen, key=lambda prompt: place[prompt.id])))
+        mixed = _mixed(self.prompts, ("bucket", "category", "sub_category"), random.Random(seed))
+        chosen = {prompt.id for prompt in mixed[:count]}
+        return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt.id in chosen))
 
 
 def length_bucket(tokens: int) -> str:
@@ -111,18 +116,51 @@ def spread(items: Sequence[_T], count: int) -> list[_T]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def _mixed(items: Sequence[_T], keys: Sequence[Callable[[_T], object]], draw: random.Random) -> list[_T]:
-    """All items in an order whose every beginning is spread evenly over the groups of the first key, then the next."""
+def _mixed(prompts: Sequence[Prompt], keys: Sequence[str], draw: random.Random) -> list[Prompt]:
+    """All in an order whose every beginning is spread evenly over the groups of the first key, then the next."""
     if not keys:
-        return draw.sample(items, len(items))
-    groups = [_mixed(group, keys[1:], draw) for group in _grouped(items, keys[0]).values()]
+        return draw.sample(prompts, len(prompts))
+    groups = [_mixed(group, keys[1:], draw) for group in grouped(prompts, attrgetter(keys[0])).values()]
     draw.shuffle(groups)
-    longest = max(map(len, groups), default=0)
-    return [group[i] for i in range(longest) for group in groups if i < len(group)]
+    turns = itertools.zip_longest(*groups)
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
-def _grouped(items: Iterable[_T], key: Callable[[_T], object]) -> dict[Any, list[_T]]:
-    groups: dict[Any, list[_T]] = {}
+def grouped(items: Iterable[_T], key: Callable[[_T], str]) -> dict[str, list[_T]]:
+    """By key, in the order in which keys are first met."""
+    groups: dict[str, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> list[tuple[int, ...]]:
+    """Return the ids of every prompt through the target's chat template: of its first turn, where later ones wait for
+    answers.
+
+    They are kept in the user's cache, by what they follow from: the prompts, the tokenizer's files and template, and
+    who renders it. A cache that is missing, damaged or cannot be written costs time and nothing else.
+    """
+    directory = resolve(target)
+    key = digest([workload.digest, tokenizer_digests(directory), transformers.__version__])
+    path = (cache_dir or cache_directory()) / "tokens" / f"{key}.json"
+    kept = (read_json(path) or {}).get(workload.digest)
+    if kept is None:
+        tokenizer = load_tokenizer(directory)
+        if tokenizer is None:
+            raise PromptError(f"{target}: has no tokenizer, which workloads of chat messages need")
+        kept = [encode_chat(tokenizer, prompt.first_messages) for prompt in workload.prompts]
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps({workload.digest: kept}))
+    return [tuple(ids) for ids in kept]
+
+
+def with_token_ids(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> Workload:
+    """Return the workload with `token_ids` of its first turns, but for prompts that bring answers of their own."""
+    ids = tokenised(workload, target, cache_dir)
+    prompts = [
+        replace(prompt, token_ids=own) if prompt.first_messages in split_turns(prompt.messages)[:1] else prompt
+        for prompt, own in zip(workload.prompts, ids, strict=True)
+    ]
+    return replace(workload, prompts=tuple(prompts))

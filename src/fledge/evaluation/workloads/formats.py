@@ -1,4 +1,5 @@
-"""Prompts from files: JSON lines (plain, .gz, .xz), a JSON list, or parquet where pyarrow is installed.
+"""Prompts from files: JSON lines (plain, .gz, .xz), a JSON list, or parquet where pyarrow is installed; here or on the
+Hugging Face hub.
 
 Public evaluation sets are read as they are published. The format is recognised record by record, by its fields:
 
@@ -15,21 +16,38 @@ list of texts), source, src_id, difficulty, multiturn. About half of its rows ar
 turns, to be filled in by NVIDIA's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench).
 """
 
+import fnmatch
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fledge.errors import DataError
+import huggingface_hub
+from huggingface_hub import errors as hub_errors
+
+from fledge.errors import ConfigError, DataError
 from fledge.evaluation.conversations import BadRecordError, parse
 from fledge.evaluation.workloads.base import Prompt
 from fledge.files import read_json_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson", ".json", ".parquet")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # how such a turn begins
+PREFIX = "hf:"
+_HUB_SOURCE = re.compile(r"hf:(?P<repo>[\w][\w.\-]*/[\w][\w.\-]*)(:(?P<file>.+))?")
 _HUMANEVAL_QUESTION = "Complete the following Python function:\n\n```python\n{prompt}```"
 _GSM8K_RESULT = "####"  # before the final number of every answer
 _MANY_ROWS = 256  # of a parquet file, read at a time
+_SHOWN = 6  # files of a dataset, in an error
+# The first that fits is said: the first and the third are kinds of the ones after them.
+_HUB_FAILURES = {
+    hub_errors.GatedRepoError: "the dataset is gated; accept its terms on its page and set HF_TOKEN",
+    hub_errors.RepositoryNotFoundError: "no such dataset on the hub (private ones need HF_TOKEN)",
+    hub_errors.LocalEntryNotFoundError: "not in the local Hugging Face cache, and the hub cannot be reached",
+    hub_errors.OfflineModeIsEnabled: "not in the local Hugging Face cache, and the hub cannot be reached",
+    hub_errors.EntryNotFoundError: "the dataset has no file '{wanted}'",
+}
 
 
 class PlaceholderError(BadRecordError):
@@ -38,10 +56,8 @@ class PlaceholderError(BadRecordError):
 
 def plain_name(path: Path) -> str:
     """A file's name without its endings: `question` for question.jsonl.gz."""
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        if path.name.endswith(suffix):
-            return path.name.removesuffix(suffix) or path.name
-    return path.stem
+    suffixes = [suffix for suffix in SUFFIXES if path.name.endswith(suffix)]
+    return path.name.removesuffix(max(suffixes, key=len)) or path.name if suffixes else path.stem
 
 
 def read_prompts(path: Path, *, as_written: bool = False) -> tuple[tuple[Prompt, ...], int]:
@@ -53,7 +69,8 @@ def read_prompts(path: Path, *, as_written: bool = False) -> tuple[tuple[Prompt,
     name = plain_name(path)
     prompts: dict[str, tuple[int, Prompt]] = {}
     missing = 0
-    for number, record in _records(path):
+    reader = {".parquet": _parquet, ".json": _json}.get(path.suffix, read_json_lines)
+    for number, record in reader(path):
         try:
             prompt = prompt_of(record, name, number, as_written=as_written)
             json.dumps([prompt.text, *map(dict, prompt.messages)], ensure_ascii=False).encode()
@@ -67,13 +84,12 @@ def read_prompts(path: Path, *, as_written: bool = False) -> tuple[tuple[Prompt,
         if prompt.id in prompts:
             raise DataError(f"{path}, record {number}: id '{prompt.id}' is also that of record {prompts[prompt.id][0]}")
         prompts[prompt.id] = (number, prompt)
-    if not prompts and missing:
-        raise DataError(
-            f"{path}: the publisher left out the text of all {missing} prompts; fill them in with NVIDIA's "
+    if not prompts:
+        left_out = (
+            f"the publisher left out the text of all {missing} prompts; fill them in with NVIDIA's "
             "prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench) and give the file it writes"
         )
-    if not prompts:
-        raise DataError(f"{path}: no prompts in it")
+        raise DataError(f"{path}: {left_out if missing else 'no prompts in it'}")
     return tuple(prompt for _, prompt in prompts.values()), missing
 
 
@@ -84,71 +100,54 @@ def prompt_of(record: Any, file: str, number: int, *, as_written: bool = False) 
     """
     if not isinstance(record, Mapping):
         raise BadRecordError(f"found {type(record).__name__}, expected an object")
-    category = _text(record.get("category")) or file
     if as_written and "full_messages" in record:
         record = {**record, "messages": record["full_messages"]}
+    category, part = _text(record.get("category")) or file, _text(record.get("sub_category"))
+    id_key, turns = "id", list[str]()
     if "messages" in record or "conversations" in record:
-        return _conversation(record, file, number)
-    if "turns" in record or _is_texts(record.get("prompt")):
-        key, id_key = ("turns", "question_id") if "turns" in record else ("prompt", "prompt_id")
-        return Prompt(
-            id=_id(record, id_key, file, number),
-            category=category,
-            sub_category=_text(record.get("sub_category")),
-            messages=_asked(*_turns(record, key)),
-        )
-    if "task_id" in record and "entry_point" in record:
+        pass
+    elif "turns" in record:
+        id_key, turns = "question_id", _turns(record, "turns")
+    elif _is_texts(record.get("prompt")):
+        id_key, turns = "prompt_id", _turns(record, "prompt")
+    elif "task_id" in record and "entry_point" in record:
         code = _needed(record, "prompt")
-        name = _id(record, "task_id", file, number).removeprefix("HumanEval/")
-        question = _HUMANEVAL_QUESTION.format(prompt=code if code.endswith("\n") else code + "\n")
-        return Prompt(id=f"humaneval-{name}", category="coding", messages=_asked(question))
-    if "question" in record:
-        is_gsm8k = _GSM8K_RESULT in str(record.get("answer", ""))
-        return Prompt(
-            id=_id(record, "id", file, number),
-            category="math" if is_gsm8k else category,
-            messages=_asked(_needed(record, "question")),
-        )
-    if "problem" in record:
-        return Prompt(
-            id=_id(record, "unique_id", file, number),
-            category="math",
-            sub_category=_text(record.get("subject")) or _text(record.get("type")),
-            messages=_asked(_needed(record, "problem")),
-        )
-    if as_written and _text(record.get("text")) is not None and not {"prompt", "instruction"} & set(record):
+        id_key, category = "task_id", "coding"
+        turns = [_HUMANEVAL_QUESTION.format(prompt=code if code.endswith("\n") else code + "\n")]
+    elif "question" in record:
+        category = "math" if _GSM8K_RESULT in str(record.get("answer", "")) else category
+        turns = [_needed(record, "question")]
+    elif "problem" in record:
+        id_key, category, turns = "unique_id", "math", [_needed(record, "problem")]
+        part = _text(record.get("subject")) or _text(record.get("type"))
+    elif as_written and _text(record.get("text")) is not None and not {"prompt", "instruction"} & set(record):
         return Prompt(id=_id(record, "id", file, number), category=category, text=record["text"])
-    return _conversation(record, file, number)
-
-
-def _conversation(record: Mapping[str, Any], file: str, number: int) -> Prompt:
+    name = _id(record, id_key, file, number)
+    if turns:
+        name = f"humaneval-{name.removeprefix('HumanEval/')}" if id_key == "task_id" else name
+        messages = tuple({"role": "user", "content": turn} for turn in turns)
+        return Prompt(id=name, category=category, sub_category=part, messages=messages)
     parsed = parse(record, file)
     if parsed.text is not None:
         raise BadRecordError("plain text asks nothing; give it as 'prompt' or 'messages'")
-    messages = parsed.question()
-    if not messages:
+    if not parsed.question():
         raise BadRecordError("no user turn to answer")
     words = record.get("words")
     return Prompt(
-        id=_id(record, "id", file, number),
+        id=name,
         category=parsed.category,
-        sub_category=_text(record.get("sub_category")) or _text(record.get("subject")),
+        sub_category=part or _text(record.get("subject")),
         bucket=f"{round(words / 1000)}k" if type(words) is int and words >= 1000 else None,  # 4000 words are 4k
-        messages=messages,
+        messages=parsed.question(),
     )
 
 
-def _asked(*turns: str) -> tuple[Mapping[str, Any], ...]:
-    return tuple({"role": "user", "content": turn} for turn in turns)
-
-
-def _turns(record: Mapping[str, Any], key: str) -> Sequence[str]:
-    turns: Sequence[str] = record[key]
-    if not _is_texts(turns):
+def _turns(record: Mapping[str, Any], key: str) -> list[str]:
+    if not _is_texts(record[key]):
         raise BadRecordError(f"'{key}' must be a list of texts that are not empty")
-    if any(turn.startswith(PLACEHOLDER) for turn in turns):
+    if any(turn.startswith(PLACEHOLDER) for turn in record[key]):
         raise PlaceholderError("its turns were left out by the publisher")
-    return turns
+    return list(record[key])
 
 
 def _needed(record: Mapping[str, Any], key: str) -> str:
@@ -174,15 +173,6 @@ def _text(value: Any) -> str | None:
 def _is_texts(value: Any) -> bool:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
     return listed and bool(value) and all(_text(part) is not None for part in value)
-
-
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number from 1, record)."""
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    if path.suffix == ".json":
-        return _json(path)
-    return read_json_lines(path)
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -216,3 +206,56 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, record
     except (ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from None
+
+
+def fetch(source: str) -> Path:
+    """Return the local copy of `hf:OWNER/NAME` or `hf:OWNER/NAME:FILE` (wildcards allowed), fetched if need be.
+
+    Any failure is a DataError of one line.
+    """
+    matched = _HUB_SOURCE.fullmatch(source)
+    if matched is None:
+        raise ConfigError(f"workload {source}: expected hf:OWNER/NAME or hf:OWNER/NAME:FILE")
+    repo, wanted = matched["repo"], matched["file"]
+    try:
+        with _quiet_hub():
+            if wanted is None or re.search(r"[*?\[]", wanted):
+                listed = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset")
+                wanted = _chosen(source, listed, wanted)
+            return Path(huggingface_hub.hf_hub_download(repo, wanted, repo_type="dataset"))
+    except DataError:
+        raise
+    except Exception as error:  # The hub client leaks its HTTP library's errors, whichever that is today.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        other = f"fetching it from the hub failed: {lines[0]}; or give a file that you have fetched yourself"
+        known = next(
+            (text.format(wanted=wanted) for kind, text in _HUB_FAILURES.items() if isinstance(error, kind)), other
+        )
+        raise DataError(f"{source}: {known}") from None
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """The client logs every attempt; what came of them is said once."""
+    before = huggingface_hub.logging.get_verbosity()
+    huggingface_hub.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        huggingface_hub.logging.set_verbosity(before)
+
+
+def _chosen(source: str, files: Sequence[str], pattern: str | None) -> str:
+    """The one file that is meant: of all that can be read, those of a test split before others."""
+    found = [name for name in files if name.endswith(SUFFIXES) and "/." not in f"/{name}"]
+    if pattern is not None:
+        found = fnmatch.filter(found, pattern)
+    tests = [name for name in found if "test" in Path(name).name]
+    found = tests or found
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        shown = f" matching '{pattern}'" if pattern else f" to read ({', '.join(SUFFIXES)})"
+        raise DataError(f"{source}: the dataset has no file{shown}")
+    names = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+    raise DataError(f"{source}: the dataset has {len(found)} such files, name one as hf:OWNER/NAME:FILE: {names}")

@@ -3,10 +3,10 @@ import statistics
 
 import pytest
 
-from fledge.bench.load.cell import turns
 from fledge.bench.load.run import ServeSettings, arrival_times, chosen
 from fledge.bench.load.servers import ServerSpec, parse_url
 from fledge.errors import ConfigError
+from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.results import Load
 from fledge.evaluation.workloads import Prompt, Workload
 
@@ -37,7 +37,8 @@ def test_prompts_are_spread_over_categories_then_repeated() -> None:
 
 def test_turns_end_where_the_server_must_answer() -> None:
     def roles(*names: str) -> list[list[str]]:
-        return [[str(m["role"]) for m in part] for part in turns([{"role": n, "content": ""} for n in names])]
+        messages = [{"role": n, "content": ""} for n in names]
+        return [[str(m["role"]) for m in part] for part in split_turns(messages, keep_answers=True)]
 
     assert roles("user") == [["user"]]
     assert roles("system", "user", "user") == [["system", "user"], ["user"]]

@@ -27,7 +27,7 @@ WORKLOAD = Workload(
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No notes about a machine that is busy with other tests."""
-    monkeypatch.setattr("fledge.bench.load.cell.TOO_LATE_MS", 1e9)
+    monkeypatch.setattr("fledge.bench.load.run.TOO_LATE_MS", 1e9)
 
 
 def settings(*servers: OddServer, loads: tuple[Load, ...]) -> ServeSettings:

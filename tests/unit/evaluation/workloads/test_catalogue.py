@@ -9,17 +9,20 @@ import pytest
 
 from fledge.errors import ConfigError, FledgeError
 from fledge.evaluation.workloads import (
+    DATA,
     GROUPS,
+    HUB,
     SETS,
     Prompt,
     Workload,
+    canonical,
     distinct_workloads,
     expand,
     length_bucket,
     load_workload,
     load_workloads,
+    workload_names,
 )
-from fledge.evaluation.workloads.catalogue import DATA, HUB, canonical, workload_names
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from fledge.errors import PromptError
-from fledge.evaluation.workloads import Prompt, Workload, tokenised, tokens, with_token_ids
+from fledge.evaluation.workloads import Prompt, Workload, base, tokenised, with_token_ids
 from fledge.files import cache_directory
 from tests.tiny_tokenizer import CHAT_TEMPLATE, save_tokenizer
 
@@ -40,11 +40,11 @@ def test_the_first_turn_through_the_template(target: Path, tmp_path: Path) -> No
 def test_the_second_time_nothing_is_tokenised(target: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = tokenised(workload("Hi", "Why?"), target, cache)
-    with mock.patch.object(tokens, "load_tokenizer", side_effect=AssertionError("tokenised again")):
+    with mock.patch.object(base, "load_tokenizer", side_effect=AssertionError("tokenised again")):
         assert tokenised(workload("Hi", "Why?"), target, cache) == first
         with pytest.raises(AssertionError):
             tokenised(workload("Ho", "Why?"), target, cache)
-    assert [path.suffix for path in kept(cache)] == [".npz"]  # and nothing half-written beside it
+    assert [path.suffix for path in kept(cache)] == [".json"]  # and nothing half-written beside it
 
 
 def test_another_template_or_tokenizer_is_another_entry(target: Path, tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_a_damaged_cache_is_made_anew(target: Path, tmp_path: Path, damage: str)
         (other,) = kept(tmp_path / "else")
         path.write_bytes(other.read_bytes())
     else:
-        path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "text": b"not a zip"}[damage])
+        path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "text": b"not JSON"}[damage])
     assert tokenised(workload("Hi", "Why?"), target, cache) == first
-    with mock.patch.object(tokens, "load_tokenizer", side_effect=AssertionError("not mended")):
+    with mock.patch.object(base, "load_tokenizer", side_effect=AssertionError("not mended")):
         tokenised(workload("Hi", "Why?"), target, cache)
 
 
@@ -79,7 +79,7 @@ def test_a_cache_that_cannot_be_written_is_none(target: Path, tmp_path: Path) ->
 
 
 def test_a_write_that_fails_leaves_nothing(target: Path, tmp_path: Path) -> None:
-    with mock.patch.object(tokens.np, "savez_compressed", side_effect=OSError("disk full")):
+    with mock.patch("pathlib.Path.write_text", side_effect=OSError("disk full")):
         tokenised(workload("Hi"), target, tmp_path / "cache")
     assert kept(tmp_path / "cache") == []
 

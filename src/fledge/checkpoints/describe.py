@@ -9,8 +9,7 @@ import torch
 
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Severity
-from fledge.checkpoints.formats.aux_ids import as_outputs
-from fledge.checkpoints.formats.shared import FLAGS
+from fledge.checkpoints.formats.drafter_config import FLAGS, as_outputs
 from fledge.checkpoints.reading import DrafterCheckpoint
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.layers.config import LayerConfig

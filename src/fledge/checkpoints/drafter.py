@@ -11,14 +11,13 @@ from torch import Tensor
 
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding, Severity
-from fledge.checkpoints.formats import speculators, vllm
-from fledge.checkpoints.formats.dense import Placement
-from fledge.checkpoints.formats.names import T2D
-from fledge.checkpoints.formats.shared import Format, TargetReference
-from fledge.checkpoints.reading import D2T, PROVENANCE_FILE, DrafterCheckpoint, read_drafter
+from fledge.checkpoints.formats.dense import DENSE, Placement
+from fledge.checkpoints.formats.drafter_config import Format, TargetReference, write_config
+from fledge.checkpoints.formats.names import D2T, EAGLE_3, T2D, reading_table
+from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import refuse_existing, write_tensors
-from fledge.checkpoints.weights import DENSE, load_weights, stored_tensors
+from fledge.checkpoints.weights import load_weights, stored_tensors
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.files import atomic_directory, write_json
 from fledge.models.config import DrafterConfig, TargetConfig
@@ -28,17 +27,6 @@ from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.version import __version__
-
-__all__ = [
-    "Conversion",
-    "DrafterCheckpoint",
-    "Format",
-    "TargetReference",
-    "convert_drafter",
-    "load_drafter",
-    "read_drafter",
-    "save_drafter",
-]
 
 
 def load_drafter(
@@ -178,11 +166,8 @@ def _write_drafter(
     """`save_drafter` for tensors under our names before joining. Weights are written bit for bit."""
     refuse_existing(directory)
     tensors = {**tensors, **_implied_tensors(config, tensors)}
-    if to == "vllm":
-        table, fields = vllm.name_table(config), vllm.write(config)
-    else:
-        table = speculators.name_table(config)
-        fields = speculators.write(config, target, num_speculative_tokens)
+    fields = write_config(config, to, target, num_speculative_tokens)
+    table = EAGLE_3 if to == "speculators" else reading_table(config.architecture)
     with atomic_directory(directory) as temporary:
         write_tensors(temporary, {table.to_theirs(name): tensor for name, tensor in tensors.items()})
         write_json(temporary / "config.json", fields)

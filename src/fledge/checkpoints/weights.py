@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fledge.checkpoints import formats
-from fledge.checkpoints.formats.dense import DENSE_DTYPES, Dense, Placement, WeightFormat, dense_tensor
+from fledge.checkpoints.formats.dense import DENSE, DENSE_DTYPES, Placement, WeightFormat, dense_tensor
 from fledge.checkpoints.tensors import TensorFiles
 from fledge.errors import CheckpointError
 from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
 
-DENSE = Dense()
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 

@@ -14,8 +14,7 @@ from fledge.decoding.tree import Expansion, expand, rank
 from fledge.engine.round_models import RoundModels
 from fledge.engine.row_state import RowState
 from fledge.errors import describe
-from fledge.kernels.open_round import slots_of
-from fledge.kernels.settle_round import DraftPlaces
+from fledge.kernels.round_ends import DraftPlaces, slots_of
 from fledge.layers.paged_cache import PagedPass, RoundPass
 from fledge.models.drafter.base import DraftStates
 from fledge.models.target.decoder import TargetStates

@@ -14,7 +14,7 @@ from fledge.engine.round_models import PassOutcome, RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
-from fledge.kernels.settle_round import draft_places
+from fledge.kernels.round_ends import draft_places
 from fledge.layers.paged_cache import ChunkPass, PagedCache
 from fledge.models.target.decoder import TargetStates
 

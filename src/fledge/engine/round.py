@@ -18,8 +18,7 @@ from fledge.engine.round_models import PassOutcome, RoundModels
 from fledge.engine.row_state import RowState
 from fledge.engine.sampler import Sampler
 from fledge.kernels.accept import accept_chain, accept_greedy
-from fledge.kernels.open_round import OpenedRound, open_round, slots_of
-from fledge.kernels.settle_round import SettledRound, settle_round
+from fledge.kernels.round_ends import OpenedRound, SettledRound, open_round, settle_round, slots_of
 from fledge.kernels.timestamp import timestamp
 from fledge.layers.paged_cache import RoundPass
 from fledge.models.target.decoder import TargetStates
@@ -81,33 +80,14 @@ def run_round(
     """
     clock = RoundClock(rows.device, timed=timed)
     clock.mark()
-    opened = open_round(
-        rows,
-        last_token=state.last_token,
-        drafts=state.drafts,
-        length=state.length,
-        draft_count=state.draft_count,
-        block_tables=state.block_tables,
-        verify=verify,
-        block_size=models.block_size,
-    )
+    opened = open_round(rows, state, verify=verify, block_size=models.block_size)
     aux_layer_ids = models.drafter.aux_layer_ids if models.drafter is not None and draft else ()
     if verify and models.tree is not None:
         verified = _verify_trees(models, state, rows, sampler, opened, verify, aux_layer_ids, clock)
     else:
         verified = _verify_chains(models, state, rows, sampler, opened, verify, aux_layer_ids, clock)
     settled = settle_round(
-        rows,
-        opened,
-        verified.tokens,
-        verified.accepted,
-        last_token=state.last_token,
-        length=state.length,
-        draft_count=state.draft_count,
-        draft_until=state.draft_until,
-        draft_limit=state.draft_limit,
-        depth=draft,
-        block_size=models.block_size,
+        rows, state, opened, verified.tokens, verified.accepted, depth=draft, block_size=models.block_size
     )
     clock.mark()
     width = verify + 1

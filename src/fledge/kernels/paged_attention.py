@@ -7,7 +7,6 @@
 How the keys are cut into pieces, and why one captured grid serves all lengths, is told in `_paged_pieces`.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import overlapping
 from fledge.kernels._paged_pieces import combine_kernel, piece_kernel
-from fledge.kernels._triton import next_power_of_two, runs_triton
+from fledge.kernels._triton import next_power_of_two, processors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,171 +61,22 @@ def paged_attention(
     context_len + `query_depths` [batch or 1, queries]. A query that sees nothing (a context_len below zero says
     "no row here") gets zeros.
 
-    `max_context` bounds `context_lens` on the host, by default by the width of the block table.
+    `max_context` bounds `context_lens` on the host, by default by the width of the block table. Triton's only: on a CPU
+    a storage uses `attend_blocks`, with a mask that is the same for all layers.
     """
-    _check(query, key_cache, block_tables, sliding_window, tree_mask, query_depths)
-    if max_context is None:
-        max_context = block_tables.shape[1] * key_cache.shape[1]
-    if runs_triton(query, key_cache, value_cache):
-        return paged_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            context_lens,
-            scale=scale,
-            max_context=max_context,
-            sliding_window=sliding_window,
-            tree_mask=tree_mask,
-            query_depths=query_depths,
-            launch=launch,
-        )
-    return paged_attention_reference(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        scale=scale,
-        max_context=max_context,
-        sliding_window=sliding_window,
-        tree_mask=tree_mask,
-        query_depths=query_depths,
-    )
-
-
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    block_tables: Tensor,
-    sliding_window: int | None,
-    tree_mask: Tensor | None,
-    query_depths: Tensor | None,
-) -> None:
     batch, queries, heads, head_dim = query.shape
-    assert heads % key_cache.shape[2] == 0
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    rows = queries * group
+    assert heads == kv_heads * group
     assert head_dim == key_cache.shape[3]
     assert block_tables.shape[0] == batch
     if tree_mask is not None:
         assert queries <= 64, "a row of a tree mask is kept in 64 bits"
         assert tree_mask.shape[-2:] == (queries, queries)
         assert sliding_window is None or query_depths is not None, "a window in a tree needs the depths"
-
-
-def paged_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    max_context: int,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    query_depths: Tensor | None = None,
-) -> Tensor:
-    """Gather every row's keys side by side and attend under a mask. Also what runs on a CPU."""
-    batch, queries, heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    group = heads // kv_heads
-    blocks = min(block_tables.shape[1], -(-(max_context + queries) // key_cache.shape[1]))
-    keys = key_cache[block_tables[:, :blocks]].flatten(1, 2)  # [batch, length, kv_heads, head_dim]
-    values = value_cache[block_tables[:, :blocks]].flatten(1, 2)
-    visible = visible_keys(
-        context_lens, queries, keys.shape[1], sliding_window, tree_mask, query_depths
-    )  # [batch, queries, length]
-    # The heads that share a KV head become rows beside the queries: keys are never repeated.
-    packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
-    mask = visible.repeat_interleave(group, dim=1)[:, None]
-    mixed = F.scaled_dot_product_attention(
-        packed, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
-    )
-    mixed = mixed.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(query.shape)
-    return out
-
-
-def visible_keys(
-    context_lens: Tensor,
-    queries: int,
-    length: int,
-    sliding_window: int | None,
-    tree_mask: Tensor | None,
-    query_depths: Tensor | None,
-) -> Tensor:
-    """Return which keys each query sees, bool [batch, queries, length]."""
-    context = context_lens.long()[:, None]  # [batch, 1]
-    key = torch.arange(length, device=context.device)
-    steps = torch.arange(queries, device=context.device)
-    depths = steps[None] if query_depths is None else query_depths.long()
-    own = key - context  # [batch, length] the number of the key within this pass, negative before it
-    if tree_mask is None:
-        visible = own[:, None] <= steps[:, None]
-    else:
-        in_pass = (own >= 0) & (own < queries)
-        column = own.clamp(0, queries - 1)[:, None].expand(-1, queries, -1)
-        seen = tree_mask.expand(context.shape[0], -1, -1).gather(2, column)
-        visible = (own < 0)[:, None] | (seen & in_pass[:, None])
-    if sliding_window is not None:
-        key_position = key.expand(context.shape[0], -1)
-        if tree_mask is not None:
-            own_depth = depths.expand(context.shape[0], -1).gather(1, own.clamp(0, queries - 1))
-            key_position = torch.where(own < 0, key_position, context + own_depth)
-        distance = (context + depths)[:, :, None] - key_position[:, None]
-        visible = visible & (distance < sliding_window)
-    return visible
-
-
-def choose_launch(
-    *, batch: int, rows: int, kv_heads: int, head_dim: int, element_size: int, processors: int
-) -> SplitLaunch:
-    """Cut the work into as many pieces as the multiprocessors hold at once: uneven filling costs up to a fifth.
-
-    A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
-    keys, of which a piece needs no more than one, and registers for four programs on a multiprocessor. With 64 rows
-    the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
-    the GPU.
-    """
-    block_m = min(64, max(16, next_power_of_two(rows)))
-    large = block_m == 64
-    block_n = max(16, min(128 if large else 64, 16384 // (max(16, next_power_of_two(head_dim)) * element_size)))
-    programs_per_piece = kv_heads * -(-rows // block_m)
-    return SplitLaunch(
-        slots=max(1, (2 if large else 4) * processors // programs_per_piece),
-        min_split=64 if not large else 128 if batch * programs_per_piece <= processors else 256,
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=4,
-        num_stages=3 if large and element_size == 2 else 2,
-    )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # the interpreter: any number will do
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def paged_attention_triton(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    max_context: int,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    query_depths: Tensor | None = None,
-    launch: SplitLaunch | None = None,
-) -> Tensor:
-    batch, queries, heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    group = heads // kv_heads
-    rows = queries * group
+    if max_context is None:
+        max_context = block_tables.shape[1] * key_cache.shape[1]
     if launch is None:
         launch = choose_launch(
             batch=batch,
@@ -234,7 +84,7 @@ def paged_attention_triton(
             kv_heads=kv_heads,
             head_dim=head_dim,
             element_size=query.element_size(),
-            processors=_processors(query.device),
+            processors=processors(query.device),
         )
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
     # The block in which a window begins is taken whole.
@@ -303,7 +153,7 @@ def paged_attention_triton(
     if not direct:
         # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
         # to do here. Alone, a sequence has many pieces, which are taken at once.
-        per_program = rows * kv_heads * batch // (4 * _processors(query.device))
+        per_program = rows * kv_heads * batch // (4 * processors(query.device))
         combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
         at_once = 64 if combined == 1 else 32 // combined
         combine_kernel[(-(-rows // combined), kv_heads, batch)](
@@ -330,3 +180,100 @@ def paged_attention_triton(
             **overlapping(query.device),
         )
     return out
+
+
+def paged_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    max_context: int,
+    sliding_window: int | None = None,
+    tree_mask: Tensor | None = None,
+    query_depths: Tensor | None = None,
+) -> Tensor:
+    queries = query.shape[1]
+    blocks = block_tables[:, : -(-(max_context + queries) // key_cache.shape[1])]
+    keys = blocks.shape[1] * key_cache.shape[1]
+    visible = visible_keys(context_lens, queries, keys, sliding_window, tree_mask, query_depths)
+    mask = visible.repeat_interleave(query.shape[2] // key_cache.shape[2], dim=1)
+    mixed = attend_blocks(query, key_cache, value_cache, blocks, mask, scale)
+    return mixed.masked_fill(~visible.any(-1)[..., None, None], 0.0)
+
+
+def attend_blocks(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, blocks: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Gather the keys in `blocks` [batch, n] side by side and attend to those in `mask`, [batch, rows, keys].
+
+    The heads that share a KV head become rows beside the queries, [queries * group]: keys are never repeated.
+    """
+    batch, queries, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    keys, values = (
+        side.index_select(0, blocks.flatten()).view(batch, -1, *side.shape[2:]).transpose(1, 2).to(query.dtype)
+        for side in (key_cache, value_cache)
+    )
+    packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
+    mixed = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask[:, None], scale=scale)
+    out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(query.shape)
+    return out
+
+
+def visible_keys(
+    context_lens: Tensor,
+    queries: int,
+    length: int,
+    sliding_window: int | None,
+    tree_mask: Tensor | None,
+    query_depths: Tensor | None,
+) -> Tensor:
+    """Return which keys each query sees, bool [batch, queries, length]."""
+    context = context_lens.long()[:, None]  # [batch, 1]
+    key = torch.arange(length, device=context.device)
+    steps = torch.arange(queries, device=context.device)
+    depths = steps[None] if query_depths is None else query_depths.long()
+    own = key - context  # [batch, length] the number of the key within this pass, negative before it
+    if tree_mask is None:
+        visible = own[:, None] <= steps[:, None]
+    else:
+        in_pass = (own >= 0) & (own < queries)
+        column = own.clamp(0, queries - 1)[:, None].expand(-1, queries, -1)
+        seen = tree_mask.expand(context.shape[0], -1, -1).gather(2, column)
+        visible = (own < 0)[:, None] | (seen & in_pass[:, None])
+    if sliding_window is not None:
+        key_position = key.expand(context.shape[0], -1)
+        if tree_mask is not None:
+            own_depth = depths.expand(context.shape[0], -1).gather(1, own.clamp(0, queries - 1))
+            key_position = torch.where(own < 0, key_position, context + own_depth)
+        distance = (context + depths)[:, :, None] - key_position[:, None]
+        visible = visible & (distance < sliding_window)
+    return visible
+
+
+def choose_launch(
+    *, batch: int, rows: int, kv_heads: int, head_dim: int, element_size: int, processors: int
+) -> SplitLaunch:
+    """Cut the work into as many pieces as the multiprocessors hold at once: uneven filling costs up to a fifth.
+
+    A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
+    keys, of which a piece needs no more than one, and registers for four programs on a multiprocessor. With 64 rows
+    the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
+    the GPU.
+    """
+    block_m = min(64, max(16, next_power_of_two(rows)))
+    large = block_m == 64
+    block_n = max(16, min(128 if large else 64, 16384 // (max(16, next_power_of_two(head_dim)) * element_size)))
+    programs_per_piece = kv_heads * -(-rows // block_m)
+    return SplitLaunch(
+        slots=max(1, (2 if large else 4) * processors // programs_per_piece),
+        min_split=64 if not large else 128 if batch * programs_per_piece <= processors else 256,
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=4,
+        num_stages=3 if large and element_size == 2 else 2,
+    )

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, processors, runs_triton, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class SkinnyLaunch:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns]."""
     if runs_triton(x, weight, bias) and _suits(x, weight):
-        launch = choose_launch(rows=x.numel() // x.shape[-1], columns=weight.shape[0], processors=_processors(x.device))
+        launch = choose_launch(rows=x.numel() // x.shape[-1], columns=weight.shape[0], processors=processors(x.device))
         if launch is not None:
             return skinny_linear_triton(x, weight, bias, launch=launch)
     return F.linear(x, weight, bias)
@@ -77,16 +77,9 @@ def _has_room(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: SkinnyLaunch) -> Tensor:
     columns, size = weight.shape
-    rows = x if x.dim() == 2 else x.reshape(-1, size)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     kernel = _wide_kernel if launch.wide else _narrow_kernel
     kernel[(triton.cdiv(columns, launch.block_n),)](

@@ -11,7 +11,7 @@ from fledge.errors import CheckpointError
 from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
 
 _MISSING: Any = object()
-_DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 class LayerKinds(TypedDict, total=False):
@@ -106,17 +106,18 @@ class ConfigFields:
 
 def read_rope(fields: ConfigFields) -> RopeConfig:
     """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them."""
-    new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")
-    theta = None
-    for holder in (fields, new, old):
-        if holder is not None and "rope_theta" in holder:
-            found = holder.number("rope_theta")
-            if theta is not None and found != theta:
-                raise fields.error("rope_theta", found, f"one value, but the file also says {theta}")
-            theta = found
-    scaling = new or old or ConfigFields({}, fields.where)
+    holders = rope_holders(fields)
+    thetas = list(dict.fromkeys(holder.number("rope_theta") for holder in holders if "rope_theta" in holder))
+    if len(thetas) > 1:
+        raise fields.error("rope_theta", thetas[1], f"one value, but the file also says {thetas[0]}")
+    # Beside the other fields in transformers 4, among the rope's in 5.
+    partial = "partial_rotary_factor"
+    factors = {holder.number(partial) for holder in holders if partial in holder} or {1.0}
+    if len(factors) > 1 or max(factors) > 1:
+        raise fields.error(partial, sorted(factors), "one number of at most 1")
+    rope = RopeConfig(theta=thetas[0] if thetas else 10000.0, partial_factor=factors.pop())
+    scaling = holders[1] if len(holders) > 1 else ConfigFields({}, fields.where)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    rope = RopeConfig(theta=10000.0 if theta is None else theta, partial_factor=_partial_rotary_factor(fields))
     match kind:
         case "default":
             return rope
@@ -151,15 +152,10 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
             raise fields.error("rope_type", kind, "default, linear, llama3 or yarn")
 
 
-def _partial_rotary_factor(fields: ConfigFields) -> float:
-    """`partial_rotary_factor`: beside the other fields in transformers 4, among the rope's in 5."""
+def rope_holders(fields: ConfigFields) -> list[ConfigFields]:
+    """The objects of a config that may speak of the rope."""
     holders = (fields, fields.nested("rope_parameters"), fields.nested("rope_scaling"))
-    found = {
-        holder.number("partial_rotary_factor") for holder in holders if holder and "partial_rotary_factor" in holder
-    }
-    if len(found) > 1 or any(factor > 1 for factor in found):
-        raise fields.error("partial_rotary_factor", sorted(found), "one number of at most 1")
-    return found.pop() if found else 1.0
+    return [holder for holder in holders if holder is not None]
 
 
 def read_layer(
@@ -207,8 +203,8 @@ def read_layer(
 def read_dtype(fields: ConfigFields) -> str:
     """The dtype of the stored weights: `dtype` in transformers 5, `torch_dtype` before."""
     name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise fields.error("dtype", name, "one of " + ", ".join(_DTYPES))
+    if name not in DTYPES:
+        raise fields.error("dtype", name, "one of " + ", ".join(DTYPES))
     return name
 
 

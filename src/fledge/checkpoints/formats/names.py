@@ -43,6 +43,7 @@ EAGLE_3 = NameTable(
 # EAGLE, SGLang, SpecForge and TorchSpec call the first layer `midlayer`; vLLM reads that too, SGLang nothing else.
 EAGLE_3_MIDLAYER = NameTable((("midlayer.", "layers.0."), *EAGLE_3.pairs))
 
+D2T = "vocabulary.d2t"  # ours
 T2D = "t2d"  # follows from d2t; kept for other readers, checked by us
 
 # Never weights of ours: rope frequencies follow from the config; vLLM creates, and never reads, a `hidden_norm` in

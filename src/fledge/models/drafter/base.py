@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.settle_round import DraftPlaces
+from fledge.kernels.round_ends import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.linear import Linear
 from fledge.layers.paged_cache import PagedPass

@@ -143,7 +143,10 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     stored = checkpoint.stored_names.keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
-        yield _unneeded_d2t(checkpoint)
+        is_identity, file = not checkpoint.read(D2T).any(), checkpoint.info(D2T).file.name
+        advice = "vLLM refuses it" if is_identity else "it is not the identity: correct draft_vocab_size or vocab_size"
+        found, fixed = "a map, although draft_vocab_size is vocab_size", {"fixed_by_convert": is_identity}
+        yield finding("d2t-without-reduction", "d2t", found, "none", file=file, advice=advice, **fixed)
     for name, tensors in _grouped(expected.keys() - stored, _MISSING):
         shape = list(expected[tensors[0]])
         yield _tensor_finding(checkpoint, name, tensors, "no such tensor", f"one of shape {shape}")
@@ -153,8 +156,8 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
         yield _tensor_finding(checkpoint, name, tensors, "a tensor", "none")
     wrong = [n for n in stored & expected.keys() if checkpoint.info(n).shape != expected[n]]
     for name, tensors in _grouped(wrong, _MISSHAPEN):
-        found, shape = list(checkpoint.info(tensors[0]).shape), list(expected[tensors[0]])
-        yield _tensor_finding(checkpoint, name, tensors, f"shape {found}", f"shape {shape}")
+        has, wants = list(checkpoint.info(tensors[0]).shape), list(expected[tensors[0]])
+        yield _tensor_finding(checkpoint, name, tensors, f"shape {has}", f"shape {wants}")
 
 
 def _grouped(tensors: Iterable[str], findings: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
@@ -176,13 +179,6 @@ def _tensor_finding(checkpoint: DrafterCheckpoint, name: str, tensors: list[str]
         table = EAGLE_1 if checkpoint.config.architecture is Architecture.EAGLE1 else eagle3
         field, file = table.to_theirs(first), checkpoint.files.files[0]
     return finding(name, field, found + more, expected, file=file.name)
-
-
-def _unneeded_d2t(checkpoint: DrafterCheckpoint) -> Finding:
-    identity, file = not checkpoint.read(D2T).any(), checkpoint.info(D2T).file.name
-    advice = "vLLM refuses it" if identity else "it is not the identity: correct draft_vocab_size or vocab_size"
-    found = "a map, although draft_vocab_size is vocab_size"
-    return finding("d2t-without-reduction", "d2t", found, "none", file=file, fixed_by_convert=identity, advice=advice)
 
 
 def _vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from fledge.checkpoints.formats.drafter_config import (
     read_config,
     read_target_reference,
 )
-from fledge.checkpoints.formats.names import D2T, T2D, architecture_of, is_ignored, reading_table
+from fledge.checkpoints.formats.names import D2T, IGNORED, T2D, architecture_of, reading_table
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import weight_format
 from fledge.errors import CheckpointError
@@ -70,7 +70,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     table = reading_table(architecture)
     stored_names: dict[str, str] = {}
     for stored, name in bare.items():
-        if is_ignored(name):
+        if IGNORED.fullmatch(name):
             continue
         ours = table.to_ours(name)
         if ours in stored_names:
@@ -86,7 +86,13 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     infos = {stored: info for stored, info in infos.items() if info.dtype in DENSE_DTYPES}
     dtype = _stored_dtype(infos, directory)
     config = read_config(fields, architecture, stored_names, dtype, notes)
-    _note_other_dtypes(infos, dtype, fields, notes)
+    if others := sorted(stored for stored, info in infos.items() if info.dtype != dtype):
+        found = infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else "")
+        expected, file = f"{dtype}, as the largest tensor", infos[others[0]].file.name
+        notes.append(finding("mixed-dtypes", others[0], found, expected, file=file))
+    declared = fields.text("dtype", fields.text("torch_dtype", dtype)).removeprefix("torch.")
+    if declared != dtype:
+        notes.append(finding("dtype-differs", "torch_dtype", declared, f"{dtype}, as the weights are stored"))
     provenance = directory / PROVENANCE_FILE
     return DrafterCheckpoint(
         directory=directory,
@@ -134,14 +140,3 @@ def _stored_dtype(infos: Mapping[str, TensorInfo], where: Path) -> str:
     if dtype not in DTYPES:
         raise CheckpointError(f"{where}: its weights are {dtype}, expected one of {', '.join(DTYPES)}")
     return dtype
-
-
-def _note_other_dtypes(infos: Mapping[str, TensorInfo], dtype: str, fields: ConfigFields, notes: list[Finding]) -> None:
-    """What is stored in another dtype than the largest tensor, or declared so."""
-    if others := sorted(stored for stored, info in infos.items() if info.dtype != dtype):
-        found = infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else "")
-        expected, file = f"{dtype}, as the largest tensor", infos[others[0]].file.name
-        notes.append(finding("mixed-dtypes", others[0], found, expected, file=file))
-    declared = fields.text("dtype", fields.text("torch_dtype", dtype)).removeprefix("torch.")
-    if declared != dtype:
-        notes.append(finding("dtype-differs", "torch_dtype", declared, f"{dtype}, as the weights are stored"))

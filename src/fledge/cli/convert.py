@@ -35,7 +35,7 @@ def convert(
     from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
 
-    conversion = convert_drafter(
+    fixed, remaining = convert_drafter(
         resolve(source),
         destination,
         to=to.value,
@@ -49,13 +49,13 @@ def convert(
             "source": source,
             "destination": str(destination),
             "to": to.value,
-            "fixed": [finding.as_dict() for finding in conversion.fixed],
-            "remaining": [finding.as_dict() for finding in conversion.remaining],
+            "fixed": [finding.as_dict() for finding in fixed],
+            "remaining": [finding.as_dict() for finding in remaining],
         }
         typer.echo(json.dumps(result))
         return
-    for finding in conversion.fixed:
+    for finding in fixed:
         typer.echo(f"fixed: {finding.message()}")
-    for finding in conversion.remaining:
+    for finding in remaining:
         typer.echo(f"{finding.severity}: {finding.message()}")
     typer.echo(f"wrote {destination} ({to.value} format)")

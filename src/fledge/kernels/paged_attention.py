@@ -119,15 +119,9 @@ def paged_attention(
         launch.slots,
         launch.min_split,
         row_blocks,
-        query.stride(0),
-        query.stride(1),
-        query.stride(2),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
+        *query.stride()[:3],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
         block_tables.stride(0),
         0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
         0 if tree_mask is None else tree_mask.stride(1),
@@ -180,28 +174,6 @@ def paged_attention(
             **overlapping(query.device),
         )
     return out
-
-
-def paged_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    max_context: int,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    query_depths: Tensor | None = None,
-) -> Tensor:
-    queries = query.shape[1]
-    blocks = block_tables[:, : -(-(max_context + queries) // key_cache.shape[1])]
-    keys = blocks.shape[1] * key_cache.shape[1]
-    visible = visible_keys(context_lens, queries, keys, sliding_window, tree_mask, query_depths)
-    mask = visible.repeat_interleave(query.shape[2] // key_cache.shape[2], dim=1)
-    mixed = attend_blocks(query, key_cache, value_cache, blocks, mask, scale)
-    return mixed.masked_fill(~visible.any(-1)[..., None, None], 0.0)
 
 
 def attend_blocks(

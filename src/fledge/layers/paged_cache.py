@@ -75,22 +75,38 @@ class PagedCache:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundPass:
-    """Storage for `batch` sequences with `rows` new tokens each, laid out flat, sequence by sequence."""
+class PagedPass:
+    """What the storages of both kinds of pass have, for `n` sequences whose new tokens are laid out flat."""
 
     cache: PagedCache
-    block_tables: Tensor  # [batch, max_blocks] int32
-    context_lens: Tensor  # [batch]: tokens stored before this pass
-    slots: Tensor  # [batch * rows]
-    rows: int
+    block_tables: Tensor  # [n, max_blocks] int32
+    context_lens: Tensor  # [n]: tokens stored before this pass
+    slots: Tensor  # [tokens]
     max_context: int  # no sequence is longer than this
-    tree_mask: Tensor | None = None  # bool [batch, rows, rows]: which new rows see which, where they are no chain
-    depths: Tensor | None = None  # [batch, rows]: position of each new row less the context, with a tree mask
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        raise NotImplementedError
 
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
         """Storage over the same cache for one token more of each of some sequences, at `positions` [n]."""
-        return _step(self.cache, block_tables, positions, slots, self.max_context)
+        return RoundPass(
+            cache=self.cache,
+            block_tables=block_tables,
+            context_lens=positions,
+            slots=slots,
+            rows=1,
+            max_context=self.max_context,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPass(PagedPass):
+    """Storage for `batch` sequences with `rows` new tokens each, sequence by sequence."""
+
+    rows: int
+    tree_mask: Tensor | None = None  # bool [batch, rows, rows]: which new rows see which, where they are no chain
+    depths: Tensor | None = None  # [batch, rows]: position of each new row less the context, with a tree mask
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         stored = self.cache.store(heads, spec, self.slots)
@@ -129,16 +145,11 @@ class RoundPass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkPass:
-    """Storage for runs of new tokens of different lengths, laid out flat, one after another."""
+class ChunkPass(PagedPass):
+    """Storage for runs of new tokens of different lengths, one after another."""
 
-    cache: PagedCache
-    block_tables: Tensor  # [chunks, max_blocks] int32
-    context_lens: Tensor  # [chunks]
     query_starts: Tensor  # [chunks + 1] int32
-    slots: Tensor  # [tokens]
     max_chunk: int
-    max_context: int  # no sequence is longer than this
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query = self.cache.store(heads, spec, self.slots)
@@ -153,16 +164,3 @@ class ChunkPass:
             scale=spec.scale,
             sliding_window=spec.sliding_window,
         )
-
-    def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> RoundPass:
-        """As `RoundPass.step`."""
-        return _step(self.cache, block_tables, positions, slots, self.max_context)
-
-
-PagedPass = RoundPass | ChunkPass
-
-
-def _step(cache: PagedCache, tables: Tensor, positions: Tensor, slots: Tensor, max_context: int) -> RoundPass:
-    return RoundPass(
-        cache=cache, block_tables=tables, context_lens=positions, slots=slots, rows=1, max_context=max_context
-    )

@@ -54,28 +54,22 @@ class ConfigFields:
         return CheckpointError(f"{self.where}: field '{field}' is {found!r}, expected {expected}")
 
     def integer(self, field: str, default: int = _MISSING, *, minimum: int = 1) -> int:
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        value: int = self._get(field, default, int, f"an integer of at least {minimum}")
+        if value < minimum:
             raise self.error(field, value, f"an integer of at least {minimum}")
         return value
 
     def number(self, field: str, default: float = _MISSING) -> float:
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        value = float(self._get(field, default, int | float, "a positive number"))
+        if not 0 < value < math.inf:
             raise self.error(field, value, "a positive number")
-        return float(value)
+        return value
 
     def flag(self, field: str, default: bool = _MISSING) -> bool:
-        value = self._get(field, default)
-        if not isinstance(value, bool):
-            raise self.error(field, value, "true or false")
-        return value
+        return bool(self._get(field, default, bool, "true or false"))
 
     def text(self, field: str, default: str = _MISSING) -> str:
-        value = self._get(field, default)
-        if not isinstance(value, str):
-            raise self.error(field, value, "a string")
-        return value
+        return str(self._get(field, default, str, "a string"))
 
     def integers(self, field: str) -> tuple[int, ...] | None:
         """A list of integers; one integer counts as a list of one; None when absent."""
@@ -95,13 +89,14 @@ class ConfigFields:
             raise self.error(field, value, "a JSON object")
         return ConfigFields(value, f"{self.where}: {field}")
 
-    def _get(self, field: str, default: Any) -> Any:
+    def _get(self, field: str, default: Any, kind: Any, expected: str) -> Any:
         value = self.values.get(field)
-        if value is not None:
-            return value
-        if default is _MISSING:
+        if value is None and default is _MISSING:
             raise CheckpointError(f"{self.where}: required field '{field}' is missing")
-        return default
+        value = default if value is None else value
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(field, value, expected)
+        return value
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:
@@ -215,16 +210,17 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         fields["partial_rotary_factor"] = rope.partial_factor
     if rope.type == "default":
         return fields
-    scaling: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}
-    if rope.original_max_positions is not None:
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.type == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.type == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        if rope.attention_factor is not None:
-            scaling["attention_factor"] = rope.attention_factor
-    return fields | {"rope_scaling": scaling}
+    named = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }
+    scaling = {
+        "rope_type": rope.type,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+        **{field: getattr(rope, field) for field in named.get(rope.type, ())},
+    }
+    return fields | {"rope_scaling": {field: value for field, value in scaling.items() if value is not None}}
 
 
 def write_layer(layer: LayerConfig) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class NativeTarget(TargetModel):
         stream: Tensor = self.embed_tokens(tokens)
         if not is_lowerable_pass(storage, stream):
             return super().forward(tokens, positions, storage, aux_layer_ids)
-        assert isinstance(storage, RoundPass | ChunkPass)
+        assert isinstance(storage, PagedPass)
         rotation = self.rope(positions, stream.dtype)
         final, aux = run_layers(
             self._layers, stream, rotation, storage, aux_layer_ids=aux_layer_ids, final_norm=self.norm
@@ -108,7 +108,7 @@ def are_lowerable(*norms: nn.Module | None) -> bool:
 def is_lowerable_pass(storage: KeyValueStorage, x: Tensor) -> bool:
     """Whether a pass over x [tokens, hidden] can be one call: float32 in plain blocks on a CPU, and no gradients."""
     return (
-        isinstance(storage, RoundPass | ChunkPass)
+        isinstance(storage, PagedPass)
         and storage.cache.keys.dtype == x.dtype == torch.float32
         and storage.cache.keys.device.type == "cpu"
         and x.dim() == 2
@@ -168,7 +168,7 @@ def pass_struct(tokens: int, rotation: Rotation, storage: PagedPass) -> Any:
     rows, starts, tree, depths = 0, None, None, None
     if isinstance(storage, ChunkPass):
         starts = storage.query_starts
-    else:
+    elif isinstance(storage, RoundPass):
         rows, tree, depths = storage.rows, storage.tree_mask, storage.depths
     tensors = {
         "starts": (starts, torch.int32),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fledge.kernels.round_ends import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.norm import RMSNorm
-from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
+from fledge.layers.paged_cache import PagedPass
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter, Eagle3FirstLayer
@@ -85,10 +85,6 @@ class NativeDrafter(Drafter):
     def plain(self) -> Drafter:
         return self._plain[0]
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return self.plain.aux_layer_ids
-
     def fuse(self, states: TargetStates) -> Tensor:
         read = self._read(states)
         if torch.is_grad_enabled() or read.dim() != 2 or read.dtype != torch.float32:
@@ -102,7 +98,7 @@ class NativeDrafter(Drafter):
         if not is_lowerable_pass(storage, features):
             out: DraftStates = self.plain(tokens, features, positions, storage)
             return out
-        assert isinstance(storage, RoundPass | ChunkPass)
+        assert isinstance(storage, PagedPass)
         table, first = self._table, len(self._table.fuse)
         described = pass_struct(len(tokens), self.rope(positions, features.dtype), storage)
         head = torch.empty(len(tokens), self._hidden)

@@ -73,8 +73,8 @@ def test_convert_refuses_what_it_cannot_repair(trap: Trap, tmp_path: Path) -> No
 @named(tuple(trap for trap in ERRORS if trap.fixed_by_convert))
 def test_convert_repairs_what_is_evident(trap: Trap, tmp_path: Path) -> None:
     trap.write(tmp_path / "drafter")
-    conversion = convert_drafter(tmp_path / "drafter", tmp_path / "out", to="vllm")
-    assert trap.finding in {finding.name for finding in conversion.fixed}
+    fixed, _ = convert_drafter(tmp_path / "drafter", tmp_path / "out", to="vllm")
+    assert trap.finding in {finding.name for finding in fixed}
     loaded = load_drafter(tmp_path / "out", TARGET)
     assert loaded.config == trap.config
 

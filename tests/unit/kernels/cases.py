@@ -24,17 +24,17 @@ from fledge.kernels import swiglu as gating
 from fledge.kernels.accept import accept_chain_reference
 from fledge.kernels.argmax import argmax_rows_reference
 from fledge.kernels.draft_input import draft_input_reference
-from fledge.kernels.paged_attention import SplitLaunch, paged_attention_reference
+from fledge.kernels.paged_attention import SplitLaunch
 from fledge.kernels.paged_attention import paged_attention as paged_attention_triton
 from fledge.kernels.prefill_attention import paged_prefill_attention, paged_prefill_attention_reference
 from fledge.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from fledge.kernels.rope_store import rope_and_store as rope_and_store_triton
-from fledge.kernels.rope_store import rotate
 from fledge.kernels.sample import sample_rows_reference
 from fledge.kernels.skinny_linear import SkinnyLaunch, skinny_linear_triton
 from fledge.kernels.skinny_linear import choose_launch as choose_skinny_launch
 from fledge.kernels.swiglu import swiglu_reference
 from tests.unit.kernels.interpreter import in_triton
+from tests.unit.kernels.references import paged_attention_reference, rope_and_store_reference
 
 rms_norm_triton, add_rms_norm_triton = in_triton(norming.rms_norm), in_triton(norming.add_rms_norm)
 draft_input_triton, swiglu_triton = in_triton(joining.draft_input), in_triton(gating.swiglu)
@@ -140,33 +140,6 @@ def rope_store(
     close(query, expected, 2, size=size)
     close(caches[:, 0], expected_caches[:, 0], 2, size=size)
     assert torch.equal(caches[:, 1], expected_caches[:, 1]), "values are copied; other slots are untouched"
-
-
-def rope_and_store_reference(
-    qkv: Tensor,
-    positions: Tensor,
-    frequencies: Tensor,
-    magnitude: float,
-    slots: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> Tensor:
-    _, block_size, kv_heads, head_dim = key_cache.shape
-    stacked = qkv.unflatten(-1, (-1, head_dim))
-    query, key, value = stacked.split([stacked.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=-2)
-    if q_norm is not None and k_norm is not None:
-        query, key = rms_norm_reference(query, q_norm, eps), rms_norm_reference(key, k_norm, eps)
-    angles = positions[:, None].float() * frequencies.float()
-    angles = torch.cat([angles, angles], dim=-1)[:, None]  # [tokens, 1, head_dim]
-    cos, sin = (angles.cos() * magnitude).to(qkv.dtype), (angles.sin() * magnitude).to(qkv.dtype)
-    kept = slots >= 0
-    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
-    key_cache[blocks, offsets] = rotate(key, cos, sin)[kept].to(key_cache.dtype)
-    value_cache[blocks, offsets] = value[kept].to(value_cache.dtype)
-    return rotate(query, cos, sin)
 
 
 def paged_cache(

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fledge.kernels.paged_attention import paged_attention_reference
 from fledge.kernels.prefill_attention import paged_prefill_attention_reference
 from fledge.kernels.rms_norm import rms_norm_reference
 from fledge.kernels.swiglu import swiglu_reference
@@ -22,6 +21,7 @@ from fledge.layers.rope import RotaryEmbedding, Rotation
 from fledge.native import linear as native
 from fledge.native.decoder import lower_layers, run_layers
 from fledge.native.linear import pack_linears
+from tests.unit.kernels.references import paged_attention_reference
 
 EPS = 1e-5
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
-from fledge.kernels.draft_loss import DraftLoss, draft_loss, draft_loss_reference, draft_loss_triton
+from fledge.kernels.draft_loss import DraftLoss, draft_loss, draft_loss_reference
 from tests.gpu.script import run_checks
 from tests.unit.kernels import draft_loss_cases as cases
 from tests.unit.kernels.draft_loss_cases import KINDS, Case
@@ -60,7 +60,7 @@ def hard_rows() -> None:
         case.logits[5] = 0.0
         case.target_log_total = case.target_logits.float().logsumexp(-1)
         case.target_log_total[2] = 0.0
-        actual, gradient = case.run(draft_loss_triton, kind, kl_weight)
+        actual, gradient = case.run(draft_loss, kind, kl_weight)
         expected, expected_gradient = case.run(draft_loss_reference, kind, kl_weight)
         assert gradient.isfinite().all()
         assert not gradient[[0, 2]].any()
@@ -76,7 +76,7 @@ def equal_logits_choose_the_lowest() -> None:
     case.logits[1, [31999, 20000, 4097]] = 90.0
     case.logits[2, 31999] = 90.0
     case.logits[3, [4096, 4095]] = 90.0
-    assert case.run(draft_loss_triton, "kl", 0.0)[0].choice.tolist() == [0, 4097, 31999, 4095]
+    assert case.run(draft_loss, "kl", 0.0)[0].choice.tolist() == [0, 4097, 31999, 4095]
 
 
 @check
@@ -177,7 +177,7 @@ def measurements(rows: int, vocab: int) -> dict[str, Any]:
         "copy_gb_per_s": round(copy_rate),
     }
     for kind, options in (("soft_ce", {}), ("kl", {}), ("lk", {"kl_weight": 0.1})):
-        fused_ms, fused_gib = timed(draft_loss_triton, kind, weight=ones, **options)
+        fused_ms, fused_gib = timed(draft_loss, kind, weight=ones, **options)
         eager_ms, eager_gib = timed(draft_loss_reference, kind, weight=ones, **options)
         # What must move: the logits and the target are read once, the gradient is written once.
         report[kind] = {
@@ -188,14 +188,12 @@ def measurements(rows: int, vocab: int) -> dict[str, Any]:
             "eager_peak_gib": round(eager_gib, 3),
             "share_of_copy_bandwidth": round(3 * bytes_of_one / fused_ms / 1e6 / copy_rate, 3),
             "fused_ms_by_warps": {
-                warps: round(timed(draft_loss_triton, kind, weight=ones, num_warps=warps, **options)[0], 3)
+                warps: round(timed(draft_loss, kind, weight=ones, num_warps=warps, **options)[0], 3)
                 for warps in (4, 8, 16, 32)
             },
         }
-    report["soft_ce"]["fused_ms_with_scaling"] = round(
-        timed(draft_loss_triton, "soft_ce", weight=ones, scale=0.5)[0], 3
-    )
-    report["soft_ce"]["fused_ms_half_the_rows_taught"] = round(timed(draft_loss_triton, "soft_ce", weight=some)[0], 3)
+    report["soft_ce"]["fused_ms_with_scaling"] = round(timed(draft_loss, "soft_ce", weight=ones, scale=0.5)[0], 3)
+    report["soft_ce"]["fused_ms_half_the_rows_taught"] = round(timed(draft_loss, "soft_ce", weight=some)[0], 3)
     return report
 
 

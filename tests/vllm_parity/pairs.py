@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fledge.checkpoints.drafter import Format, TargetReference, save_drafter
+from fledge.checkpoints.drafter import save_drafter
+from fledge.checkpoints.formats.drafter_config import Format, TargetReference
 from fledge.checkpoints.target import save_target
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig

@@ -9,8 +9,8 @@ import torch
 
 from fledge.bench.inflate import inflate_drafter, inflate_target
 from fledge.bench.shapes import shape_named
+from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.drafter import load_drafter
-from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.devices import choose_device, choose_dtype

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fledge.bench.inflate import TargetPlan, drafter_config, inflate_drafter
+from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.drafter import load_drafter, save_drafter
-from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import hf_config, load_target

@@ -1,7 +1,7 @@
 """What a checkpoint is, as plain data: `fledge inspect` prints it as tables or as JSON."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,12 +9,11 @@ import torch
 
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Severity
-from fledge.checkpoints.formats.aux_ids import as_outputs
-from fledge.checkpoints.formats.shared import FLAGS
+from fledge.checkpoints.formats.drafter_config import FLAGS, as_outputs
 from fledge.checkpoints.reading import DrafterCheckpoint
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.layers.config import LayerConfig
-from fledge.models.config import Architecture, DrafterConfig, TargetConfig
+from fledge.models.config import Architecture, TargetConfig
 from fledge.models.drafter.variants import name_of
 
 _PARTS = (  # prefix of our tensor names, what the part is called
@@ -30,6 +29,7 @@ _PARTS = (  # prefix of our tensor names, what the part is called
 def describe_drafter(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> dict[str, Any]:
     config = checkpoint.config
     findings = check(checkpoint, target)
+    stated, ids = config.aux_layer_ids is not None, (config.resolved(target) if target else config).aux_layer_ids
     sound = not any(finding.severity is Severity.ERROR for finding in findings)
     return {
         "kind": "drafter",
@@ -37,7 +37,7 @@ def describe_drafter(checkpoint: DrafterCheckpoint, target: TargetConfig | None 
         "variant": name_of(config),
         "format": checkpoint.format,
         "flags": {flag: getattr(config, flag) for flag in FLAGS},
-        "aux_layer_ids": _aux_ids(config, target),
+        "aux_layer_ids": None if config.architecture is Architecture.EAGLE1 else _aux_ids(ids, stated=stated),
         "vocabulary": {
             "size": config.vocab_size,
             "draft_size": config.draft_vocab_size,
@@ -71,24 +71,14 @@ def describe_target(config: TargetConfig, files: TensorFiles) -> dict[str, Any]:
         "max_positions": config.max_positions,
         "head": "the embedding matrix" if config.tied_head else "own",
         "sliding_window": next((window for window in config.sliding_windows if window), None),
-        "aux_layer_ids": {
-            "inputs": list(config.default_aux_layer_ids),
-            "outputs": as_outputs(config.default_aux_layer_ids),
-            "stated": False,
-        },
+        "aux_layer_ids": _aux_ids(config.default_aux_layer_ids, stated=False),
         "dtype": config.dtype,
         "size": _sizes(names),
     }
 
 
-def _aux_ids(config: DrafterConfig, target: TargetConfig | None) -> dict[str, Any] | None:
-    if config.architecture is Architecture.EAGLE1:
-        return None
-    resolved = config.resolved(target) if target else config
-    if resolved.aux_layer_ids is None:
-        return {"inputs": None, "outputs": None, "stated": False}
-    inputs = resolved.aux_layer_ids
-    return {"inputs": list(inputs), "outputs": as_outputs(inputs), "stated": config.aux_layer_ids is not None}
+def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
+    return {"inputs": ids and list(ids), "outputs": ids and as_outputs(ids), "stated": stated}
 
 
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,14 @@ from torch import Tensor
 
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding, Severity
-from fledge.checkpoints.formats import speculators, vllm
-from fledge.checkpoints.formats.dense import Placement
-from fledge.checkpoints.formats.names import T2D
-from fledge.checkpoints.formats.shared import Format, TargetReference
-from fledge.checkpoints.reading import D2T, PROVENANCE_FILE, DrafterCheckpoint, read_drafter
+from fledge.checkpoints.formats.dense import DENSE, Placement
+from fledge.checkpoints.formats.drafter_config import Format, TargetReference, write_config
+from fledge.checkpoints.formats.names import D2T, EAGLE_3, T2D, reading_table
+from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.target import read_target_config
-from fledge.checkpoints.tensors import refuse_existing, write_tensors
-from fledge.checkpoints.weights import DENSE, load_weights, stored_tensors
+from fledge.checkpoints.tensors import write_model
+from fledge.checkpoints.weights import load_weights, stored_tensors
 from fledge.errors import CheckpointError, CheckpointWarning
-from fledge.files import atomic_directory, write_json
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
@@ -28,17 +26,6 @@ from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.version import __version__
-
-__all__ = [
-    "Conversion",
-    "DrafterCheckpoint",
-    "Format",
-    "TargetReference",
-    "convert_drafter",
-    "load_drafter",
-    "read_drafter",
-    "save_drafter",
-]
 
 
 def load_drafter(
@@ -54,8 +41,7 @@ def load_drafter(
     latter case the caller must `share_with` the model later. Errors of the contract raise; warnings are issued as
     `CheckpointWarning`.
     """
-    model = target if isinstance(target, TargetModel) else None
-    target_config = target.config if isinstance(target, TargetModel) else target
+    model, target_config = (target, target.config) if isinstance(target, TargetModel) else (None, target)
     checkpoint = read_drafter(directory)
     _raise_errors(checkpoint, findings := check(checkpoint, target_config))
     for finding in findings:
@@ -102,23 +88,9 @@ def save_drafter(
     dtype = str(tensors["layers.0.self_attn.q_proj.weight"].dtype).removeprefix("torch.")
     config = replace(drafter.config, dtype=dtype)
     shared = ([] if config.own_embedding else ["embed_tokens."]) + ([] if config.own_head else ["lm_head."])
-    _write_drafter(
-        config,
-        {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(shared))},
-        directory,
-        to=to,
-        target=target,
-        num_speculative_tokens=num_speculative_tokens,
-        provenance=provenance,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What became of the source's findings."""
-
-    fixed: list[Finding]
-    remaining: list[Finding]
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(shared))}
+    fields = write_config(config, to, target, num_speculative_tokens)
+    _write_drafter(directory, config, to, fields, tensors, provenance or {})
 
 
 def convert_drafter(
@@ -130,9 +102,10 @@ def convert_drafter(
     source_name: str | None = None,
     target_name: str | None = None,
     num_speculative_tokens: int = 3,
-) -> Conversion:
+) -> tuple[list[Finding], list[Finding]]:
     """Write `source` in the format `to`, weights bit for bit. Raises for contract errors it cannot repair.
 
+    Returns what is mended of the source's findings, and what is left.
     With a target, layers that the source leaves to the default are written down. The names are what the result
     records: where the user found source and target, as opposed to where they lie on this machine.
     """
@@ -151,42 +124,26 @@ def convert_drafter(
     tensors = {name: checkpoint.read(name) for name in checkpoint.weight_names}
     if config.reduced_vocab:
         tensors[D2T] = tensors[D2T].to(torch.int64)
-    _write_drafter(
-        config,
-        tensors,
-        destination,
-        to=to,
-        target=reference,
-        num_speculative_tokens=num_speculative_tokens,
-        provenance={**(checkpoint.provenance or {}), **provenance},
-    )
+    fields = write_config(config, to, reference, num_speculative_tokens)
+    _write_drafter(destination, config, to, fields, tensors, {**(checkpoint.provenance or {}), **provenance})
     remaining = check(read_drafter(destination), target_config)
     names = {finding.name for finding in remaining}
-    return Conversion(fixed=[finding for finding in findings if finding.name not in names], remaining=remaining)
+    return [finding for finding in findings if finding.name not in names], remaining
 
 
 def _write_drafter(
-    config: DrafterConfig,
-    tensors: Mapping[str, Tensor],
     directory: Path,
-    *,
+    config: DrafterConfig,
     to: Format,
-    target: TargetReference | None,
-    num_speculative_tokens: int,
-    provenance: Mapping[str, Any] | None,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    provenance: Mapping[str, Any],
 ) -> None:
-    """`save_drafter` for tensors under our names before joining. Weights are written bit for bit."""
-    refuse_existing(directory)
+    """Write tensors, which have our names before joining, bit for bit."""
     tensors = {**tensors, **_implied_tensors(config, tensors)}
-    if to == "vllm":
-        table, fields = vllm.name_table(config), vllm.write(config)
-    else:
-        table = speculators.name_table(config)
-        fields = speculators.write(config, target, num_speculative_tokens)
-    with atomic_directory(directory) as temporary:
-        write_tensors(temporary, {table.to_theirs(name): tensor for name, tensor in tensors.items()})
-        write_json(temporary / "config.json", fields)
-        write_json(temporary / PROVENANCE_FILE, {**(provenance or {}), "fledge_version": __version__})
+    table = EAGLE_3 if to == "speculators" else reading_table(config.architecture)
+    files = {"config.json": fields, PROVENANCE_FILE: {**provenance, "fledge_version": __version__}}
+    write_model(directory, {table.to_theirs(name): tensor for name, tensor in tensors.items()}, files)
 
 
 def _implied_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Reading what a drafter's directory holds, whatever layout it has."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,26 +9,25 @@ from typing import Any
 from torch import Tensor
 
 from fledge.checkpoints.finding import Finding, finding
-from fledge.checkpoints.formats import speculators, vllm
 from fledge.checkpoints.formats.dense import DENSE_DTYPES, WeightFormat
-from fledge.checkpoints.formats.names import T2D, architecture_of, is_ignored, reading_table
-from fledge.checkpoints.formats.shared import (
+from fledge.checkpoints.formats.drafter_config import (
     Format,
     TargetReference,
-    architecture_findings,
     architecture_names,
-    refuse_unsupported,
+    check_class,
+    format_of,
+    read_config,
+    read_target_reference,
 )
+from fledge.checkpoints.formats.names import D2T, IGNORED, T2D, architecture_of, reading_table
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import weight_format
 from fledge.errors import CheckpointError
 from fledge.models.config import Architecture, DrafterConfig
-from fledge.models.hf_config import ConfigFields
+from fledge.models.hf_config import DTYPES, ConfigFields
 
 PROVENANCE_FILE = "fledge_provenance.json"
-D2T = "vocabulary.d2t"
 _PREFIX = "model."
-_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +62,15 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     """Read what can be known without the weights. Raises for what is no drafter, or none that can be understood."""
     fields = ConfigFields.from_file(directory / "config.json")
     files = TensorFiles(directory)
-    bare = {stored: _bare(stored) for stored in files.infos}
-    refuse_unsupported(fields, set(bare.values()))
+    notes: list[Finding] = []
+    bare = {stored: stored.removeprefix(_PREFIX) for stored in files.infos}
+    check_class(fields, set(bare.values()), notes)
     form = weight_format(fields, files)
-    architecture = _architecture(fields, set(bare.values()))
+    architecture = _architecture(fields, bare.values())
     table = reading_table(architecture)
     stored_names: dict[str, str] = {}
     for stored, name in bare.items():
-        if is_ignored(name):
+        if IGNORED.fullmatch(name):
             continue
         ours = table.to_ours(name)
         if ours in stored_names:
@@ -78,30 +78,32 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
                 f"{directory}: tensors '{stored_names[ours]}' and '{stored}' are two spellings of the same; remove one"
             )
         stored_names[ours] = stored
-    weights = [stored for ours, stored in stored_names.items() if ours not in (D2T, T2D)]
-    infos = {name: files.infos[name] for name in weights if files.infos[name].dtype in DENSE_DTYPES}
+    if prefixed := sorted(stored for stored in bare if stored.startswith(_PREFIX)):
+        found, file = f"{len(prefixed)} tensor names that begin with '{_PREFIX}'", files.infos[prefixed[0]].file.name
+        first = prefixed[0]
+        notes.append(finding("model-prefix", first, found, bare[first], file=file, fixed_by_convert=True))
+    infos = {stored: files.infos[stored] for ours, stored in stored_names.items() if ours not in (D2T, T2D)}
+    infos = {stored: info for stored, info in infos.items() if info.dtype in DENSE_DTYPES}
     dtype = _stored_dtype(infos, directory)
-    layout: Format = "speculators" if speculators.recognises(fields) else "vllm"
-    if layout == "speculators":
-        parsed = speculators.parse(fields, stored_names, dtype)
-    else:
-        parsed = vllm.parse(fields, architecture, stored_names, dtype)
+    config = read_config(fields, architecture, stored_names, dtype, notes)
+    if others := sorted(stored for stored, info in infos.items() if info.dtype != dtype):
+        found = infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else "")
+        expected, file = f"{dtype}, as the largest tensor", infos[others[0]].file.name
+        notes.append(finding("mixed-dtypes", others[0], found, expected, file=file))
+    declared = fields.text("dtype", fields.text("torch_dtype", dtype)).removeprefix("torch.")
+    if declared != dtype:
+        notes.append(finding("dtype-differs", "torch_dtype", declared, f"{dtype}, as the weights are stored"))
     provenance = directory / PROVENANCE_FILE
     return DrafterCheckpoint(
         directory=directory,
-        format=layout,
-        config=parsed.config,
+        format=format_of(fields),
+        config=config,
         fields=fields,
         files=files,
         stored_names=stored_names,
         weight_format=form,
-        findings=(
-            *architecture_findings(fields),
-            *_prefix_findings(files),
-            *parsed.findings,
-            *_dtype_findings(infos, dtype, fields),
-        ),
-        target=parsed.target,
+        findings=tuple(notes),
+        target=read_target_reference(fields),
         provenance=ConfigFields.from_file(provenance).values if provenance.is_file() else None,
     )
 
@@ -109,14 +111,14 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
 def is_drafter(directory: Path) -> bool:
     """Tell a drafter's directory from a target's."""
     fields = ConfigFields.from_file(directory / "config.json")
-    if speculators.recognises(fields) or any("Eagle" in name for name in architecture_names(fields)):
+    if format_of(fields) == "speculators" or any("Eagle" in name for name in architecture_names(fields)):
         return True
-    return architecture_of(map(_bare, TensorFiles(directory).infos)) is not None
+    return architecture_of(name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos) is not None
 
 
-def _architecture(fields: ConfigFields, names: Collection[str]) -> Architecture:
+def _architecture(fields: ConfigFields, names: Iterable[str]) -> Architecture:
     declared = architecture_names(fields)
-    if speculators.recognises(fields) or any("Eagle3" in name for name in declared):
+    if format_of(fields) == "speculators" or any("Eagle3" in name for name in declared):
         return Architecture.EAGLE3
     if any(name.startswith("Eagle") for name in declared):
         return Architecture.EAGLE1
@@ -130,35 +132,11 @@ def _architecture(fields: ConfigFields, names: Collection[str]) -> Architecture:
     return found
 
 
-def _bare(name: str) -> str:
-    """Without the `model.` that training frameworks leave in front of names."""
-    return name.removeprefix(_PREFIX)
-
-
-def _prefix_findings(files: TensorFiles) -> Iterator[Finding]:
-    prefixed = sorted(name for name in files.infos if name.startswith(_PREFIX))
-    if prefixed:
-        found, file = f"{len(prefixed)} tensor names that begin with '{_PREFIX}'", files.infos[prefixed[0]].file.name
-        yield finding("model-prefix", prefixed[0], found, _bare(prefixed[0]), file=file, fixed_by_convert=True)
-
-
 def _stored_dtype(infos: Mapping[str, TensorInfo], where: Path) -> str:
     """The dtype of the weights, going by the largest."""
     if not infos:
         raise CheckpointError(f"{where}: holds no weights")
     dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{where}: its weights are {dtype}, expected one of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{where}: its weights are {dtype}, expected one of {', '.join(DTYPES)}")
     return dtype
-
-
-def _dtype_findings(infos: Mapping[str, TensorInfo], dtype: str, fields: ConfigFields) -> Iterator[Finding]:
-    """What is stored in another dtype than the largest tensor, or declared so."""
-    others = sorted(stored for stored, info in infos.items() if info.dtype != dtype)
-    if others:
-        found = infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else "")
-        expected, file = f"{dtype}, as the largest tensor", infos[others[0]].file.name
-        yield finding("mixed-dtypes", others[0], found, expected, file=file)
-    declared = fields.text("dtype", fields.text("torch_dtype", dtype)).removeprefix("torch.")
-    if declared != dtype:
-        yield finding("dtype-differs", "torch_dtype", declared, f"{dtype}, as the weights are stored")

@@ -42,28 +42,21 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         )
     # Here, not above: `fledge --help` reads the names of the bundled models and must not wait for the hub's client.
     import huggingface_hub  # noqa: PLC0415
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors  # noqa: PLC0415
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED))
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise CheckpointError(
             f"{name}: no such directory, and no such model on the Hugging Face hub (private models need HF_TOKEN)"
         ) from None
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         raise CheckpointError(
             f"{name}: no such directory, not in the local Hugging Face cache, and the hub cannot be reached"
             + (" (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else " (no network?)")
         ) from None
-    except HFValidationError as error:
-        raise CheckpointError(f"{name}: not a valid Hugging Face name: {_first_line(error)}") from None
     except Exception as error:  # The hub client leaks its HTTP library's errors, whichever that is today.
-        raise CheckpointError(f"{name}: fetching it from the Hugging Face hub failed: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        is_name = not isinstance(error, errors.HFValidationError)
+        what = "fetching it from the Hugging Face hub failed" if is_name else "not a valid Hugging Face name"
+        raise CheckpointError(f"{name}: {what}: {reason}") from None

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 
 from fledge.checkpoints.formats.dense import Placement
-from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_tensors
+from fledge.checkpoints.tensors import TensorFiles, write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
-from fledge.files import atomic_directory, write_json
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, write_layer
 from fledge.models.target import FAMILIES
@@ -42,9 +41,16 @@ def load_target(
     """
     config = read_target_config(directory)
     fields = ConfigFields.from_file(directory / "config.json")
-    _warn_of_other_class(fields, FAMILIES[config.family].architecture)
+    family, declared = FAMILIES[config.family], fields.values.get("architectures")
+    if isinstance(declared, list) and declared and family.architecture not in declared:
+        warnings.warn(
+            f"{fields.where}: architectures: found {declared[0]}, expected {family.architecture} for this model_type; "
+            "read as the latter, as its tensors fit",
+            CheckpointWarning,
+            stacklevel=2,
+        )
     files = TensorFiles(directory)
-    names = {FAMILIES[config.family].our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
+    names = {family.our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
     if config.tied_head:
         names.pop("lm_head.weight", None)
     with torch.device("meta"):
@@ -57,27 +63,14 @@ def load_target(
     return model.to(device=device).eval()
 
 
-def _warn_of_other_class(fields: ConfigFields, architecture: str) -> None:
-    declared = fields.values.get("architectures")
-    if isinstance(declared, list) and declared and architecture not in declared:
-        warnings.warn(
-            f"{fields.where}: architectures: found {declared[0]}, expected {architecture} for this model_type; "
-            "read as the latter, as its tensors fit",
-            CheckpointWarning,
-            stacklevel=3,
-        )
-
-
 def save_target(model: TargetModel, directory: Path) -> None:
     """Write a directory that transformers, vLLM and SGLang load. Refuses an existing destination."""
     family = FAMILIES[model.config.family]
     tensors = model.state_dict() if family.stores_joined else stored_tensors(model)
     if model.config.tied_head:
         del tensors["lm_head.weight"]
-    refuse_existing(directory)
-    with atomic_directory(directory) as temporary:
-        write_tensors(temporary, {family.stored_name(n): t for n, t in tensors.items()})
-        write_json(temporary / "config.json", hf_config(model.config, str(next(model.parameters()).dtype)))
+    fields = hf_config(model.config, str(next(model.parameters()).dtype))
+    write_model(directory, {family.stored_name(n): t for n, t in tensors.items()}, {"config.json": fields})
 
 
 def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fledge.errors import CheckpointError
+from fledge.files import atomic_directory, write_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -128,8 +129,14 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, directory / _SINGLE, {"format": "pt"})
+def write_model(directory: Path, tensors: Mapping[str, Tensor], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write a model directory: its tensors, and JSON files by their names. Refuses an existing destination."""
+    refuse_existing(directory)
+    stored = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    with atomic_directory(directory) as temporary:
+        save_file(stored, temporary / _SINGLE, {"format": "pt"})
+        for name, values in files.items():
+            write_json(temporary / name, values)
 
 
 def refuse_existing(destination: Path) -> None:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fledge.checkpoints import formats
-from fledge.checkpoints.formats.dense import DENSE_DTYPES, Dense, Placement, WeightFormat, dense_tensor
+from fledge.checkpoints.formats.dense import DENSE, DENSE_DTYPES, Placement, WeightFormat, dense_tensor
 from fledge.checkpoints.tensors import TensorFiles
 from fledge.errors import CheckpointError
 from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
 
-DENSE = Dense()
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -153,11 +152,12 @@ def _parts(model: nn.Module, stored: Collection[str] = ()) -> dict[str, dict[str
 
 
 def _check_names(files: TensorFiles, names: Mapping[str, str], expected: Mapping[str, tuple[int, ...]]) -> None:
-    where = files.directory
-    if missing := sorted(expected.keys() - names.keys()):
-        raise CheckpointError(f"{where}: tensor '{missing[0]}' is missing{_and_more(missing)}")
-    if unknown := sorted(names[name] for name in names.keys() - expected.keys()):
-        raise CheckpointError(f"{where}: unexpected tensor '{unknown[0]}'{_and_more(unknown)}")
+    missing = sorted(expected.keys() - names.keys())
+    unknown = sorted(names[name] for name in names.keys() - expected.keys())
+    for wrong, form in ((missing, "tensor '{}' is missing{}"), (unknown, "unexpected tensor '{}'{}")):
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise CheckpointError(f"{files.directory}: {form.format(wrong[0], more)}")
     for name, shape in expected.items():
         info = files.infos[names[name]]
         if info.shape != shape:
@@ -165,7 +165,3 @@ def _check_names(files: TensorFiles, names: Mapping[str, str], expected: Mapping
                 f"{info.file}: tensor '{names[name]}' has shape {list(info.shape)}, but config.json makes it "
                 f"{list(shape)}"
             )
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

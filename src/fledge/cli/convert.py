@@ -33,7 +33,7 @@ def convert(
     from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
 
-    conversion = convert_drafter(
+    fixed, remaining = convert_drafter(
         resolve(source),
         destination,
         to=to.value,
@@ -43,11 +43,11 @@ def convert(
         num_speculative_tokens=num_speculative_tokens,
     )
     if as_json:
-        found = {name: [finding.as_dict() for finding in getattr(conversion, name)] for name in ("fixed", "remaining")}
+        found = {"fixed": [one.as_dict() for one in fixed], "remaining": [one.as_dict() for one in remaining]}
         typer.echo(json.dumps({"source": source, "destination": str(destination), "to": to.value, **found}))
         return
-    for finding in conversion.fixed:
+    for finding in fixed:
         typer.echo(f"fixed: {finding.message()}")
-    for finding in conversion.remaining:
+    for finding in remaining:
         typer.echo(f"{finding.severity}: {finding.message()}")
     typer.echo(f"wrote {destination} ({to.value} format)")

@@ -24,8 +24,14 @@ from fledge.engine.sampler import LogprobsTensors, Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.errors import describe
 from fledge.kernels.accept import accept_chain, accept_greedy
-from fledge.kernels.open_round import OpenedRound, open_round, slots_of
-from fledge.kernels.settle_round import SettledRound, draft_places, settle_round
+from fledge.kernels.round_ends import (
+    OpenedRound,
+    SettledRound,
+    draft_places,
+    open_round,
+    settle_round,
+    slots_of,
+)
 from fledge.kernels.timestamp import timestamp
 from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass, RoundPass
 from fledge.models.drafter.base import Drafter
@@ -82,16 +88,7 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int, 
     rows, width = sampler.rows, verify + 1
     clock = RoundClock(rows.device, timed=timed)
     clock.mark()
-    opened = open_round(
-        rows,
-        last_token=state.last_token,
-        drafts=state.drafts,
-        length=state.length,
-        draft_count=state.draft_count,
-        block_tables=state.block_tables,
-        verify=verify,
-        block_size=state.block_size,
-    )
+    opened = open_round(rows, state, verify=verify, block_size=state.block_size)
     tree = state.drafted(rows, verify) if verify and state.tree is not None else None
     if isinstance(tree, DraftTree):
         fed, storage = _lay_out_trees(state, rows, opened, tree)
@@ -105,19 +102,7 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int, 
         tokens, accepted, states = _accept_trees(state, sampler, fed, tree, logits, states)
     else:
         tokens, accepted = _accept_chains(state, sampler, opened, logits)
-    settled = settle_round(
-        rows,
-        opened,
-        tokens,
-        accepted,
-        last_token=state.last_token,
-        length=state.length,
-        draft_count=state.draft_count,
-        draft_until=state.draft_until,
-        draft_limit=state.draft_limit,
-        depth=draft,
-        block_size=state.block_size,
-    )
+    settled = settle_round(rows, state, opened, tokens, accepted, depth=draft, block_size=state.block_size)
     clock.mark()
     health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
     torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.checkpoints.integrity import INFLATED
+from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.source import resolve
 from fledge.engine.config import MAX_DEPTH
 from fledge.errors import CheckpointError, ConfigError, FledgeError

@@ -7,9 +7,8 @@ is spread over the GPU, and programs left without a piece exit at once. Sequence
 results, which a second kernel combines in a fixed order: results do not vary from run to run.
 """
 
-from fledge.kernels._online_softmax import softmax_step
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
-from fledge.kernels._triton import tl, triton
+from fledge.kernels._triton import softmax_step, tl, triton
 
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "row_blocks"])
@@ -66,11 +65,12 @@ def piece_kernel(
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(1)
 
-    sequence, first_unit, pieces = _unit_owner(
-        unit, lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW
-    )
+    numbers, cut = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
+    sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
     if sequence >= batch:
         return
+    first_unit, pieces = _units_of(sequence, numbers, cut)
     context = tl.load(lengths_ptr + sequence).to(tl.int32)
     begin, span = _key_span(context, num_queries, window, BLOCK_N, WINDOW)
     length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
@@ -174,9 +174,8 @@ def combine_kernel(
     begin_overlapped(OVERLAP)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
-    first_unit, pieces = _units_of(
-        sequence, lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW
-    )
+    numbers, cut = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    first_unit, pieces = _units_of(sequence, numbers, cut)
     if pieces == 1:
         return  # written already
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -209,44 +208,8 @@ def combine_kernel(
 
 
 @triton.jit
-def _unit_owner(
-    unit,
-    lengths_ptr,
-    batch,
-    num_queries,
-    window,
-    slots,
-    min_split,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Return the sequence a unit belongs to (`batch` or more: to none), that sequence's first unit, and its pieces."""
-    sequence, pieces = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
-    if BLOCK_B == 1:
-        total = tl.sum(pieces, axis=0)
-        return tl.where(unit < total, 0, batch), 0, total
-    ends = tl.cumsum(pieces, axis=0)
-    owner = tl.sum((ends <= unit).to(tl.int32), axis=0)
-    first_unit = tl.sum(tl.where(sequence < owner, pieces, 0), axis=0)
-    return owner, first_unit, tl.sum(tl.where(sequence == owner, pieces, 0), axis=0)
-
-
-@triton.jit
-def _units_of(
-    owner,
-    lengths_ptr,
-    batch,
-    num_queries,
-    window,
-    slots,
-    min_split,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+def _units_of(owner, sequence, pieces):
     """Return the first unit of a sequence and the number of its pieces."""
-    sequence, pieces = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
     first_unit = tl.sum(tl.where(sequence < owner, pieces, 0), axis=0)
     return first_unit, tl.sum(tl.where(sequence == owner, pieces, 0), axis=0)
 
@@ -263,7 +226,7 @@ def _cut(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return the number of pieces of every sequence, [BLOCK_B], 0 beyond the batch.
+    """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
     All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
     """

@@ -1,5 +1,11 @@
-"""Triton where it is installed, a stand-in where it is not, and the choice between kernel and reference."""
+"""Triton where it is installed, a stand-in where it is not, and which version of a kernel runs.
 
+That is Triton's on a GPU, a CPU backend's where one has registered, else plain torch. A backend (`fledge.native`) takes
+over kernels of integers and comparisons only, whose results are the same whoever computes them.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,16 +32,76 @@ except ImportError:  # a CPU machine: kernel files must still import, their refe
     triton = tl = _Absent()
     HAS_TRITON = False
 
-__all__ = ["HAS_TRITON", "next_power_of_two", "runs_triton", "tl", "triton"]
+__all__ = ["tl", "triton"]  # besides what is defined here
+
+_cpu_kernels: dict[str, Callable[..., Any]] = {}
 
 
 def runs_triton(*tensors: Tensor | None) -> bool:
     """Whether a call on `tensors` goes to the kernel: they are on a GPU and nobody wants a gradient through them."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if not HAS_TRITON or not given[0].is_cuda:
+    if not HAS_TRITON or not is_on_gpu(given[0]):
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
 
 
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Tests say that all are, and run the kernels under Triton's interpreter."""
+    return tensor.is_cuda
+
+
+def register_cpu_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Let `kernels`, by the names of the public functions and with their arguments, run on CPUs; replaces earlier."""
+    _cpu_kernels.clear()
+    _cpu_kernels.update(kernels)
+
+
+def cpu_kernel(name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
+    """Return the registered kernel if it takes `tensors`: integers and float32, rows of neighbours, no gradient."""
+    kernel = _cpu_kernels.get(name)
+    if kernel is None or torch.compiler.is_compiling():
+        return None
+    wants_gradient = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.device.type != "cpu" or (tensor.dtype != torch.float32 and tensor.is_floating_point()):
+            return None
+        if (wants_gradient and tensor.requires_grad) or (tensor.dim() > 0 and tensor.stride(-1) != 1):
+            return None
+    return kernel
+
+
 def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return x as [rows, size] with neighbouring elements; rows of a 2-D slice stay where they are."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; under the interpreter any number will do."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
+@triton.jit
+def softmax_step(scores, scale, value, peak, total, acc, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """Take scores [rows, keys] and value [keys, dim] of a block of keys into a running softmax (peak, total, acc).
+
+    `scale` is positive and turns scores into powers of two. `peak` is the largest scaled score of each row so far,
+    `total` the sum of 2**(scale * score - peak), `acc` the values weighted by the same. With MASKED a row may have
+    seen nothing yet: a peak of -inf then stands for nothing, not for NaN.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+    shift = new_peak
+    if MASKED:
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * scale - shift[:, None])  # one fused multiply-add each
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+    return new_peak, total, acc

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels._dispatch import cpu_kernel
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.argmax import argmax_rows_reference, chunk_maxima, first_of_chunks
 
 PADDING = -1
@@ -43,45 +42,15 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
 
     Only the first `draft_lengths` [batch] drafts of a row are considered, all of them by default.
     """
-    if runs_triton(choices):
-        return accept_chain_triton(drafts, choices, draft_lengths=draft_lengths)
-    if (native := cpu_kernel("accept_chain", drafts, choices, draft_lengths)) is not None:
-        outcome: ChainOutcome = native(drafts, choices, draft_lengths=draft_lengths)
-        return outcome
-    return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
-
-
-def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
-    """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
-    if runs_triton(logits):
-        return accept_greedy_triton(drafts, logits, draft_lengths=draft_lengths)
-    if (native := cpu_kernel("accept_greedy", logits, drafts, draft_lengths)) is not None:
-        outcome: ChainOutcome = native(drafts, logits, draft_lengths=draft_lengths)
-        return outcome
-    choices = argmax_rows_reference(logits.flatten(0, 1)).view(logits.shape[:2])
-    return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
-
-
-def accept_chain_reference(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
-    matches = drafts == choices[:, :-1]
-    if draft_lengths is not None:
-        matches = matches & (torch.arange(drafts.shape[1], device=drafts.device) < draft_lengths[:, None])
-    accepted = matches.long().cumprod(1).sum(1)
-    places = torch.arange(choices.shape[1], device=choices.device)
-    return ChainOutcome(
-        tokens=choices.masked_fill(places > accepted[:, None], PADDING),
-        accepted=accepted,
-        last=choices.gather(1, accepted[:, None]).squeeze(1),
-    )
-
-
-def accept_chain_triton(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    if not runs_triton(choices):
+        native = cpu_kernel("accept_chain", drafts, choices, draft_lengths)
+        return (native or accept_chain_reference)(drafts, choices, draft_lengths=draft_lengths)
     batch, places = choices.shape
     outcome = ChainOutcome.empty(batch, places, choices.device)
-    drafts, choices = drafts.contiguous(), choices.contiguous()
+    drafts = drafts.contiguous()
     _accept_kernel[(batch,)](
         drafts,
-        choices,
+        choices.contiguous(),
         drafts if draft_lengths is None else draft_lengths,
         outcome.tokens,
         outcome.accepted,
@@ -94,7 +63,11 @@ def accept_chain_triton(drafts: Tensor, choices: Tensor, *, draft_lengths: Tenso
     return outcome
 
 
-def accept_greedy_triton(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
+    if not runs_triton(logits):
+        native = cpu_kernel("accept_greedy", logits, drafts, draft_lengths)
+        return (native or accept_greedy_reference)(drafts, logits, draft_lengths=draft_lengths)
     batch, places, vocab = logits.shape
     values, indices = chunk_maxima(logits.reshape(batch * places, vocab))
     outcome = ChainOutcome.empty(batch, places, logits.device)
@@ -117,6 +90,23 @@ def accept_greedy_triton(drafts: Tensor, logits: Tensor, *, draft_lengths: Tenso
         **overlapping(logits.device),
     )
     return outcome
+
+
+def accept_chain_reference(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    matches = drafts == choices[:, :-1]
+    if draft_lengths is not None:
+        matches = matches & (torch.arange(drafts.shape[1], device=drafts.device) < draft_lengths[:, None])
+    accepted = matches.long().cumprod(1).sum(1)
+    places = torch.arange(choices.shape[1], device=choices.device)
+    return ChainOutcome(
+        tokens=choices.masked_fill(places > accepted[:, None], PADDING),
+        accepted=accepted,
+        last=choices.gather(1, accepted[:, None]).squeeze(1),
+    )
+
+
+def accept_greedy_reference(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
+    return accept_chain_reference(drafts, argmax_rows_reference(logits), draft_lengths=draft_lengths)
 
 
 @triton.jit

@@ -6,9 +6,8 @@ Comparing needs no arithmetic, so kernel and reference agree exactly; among equa
 import torch
 from torch import Tensor
 
-from fledge.kernels._dispatch import cpu_kernel
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 
 CHUNK = 4096  # logits of one program: 32 programs share a row of a vocabulary of 128k
 
@@ -18,20 +17,9 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
 
     With `offsets` [vocab] int64, the index plus its offset: a draft vocabulary's ids become the target's on the way.
     """
-    if runs_triton(logits):
-        return argmax_rows_triton(logits, offsets)
-    if logits.is_floating_point() and (native := cpu_kernel("argmax_rows", logits, offsets)) is not None:
-        found: Tensor = native(logits, offsets)
-        return found
-    return argmax_rows_reference(logits, offsets)
-
-
-def argmax_rows_reference(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
-    indices = logits.argmax(-1)
-    return indices if offsets is None else indices + offsets[indices]
-
-
-def argmax_rows_triton(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
+    if not runs_triton(logits):
+        native = cpu_kernel("argmax_rows", logits, offsets) if logits.is_floating_point() else None
+        return (native or argmax_rows_reference)(logits, offsets)
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
@@ -65,6 +53,11 @@ def argmax_rows_triton(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
         **overlapping(logits.device),
     )
     return out
+
+
+def argmax_rows_reference(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
+    indices = logits.argmax(-1)
+    return indices if offsets is None else indices + offsets[indices]
 
 
 def chunk_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.rms_norm import rms_norm_reference
 
 
@@ -19,25 +19,9 @@ def draft_input(
     """Tokens [*lead], embedding [vocab, hidden], feature [*lead, hidden] and the norms' weights [hidden] ->
     [*lead, 2 * hidden], the embedding first.
     """
-    if runs_triton(feature, embedding, embedding_norm, feature_norm) and embedding.dtype == feature.dtype:
-        return draft_input_triton(tokens, embedding, feature, embedding_norm, feature_norm, eps)
-    return draft_input_reference(tokens, embedding, feature, embedding_norm, feature_norm, eps)
-
-
-def draft_input_reference(
-    tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
-) -> Tensor:
-    embedded = rms_norm_reference(F.embedding(tokens, embedding), embedding_norm, eps)
-    return torch.cat([embedded, rms_norm_reference(feature, feature_norm, eps)], dim=-1)
-
-
-def draft_input_triton(
-    tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
-) -> Tensor:
-    size = feature.shape[-1]
-    rows = feature if feature.dim() == 2 else feature.reshape(-1, size)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    if not runs_triton(feature, embedding, embedding_norm, feature_norm) or embedding.dtype != feature.dtype:
+        return draft_input_reference(tokens, embedding, feature, embedding_norm, feature_norm, eps)
+    size, rows = feature.shape[-1], as_rows(feature)
     dtype = torch.promote_types(feature.dtype, feature_norm.dtype)
     out = torch.empty(*feature.shape[:-1], 2 * size, dtype=dtype, device=feature.device)
     if rows.shape[0] == 0:
@@ -59,6 +43,13 @@ def draft_input_triton(
         **overlapping(feature.device),
     )
     return out
+
+
+def draft_input_reference(
+    tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
+) -> Tensor:
+    embedded = rms_norm_reference(F.embedding(tokens, embedding), embedding_norm, eps)
+    return torch.cat([embedded, rms_norm_reference(feature, feature_norm, eps)], dim=-1)
 
 
 @triton.jit

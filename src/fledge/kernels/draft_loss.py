@@ -27,9 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from fledge.errors import ConfigError
-from fledge.kernels._triton import HAS_TRITON, tl, triton
-
-__all__ = ["OVERLAP_FLOOR", "DraftLoss", "LossKind", "draft_loss", "draft_loss_reference", "draft_loss_triton"]
+from fledge.kernels._triton import runs_triton, tl, triton
 
 LossKind = Literal["soft_ce", "kl", "lk"]
 
@@ -61,6 +59,7 @@ def draft_loss(
     kind: LossKind,
     kl_weight: float = 0.0,
     in_place: bool = True,
+    num_warps: int | None = None,
 ) -> DraftLoss:
     """Compare each row of `logits` [rows, draft_vocab] with row `target_rows[row]` of `target_logits` [m, draft_vocab].
 
@@ -79,10 +78,38 @@ def draft_loss(
 
     Under torch.compile the kernel is a graph break: compile the layers, not the loss.
     """
-    inputs = (logits, target_logits, target_rows, target_log_total, weight)
-    if logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64:
-        return draft_loss_triton(*inputs, kind=kind, kl_weight=kl_weight, in_place=in_place)
-    return draft_loss_reference(*inputs, kind=kind, kl_weight=kl_weight)
+    if kind not in get_args(LossKind):
+        raise ConfigError(f"the loss {kind!r} is unknown: use one of {', '.join(get_args(LossKind))}")
+    assert target_logits.shape[1] == logits.shape[1]
+    assert target_rows.shape == weight.shape == logits.shape[:1]
+    assert target_log_total.shape == target_logits.shape[:1]
+    assert target_rows.dtype == torch.int64
+    if not runs_triton(logits.detach()) or logits.dtype == torch.float64:  # detached: the kernel has a gradient
+        inputs = (logits, target_logits, target_rows, target_log_total, weight)
+        return draft_loss_reference(*inputs, kind=kind, kl_weight=kl_weight)
+    if num_warps is None:
+        # Wide programs: few rows are in flight, so that they stay in the second-level cache between the reads.
+        num_warps = min(max(triton.next_power_of_2(logits.shape[1]) // (32 * PER_LANE), 1), 16)
+    # A leaf is the caller's own, and memory with gaps between the columns, or rows that share it, is copied first.
+    overwrite = in_place and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
+    if logits.stride(1) != 1:
+        logits, overwrite = logits.contiguous(), False
+    if target_logits.stride(1) != 1:
+        target_logits = target_logits.contiguous()
+    # Where the compiler is at work it is told to leave this call alone; elsewhere it need not even be imported.
+    call = torch.compiler.disable(_FusedLoss.apply) if torch.compiler.is_compiling() else _FusedLoss.apply
+    total, row_loss, choice, overlap = call(
+        logits,
+        target_logits.detach(),
+        target_rows.contiguous(),
+        target_log_total.detach().contiguous(),
+        weight.detach().contiguous(),
+        kind,
+        kl_weight,
+        overwrite,
+        num_warps,
+    )
+    return DraftLoss(total=total, row_loss=row_loss, choice=choice, overlap=overlap)
 
 
 def draft_loss_reference(
@@ -96,7 +123,6 @@ def draft_loss_reference(
     kl_weight: float = 0.0,
 ) -> DraftLoss:
     """The same by plain autograd, in float32, or in float64 for float64 logits. Never overwrites anything."""
-    _check(logits, target_logits, target_rows, target_log_total, weight, kind)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     taught = weight != 0
     log_q = logits[taught].to(dtype).log_softmax(-1)
@@ -125,56 +151,6 @@ def draft_loss_reference(
         choice=per_row(logits.detach()[taught].argmax(-1), torch.int64),
         overlap=per_row(overlap, torch.float32),
     )
-
-
-def draft_loss_triton(
-    logits: Tensor,
-    target_logits: Tensor,
-    target_rows: Tensor,
-    target_log_total: Tensor,
-    weight: Tensor,
-    *,
-    kind: LossKind,
-    kl_weight: float = 0.0,
-    in_place: bool = True,
-    num_warps: int | None = None,
-) -> DraftLoss:
-    _check(logits, target_logits, target_rows, target_log_total, weight, kind)
-    if num_warps is None:
-        # Wide programs: few rows are in flight, so that they stay in the second-level cache between the reads.
-        num_warps = min(max(triton.next_power_of_2(logits.shape[1]) // (32 * PER_LANE), 1), 16)
-    # A leaf is the caller's own, and memory with gaps between the columns, or rows that share it, is copied first.
-    overwrite = in_place and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
-    if logits.stride(1) != 1:
-        logits, overwrite = logits.contiguous(), False
-    if target_logits.stride(1) != 1:
-        target_logits = target_logits.contiguous()
-    # Where the compiler is at work it is told to leave this call alone; elsewhere it need not even be imported.
-    call = torch.compiler.disable(_FusedLoss.apply) if torch.compiler.is_compiling() else _FusedLoss.apply
-    total, row_loss, choice, overlap = call(
-        logits,
-        target_logits.detach(),
-        target_rows.contiguous(),
-        target_log_total.detach().contiguous(),
-        weight.detach().contiguous(),
-        kind,
-        kl_weight,
-        overwrite,
-        num_warps,
-    )
-    return DraftLoss(total=total, row_loss=row_loss, choice=choice, overlap=overlap)
-
-
-def _check(
-    logits: Tensor, target_logits: Tensor, target_rows: Tensor, log_total: Tensor, weight: Tensor, kind: str
-) -> None:
-    if kind not in get_args(LossKind):
-        raise ConfigError(f"the loss {kind!r} is unknown: use one of {', '.join(get_args(LossKind))}")
-    rows, vocab = logits.shape
-    assert target_logits.shape[1] == vocab
-    assert target_rows.shape == weight.shape == (rows,)
-    assert log_total.shape == target_logits.shape[:1]
-    assert target_rows.dtype == torch.int64
 
 
 class _FusedLoss(torch.autograd.Function):

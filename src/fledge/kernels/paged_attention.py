@@ -7,7 +7,6 @@
 How the keys are cut into pieces, and why one captured grid serves all lengths, is told in `_paged_pieces`.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import overlapping
 from fledge.kernels._paged_pieces import combine_kernel, piece_kernel
-from fledge.kernels._triton import next_power_of_two, runs_triton
+from fledge.kernels._triton import next_power_of_two, processors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,87 +61,137 @@ def paged_attention(
     context_len + `query_depths` [batch or 1, queries]. A query that sees nothing (a context_len below zero says
     "no row here") gets zeros.
 
-    `max_context` bounds `context_lens` on the host, by default by the width of the block table.
+    `max_context` bounds `context_lens` on the host, by default by the width of the block table. Triton's only: on a CPU
+    a storage uses `attend_blocks`, with a mask that is the same for all layers.
     """
-    _check(query, key_cache, block_tables, sliding_window, tree_mask, query_depths)
-    if max_context is None:
-        max_context = block_tables.shape[1] * key_cache.shape[1]
-    if runs_triton(query, key_cache, value_cache):
-        return paged_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            context_lens,
-            scale=scale,
-            max_context=max_context,
-            sliding_window=sliding_window,
-            tree_mask=tree_mask,
-            query_depths=query_depths,
-            launch=launch,
-        )
-    return paged_attention_reference(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        scale=scale,
-        max_context=max_context,
-        sliding_window=sliding_window,
-        tree_mask=tree_mask,
-        query_depths=query_depths,
-    )
-
-
-def _check(
-    query: Tensor,
-    key_cache: Tensor,
-    block_tables: Tensor,
-    sliding_window: int | None,
-    tree_mask: Tensor | None,
-    query_depths: Tensor | None,
-) -> None:
     batch, queries, heads, head_dim = query.shape
-    assert heads % key_cache.shape[2] == 0
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    rows = queries * group
+    assert heads == kv_heads * group
     assert head_dim == key_cache.shape[3]
     assert block_tables.shape[0] == batch
     if tree_mask is not None:
         assert queries <= 64, "a row of a tree mask is kept in 64 bits"
         assert tree_mask.shape[-2:] == (queries, queries)
         assert sliding_window is None or query_depths is not None, "a window in a tree needs the depths"
+    if max_context is None:
+        max_context = block_tables.shape[1] * key_cache.shape[1]
+    if launch is None:
+        launch = choose_launch(
+            batch=batch,
+            rows=rows,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            element_size=query.element_size(),
+            processors=processors(query.device),
+        )
+    assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
+    # The block in which a window begins is taken whole.
+    longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
+    most_pieces = launch.most_pieces(longest + queries)
+    units = min(launch.slots + batch, batch * most_pieces)
+    direct = most_pieces == 1
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    partial, partial_lse = out, out
+    if not direct:
+        partial = torch.empty(units, kv_heads, rows, head_dim, dtype=torch.float32, device=query.device)
+        partial_lse = torch.empty(units, kv_heads, rows, dtype=torch.float32, device=query.device)
+    row_blocks = -(-rows // launch.block_m)
+    window = 0 if sliding_window is None else sliding_window
+    # Few compiled variants for all batch sizes.
+    block_b = next(size for size in (1, 64, 512, next_power_of_two(batch)) if size >= batch)
+    piece_kernel[(kv_heads * row_blocks, units)](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        partial,
+        partial_lse,
+        block_tables,
+        context_lens,
+        query if tree_mask is None else tree_mask.view(torch.uint8),
+        query if query_depths is None else query_depths,
+        scale / math.log(2),
+        window,
+        batch,
+        queries,
+        launch.slots,
+        launch.min_split,
+        row_blocks,
+        *query.stride()[:3],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_tables.stride(0),
+        0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
+        0 if tree_mask is None else tree_mask.stride(1),
+        0 if tree_mask is None else tree_mask.stride(2),
+        0 if query_depths is None or query_depths.shape[0] == 1 else query_depths.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_B=block_b,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_D=max(16, next_power_of_two(head_dim)),
+        BLOCK_Q=next_power_of_two(queries) if tree_mask is not None else 1,
+        WINDOW=sliding_window is not None,
+        TREE=tree_mask is not None,
+        DIRECT=direct,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **overlapping(query.device),
+    )
+    if not direct:
+        # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
+        # to do here. Alone, a sequence has many pieces, which are taken at once.
+        per_program = rows * kv_heads * batch // (4 * processors(query.device))
+        combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
+        at_once = 64 if combined == 1 else 32 // combined
+        combine_kernel[(-(-rows // combined), kv_heads, batch)](
+            partial,
+            partial_lse,
+            out,
+            context_lens,
+            window,
+            batch,
+            queries,
+            launch.slots,
+            launch.min_split,
+            rows,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_B=block_b,
+            BLOCK_D=next_power_of_two(head_dim),
+            BLOCK_N=launch.block_n,
+            PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
+            ROWS=combined,
+            WINDOW=sliding_window is not None,
+            num_warps=4,
+            **overlapping(query.device),
+        )
+    return out
 
 
-def paged_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    max_context: int,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    query_depths: Tensor | None = None,
+def attend_blocks(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, blocks: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Gather every row's keys side by side and attend under a mask. Also what runs on a CPU."""
+    """Gather the keys in `blocks` [batch, n] side by side and attend to those in `mask`, [batch, rows, keys].
+
+    The heads that share a KV head become rows beside the queries, [queries * group]: keys are never repeated.
+    """
     batch, queries, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
-    blocks = min(block_tables.shape[1], -(-(max_context + queries) // key_cache.shape[1]))
-    keys = key_cache[block_tables[:, :blocks]].flatten(1, 2)  # [batch, length, kv_heads, head_dim]
-    values = value_cache[block_tables[:, :blocks]].flatten(1, 2)
-    visible = visible_keys(
-        context_lens, queries, keys.shape[1], sliding_window, tree_mask, query_depths
-    )  # [batch, queries, length]
-    # The heads that share a KV head become rows beside the queries: keys are never repeated.
-    packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
-    mask = visible.repeat_interleave(group, dim=1)[:, None]
-    mixed = F.scaled_dot_product_attention(
-        packed, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
+    keys, values = (
+        side.index_select(0, blocks.flatten()).view(batch, -1, *side.shape[2:]).transpose(1, 2).to(query.dtype)
+        for side in (key_cache, value_cache)
     )
-    mixed = mixed.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
+    mixed = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask[:, None], scale=scale)
     out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(query.shape)
     return out
 
@@ -200,133 +249,3 @@ def choose_launch(
         num_warps=4,
         num_stages=3 if large and element_size == 2 else 2,
     )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # the interpreter: any number will do
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def paged_attention_triton(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    *,
-    scale: float,
-    max_context: int,
-    sliding_window: int | None = None,
-    tree_mask: Tensor | None = None,
-    query_depths: Tensor | None = None,
-    launch: SplitLaunch | None = None,
-) -> Tensor:
-    batch, queries, heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    group = heads // kv_heads
-    rows = queries * group
-    if launch is None:
-        launch = choose_launch(
-            batch=batch,
-            rows=rows,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            element_size=query.element_size(),
-            processors=_processors(query.device),
-        )
-    assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
-    # The block in which a window begins is taken whole.
-    longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
-    most_pieces = launch.most_pieces(longest + queries)
-    units = min(launch.slots + batch, batch * most_pieces)
-    direct = most_pieces == 1
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    partial, partial_lse = out, out
-    if not direct:
-        partial = torch.empty(units, kv_heads, rows, head_dim, dtype=torch.float32, device=query.device)
-        partial_lse = torch.empty(units, kv_heads, rows, dtype=torch.float32, device=query.device)
-    row_blocks = -(-rows // launch.block_m)
-    window = 0 if sliding_window is None else sliding_window
-    # Few compiled variants for all batch sizes.
-    block_b = next(size for size in (1, 64, 512, next_power_of_two(batch)) if size >= batch)
-    piece_kernel[(kv_heads * row_blocks, units)](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        partial,
-        partial_lse,
-        block_tables,
-        context_lens,
-        query if tree_mask is None else tree_mask.view(torch.uint8),
-        query if query_depths is None else query_depths,
-        scale / math.log(2),
-        window,
-        batch,
-        queries,
-        launch.slots,
-        launch.min_split,
-        row_blocks,
-        query.stride(0),
-        query.stride(1),
-        query.stride(2),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        block_tables.stride(0),
-        0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
-        0 if tree_mask is None else tree_mask.stride(1),
-        0 if tree_mask is None else tree_mask.stride(2),
-        0 if query_depths is None or query_depths.shape[0] == 1 else query_depths.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=key_cache.shape[1],
-        BLOCK_B=block_b,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        BLOCK_D=max(16, next_power_of_two(head_dim)),
-        BLOCK_Q=next_power_of_two(queries) if tree_mask is not None else 1,
-        WINDOW=sliding_window is not None,
-        TREE=tree_mask is not None,
-        DIRECT=direct,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        **overlapping(query.device),
-    )
-    if not direct:
-        # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
-        # to do here. Alone, a sequence has many pieces, which are taken at once.
-        per_program = rows * kv_heads * batch // (4 * _processors(query.device))
-        combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
-        at_once = 64 if combined == 1 else 32 // combined
-        combine_kernel[(-(-rows // combined), kv_heads, batch)](
-            partial,
-            partial_lse,
-            out,
-            context_lens,
-            window,
-            batch,
-            queries,
-            launch.slots,
-            launch.min_split,
-            rows,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_B=block_b,
-            BLOCK_D=next_power_of_two(head_dim),
-            BLOCK_N=launch.block_n,
-            PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
-            ROWS=combined,
-            WINDOW=sliding_window is not None,
-            num_warps=4,
-            **overlapping(query.device),
-        )
-    return out

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels._online_softmax import softmax_step
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import next_power_of_two, runs_triton, softmax_step, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,29 +49,49 @@ def paged_prefill_attention(
     """
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
-    if runs_triton(query, key_cache, value_cache):
-        return paged_prefill_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            query_starts,
-            context_lens,
-            max_query_len,
-            scale=scale,
-            sliding_window=sliding_window,
-            launch=launch,
+    if not runs_triton(query, key_cache, value_cache):
+        caches = (key_cache, value_cache, block_tables)
+        return paged_prefill_attention_reference(
+            query, *caches, query_starts, context_lens, scale=scale, sliding_window=sliding_window
         )
-    return paged_prefill_attention_reference(
+    _, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    rows = max_query_len * group
+    if launch is None:
+        launch = choose_launch(rows=rows, head_dim=head_dim, element_size=query.element_size())
+    assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    grid = (kv_heads * -(-rows // launch.block_m), context_lens.shape[0])
+    if min(grid) == 0:
+        return out
+    _prefill_kernel[grid](
         query,
         key_cache,
         value_cache,
+        out,
         block_tables,
         query_starts,
         context_lens,
-        scale=scale,
-        sliding_window=sliding_window,
+        scale / math.log(2),
+        0 if sliding_window is None else sliding_window,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_D=max(16, next_power_of_two(head_dim)),
+        WINDOW=sliding_window is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
+    return out
 
 
 def paged_prefill_attention_reference(
@@ -131,64 +150,6 @@ def choose_launch(*, rows: int, head_dim: int, element_size: int) -> PrefillLaun
     if head_dim > 64:
         return PrefillLaunch(block_m=256, block_n=64, num_warps=8, num_stages=5)
     return PrefillLaunch(block_m=128, block_n=64, num_warps=8, num_stages=5)
-
-
-def paged_prefill_attention_triton(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    max_query_len: int,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    launch: PrefillLaunch | None = None,
-) -> Tensor:
-    _, heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    group = heads // kv_heads
-    rows = max_query_len * group
-    if launch is None:
-        launch = choose_launch(rows=rows, head_dim=head_dim, element_size=query.element_size())
-    assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    grid = (kv_heads * -(-rows // launch.block_m), context_lens.shape[0])
-    if min(grid) == 0:
-        return out
-    _prefill_kernel[grid](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        block_tables,
-        query_starts,
-        context_lens,
-        scale / math.log(2),
-        0 if sliding_window is None else sliding_window,
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        block_tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=key_cache.shape[1],
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        BLOCK_D=max(16, next_power_of_two(head_dim)),
-        WINDOW=sliding_window is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
-    return out
 
 
 @triton.jit(do_not_specialize=["window"])

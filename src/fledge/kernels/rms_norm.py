@@ -12,21 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
-    if runs_triton(x, weight):
-        return rms_norm_triton(x, weight, eps)
-    return rms_norm_reference(x, weight, eps)
+    if not runs_triton(x, weight):
+        return rms_norm_reference(x, weight, eps)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    _launch(as_rows(x), None, weight, out, None, eps)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual); the sum is rounded to the dtype before it is normalised."""
-    if runs_triton(x, residual, weight):
-        return add_rms_norm_triton(x, residual, weight, eps)
-    return add_rms_norm_reference(x, residual, weight, eps)
+    if not runs_triton(x, residual, weight):
+        return add_rms_norm_reference(x, residual, weight, eps)
+    assert x.shape == residual.shape
+    assert x.dtype == residual.dtype
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(as_rows(x), as_rows(residual), weight, out, total, eps)
+    return out, total
 
 
 def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
@@ -46,28 +53,6 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm_reference(total, weight, eps), total
-
-
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    rows = _as_rows(x)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    _launch(rows, None, weight, out, None, eps)
-    return out
-
-
-def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    assert x.shape == residual.shape
-    assert x.dtype == residual.dtype
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(_as_rows(x), _as_rows(residual), weight, out, total, eps)
-    return out, total
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """Return x as [rows, size] with neighbouring elements; rows of a 2-D slice stay where they are."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:

@@ -1,16 +1,15 @@
 """From the stacked projection to attention: per-head norm, rotation, and keys and values put in their cache slots.
 
-Rounding follows `fledge.layers`: the heads are normed as by RMSNorm; cos and sin are computed in float32 and rounded to
-the dtype; both products of the rotation and their sum are rounded to the dtype. Kernel and reference agree to one
-unit in the last place of a product; values are copied and agree exactly.
+The reference is `ProjectedHeads.finished` of `fledge.layers`. Rounding follows it: the heads are normed as by RMSNorm;
+cos and sin are computed in float32 and rounded to the dtype; both products of the rotation and their sum are rounded to
+the dtype. The two agree to one unit in the last place of a product; values are copied and agree exactly.
 """
 
 import torch
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.rms_norm import rms_norm_reference
+from fledge.kernels._triton import next_power_of_two, tl, triton
 
 
 def rope_and_store(
@@ -21,90 +20,20 @@ def rope_and_store(
     slots: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return the rotated query [tokens, heads, head_dim]; write keys and values into the caches.
+    """Return the rotated query [tokens, heads, head_dim]; write keys and values into the caches. Triton's only.
 
     `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim], `positions` and `slots` [tokens] int64, the caches
     [num_blocks, block_size, kv_heads, head_dim]. Token t goes to offset `slots[t] % block_size` of block
     `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other.
+
+    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16.
     """
-    run = rope_and_store_triton if runs_triton(qkv, q_norm_weight, k_norm_weight) else rope_and_store_reference
-    return run(
-        qkv,
-        positions,
-        inverse_frequencies,
-        magnitude,
-        slots,
-        key_cache,
-        value_cache,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        q_norm_weight,
-        k_norm_weight,
-        eps,
-    )
-
-
-def rope_and_store_reference(
-    qkv: Tensor,
-    positions: Tensor,
-    inverse_frequencies: Tensor,
-    magnitude: float,
-    slots: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))
-    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=-2)
-    if q_norm_weight is not None and k_norm_weight is not None:
-        query, key = rms_norm_reference(query, q_norm_weight, eps), rms_norm_reference(key, k_norm_weight, eps)
-    angles = positions[:, None].float() * inverse_frequencies.float()
-    angles = torch.cat([angles, angles], dim=-1)[:, None]  # [tokens, 1, head_dim]
-    cos, sin = (angles.cos() * magnitude).to(qkv.dtype), (angles.sin() * magnitude).to(qkv.dtype)
-    kept = slots >= 0
-    block_size = key_cache.shape[1]
-    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
-    key_cache[blocks, offsets] = rotate(key, cos, sin)[kept].to(key_cache.dtype)
-    value_cache[blocks, offsets] = value[kept].to(value_cache.dtype)
-    return rotate(query, cos, sin)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every head of x [..., heads, head_dim]: dimension i pairs with i + head_dim / 2."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
-
-
-def rope_and_store_triton(
-    qkv: Tensor,
-    positions: Tensor,
-    inverse_frequencies: Tensor,
-    magnitude: float,
-    slots: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    """A program has some heads of one token: few of them while tokens are few, for latency, then up to 16."""
-    tokens = qkv.shape[0]
+    tokens, (_, block_size, num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     assert qkv.stride(-1) == 1
     assert key_cache.stride(-1) == value_cache.stride(-1) == 1
     query = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -127,13 +56,9 @@ def rope_and_store_triton(
         magnitude,
         eps,
         qkv.stride(0),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        BLOCK_SIZE=key_cache.shape[1],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        BLOCK_SIZE=block_size,
         QUERY_HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
@@ -144,6 +69,12 @@ def rope_and_store_triton(
         **overlapping(qkv.device),
     )
     return query
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every head of x [..., heads, head_dim]: dimension i pairs with i + head_dim / 2."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
 
 
 @triton.jit

@@ -29,24 +29,8 @@ def sample_rows(logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_gre
     Temperatures are above zero. Rows of `is_greedy` [rows] bool get their most likely token, the lowest id among
     equals, and their temperature is ignored. A token whose probability rounds to zero is never drawn.
     """
-    if runs_triton(logits):
-        return sample_rows_triton(logits, temperature, uniforms, is_greedy=is_greedy)
-    return sample_rows_reference(logits, temperature, uniforms, is_greedy=is_greedy)
-
-
-def sample_rows_reference(
-    logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_greedy: Tensor | None = None
-) -> Tensor:
-    probs = (logits.float() / temperature[:, None]).softmax(-1)
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    candidates = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (probs > 0)
-    chosen = torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
-    return chosen if is_greedy is None else torch.where(is_greedy, logits.argmax(-1), chosen)
-
-
-def sample_rows_triton(
-    logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_greedy: Tensor | None = None
-) -> Tensor:
+    if not runs_triton(logits):
+        return sample_rows_reference(logits, temperature, uniforms, is_greedy=is_greedy)
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     chunks = -(-vocab // CHUNK)
@@ -84,6 +68,16 @@ def sample_rows_triton(
         num_warps=4,
     )
     return out
+
+
+def sample_rows_reference(
+    logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_greedy: Tensor | None = None
+) -> Tensor:
+    probs = (logits.float() / temperature[:, None]).softmax(-1)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    candidates = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (probs > 0)
+    chosen = torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
+    return chosen if is_greedy is None else torch.where(is_greedy, logits.argmax(-1), chosen)
 
 
 @triton.jit

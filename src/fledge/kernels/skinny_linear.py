@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, processors, runs_triton, tl, triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class SkinnyLaunch:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns]."""
     if runs_triton(x, weight, bias) and _suits(x, weight):
-        launch = choose_launch(rows=x.numel() // x.shape[-1], columns=weight.shape[0], processors=_processors(x.device))
+        launch = choose_launch(rows=x.numel() // x.shape[-1], columns=weight.shape[0], processors=processors(x.device))
         if launch is not None:
             return skinny_linear_triton(x, weight, bias, launch=launch)
     return F.linear(x, weight, bias)
@@ -77,19 +77,11 @@ def _has_room(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: SkinnyLaunch) -> Tensor:
     columns, size = weight.shape
-    rows = x if x.dim() == 2 else x.reshape(-1, size)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    kernel = _wide_kernel if launch.wide else _narrow_kernel
-    kernel[(triton.cdiv(columns, launch.block_n),)](
+    _skinny_kernel[(triton.cdiv(columns, launch.block_n),)](
         rows,
         weight,
         weight if bias is None else bias,
@@ -98,6 +90,7 @@ def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         rows.stride(0),
         COLUMNS=columns,
         SIZE=size,
+        WIDE=launch.wide,
         BLOCK_M=max(16 if launch.wide else 8, next_power_of_two(rows.shape[0])),
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
@@ -110,7 +103,7 @@ def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _wide_kernel(
+def _skinny_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -119,61 +112,37 @@ def _wide_kernel(
     x_stride,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_overlapped(OVERLAP)
-    let_successor_in(OVERLAP)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, BLOCK_M)
-    step = tl.arange(0, BLOCK_K)
-    weight_at = weight_ptr + tl.minimum(column, COLUMNS - 1).to(tl.int64)[:, None] * SIZE + step[None, :]
-    x_at = x_ptr + row[:, None] * x_stride + step[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, SIZE, BLOCK_K):
-        x = tl.load(x_at + start, mask=(row < num_rows)[:, None], other=0.0)
-        acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc)
-    _store(acc, bias_ptr, out_ptr, row, column, num_rows, COLUMNS, BIAS)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _narrow_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows,
-    x_stride,
-    COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """As `_wide_kernel`, with four steps at once as a batch of products, one for each warp."""
+    """Write columns of out [rows, columns]. If not WIDE, four steps at once are a batch of products, one per warp."""
     groups: tl.constexpr = 4
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
-    step = tl.arange(0, groups)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-    weight_at = weight_ptr + tl.minimum(column, COLUMNS - 1).to(tl.int64)[None, :, None] * SIZE + step
-    x_at = x_ptr + row[None, :, None] * x_stride + step
-    acc = tl.zeros([groups, BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, SIZE, groups * BLOCK_K):
-        x = tl.load(x_at + start, mask=(row < num_rows)[None, :, None], other=0.0)
-        acc = tl.dot(tl.load(weight_at + start), tl.permute(x, 0, 2, 1), acc)
-    _store(tl.sum(acc, axis=0), bias_ptr, out_ptr, row, column, num_rows, COLUMNS, BIAS)
-
-
-@triton.jit
-def _store(acc, bias_ptr, out_ptr, row, column, num_rows, COLUMNS: tl.constexpr, BIAS: tl.constexpr):
-    """Write acc [columns, rows] to out [rows, columns]."""
+    weight_row = tl.minimum(column, COLUMNS - 1).to(tl.int64) * SIZE
+    if WIDE:
+        step = tl.arange(0, BLOCK_K)
+        weight_at = weight_ptr + weight_row[:, None] + step[None, :]
+        x_at = x_ptr + row[:, None] * x_stride + step[None, :]
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(0, SIZE, BLOCK_K):
+            x = tl.load(x_at + start, mask=(row < num_rows)[:, None], other=0.0)
+            acc = tl.dot(tl.load(weight_at + start), tl.trans(x), acc)
+    else:
+        step = tl.arange(0, groups)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+        weight_at = weight_ptr + weight_row[None, :, None] + step
+        x_at = x_ptr + row[None, :, None] * x_stride + step
+        products = tl.zeros([groups, BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(0, SIZE, groups * BLOCK_K):
+            x = tl.load(x_at + start, mask=(row < num_rows)[None, :, None], other=0.0)
+            products = tl.dot(tl.load(weight_at + start), tl.permute(x, 0, 2, 1), products)
+        acc = tl.sum(products, axis=0)
     inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]

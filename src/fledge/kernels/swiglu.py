@@ -9,27 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, runs_triton, tl, triton
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for gate_up [..., 2 * size] -> [..., size]."""
-    if runs_triton(gate_up):
-        return swiglu_triton(gate_up)
-    return swiglu_reference(gate_up)
+    """Return silu(gate) * up for gate_up [..., 2 * size] -> [..., size].
 
-
-def swiglu_reference(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def swiglu_triton(gate_up: Tensor) -> Tensor:
-    """A program has 512 outputs of one row while that fills the GPU, 2,048 of them once there are many rows."""
-    size = gate_up.shape[-1] // 2
-    rows = gate_up if gate_up.dim() == 2 else gate_up.reshape(-1, 2 * size)
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    A program has 512 outputs of one row while that fills the GPU, 2,048 of them once there are many rows.
+    """
+    if not runs_triton(gate_up):
+        return swiglu_reference(gate_up)
+    size, rows = gate_up.shape[-1] // 2, as_rows(gate_up)
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     block = 512 if rows.shape[0] <= 32 else 2048
     if out.numel() > 0:
@@ -37,6 +27,11 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
             rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=block // 256, **overlapping(rows.device)
         )
     return out
+
+
+def swiglu_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @triton.jit

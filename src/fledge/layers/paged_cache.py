@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.paged_attention import paged_attention, visible_keys
+from fledge.kernels._triton import runs_triton
+from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
@@ -53,13 +53,13 @@ class PagedCache:
 
     def store(self, heads: ProjectedHeads, spec: AttentionSpec, slots: Tensor) -> Tensor:
         """Finish the heads, write keys and values at `slots` [tokens], and return the query [tokens, heads, dim]."""
-        if not heads.qkv.is_cuda or not heads.is_ordinary:
+        if not runs_triton(heads.qkv) or not heads.is_ordinary:
             # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
             query, key, value = heads.finished()
             self.keys[spec.layer].flatten(0, 1).index_copy_(0, slots, key.to(self.keys.dtype))
             self.values[spec.layer].flatten(0, 1).index_copy_(0, slots, value.to(self.values.dtype))
             return query
-        config, rotation = heads.config, heads.rotation
+        rotation = heads.rotation
         return rope_and_store(
             heads.qkv,
             rotation.positions,
@@ -68,41 +68,57 @@ class PagedCache:
             slots,
             self.keys[spec.layer],
             self.values[spec.layer],
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
             None if heads.q_norm is None else heads.q_norm.weight,
             None if heads.k_norm is None else heads.k_norm.weight,
-            config.norm_eps,
+            heads.config.norm_eps,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundPass:
-    """Storage for `batch` sequences with `rows` new tokens each, laid out flat, sequence by sequence."""
+class PagedPass:
+    """What the storages of both kinds of pass have, for `n` sequences whose new tokens are laid out flat."""
 
     cache: PagedCache
-    block_tables: Tensor  # [batch, max_blocks] int32
-    context_lens: Tensor  # [batch]: tokens stored before this pass
-    slots: Tensor  # [batch * rows]
-    rows: int
+    block_tables: Tensor  # [n, max_blocks] int32
+    context_lens: Tensor  # [n]: tokens stored before this pass
+    slots: Tensor  # [tokens]
     max_context: int  # no sequence is longer than this
+
+    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+        raise NotImplementedError
+
+    def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
+        """Storage over the same cache for one token more of each of some sequences, at `positions` [n]."""
+        return RoundPass(
+            cache=self.cache,
+            block_tables=block_tables,
+            context_lens=positions,
+            slots=slots,
+            rows=1,
+            max_context=self.max_context,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPass(PagedPass):
+    """Storage for `batch` sequences with `rows` new tokens each, sequence by sequence."""
+
+    rows: int
     tree_mask: Tensor | None = None  # bool [batch, rows, rows]: which new rows see which, where they are no chain
     depths: Tensor | None = None  # [batch, rows]: position of each new row less the context, with a tree mask
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
-    def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
-        """Storage over the same cache for one token more of each of some sequences, at `positions` [n]."""
-        return _step(self.cache, block_tables, positions, slots, self.max_context)
-
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
-        query = self.cache.store(heads, spec, self.slots)
-        if not query.is_cuda:
-            return self._attend_on_cpu(query, spec)
+        stored = self.cache.store(heads, spec, self.slots)
+        query = stored.view(-1, self.rows, *stored.shape[1:])
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        if not runs_triton(query):
+            mask = self._mask(spec.sliding_window, group=query.shape[2] // keys.shape[2])
+            return attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale).view(stored.shape)
         mixed = paged_attention(
-            query.view(-1, self.rows, *query.shape[1:]),
-            self.cache.keys[spec.layer],
-            self.cache.values[spec.layer],
+            query,
+            keys,
+            values,
             self.block_tables,
             self.context_lens,
             scale=spec.scale,
@@ -111,31 +127,7 @@ class RoundPass:
             tree_mask=self.tree_mask,
             query_depths=self.depths,
         )
-        return mixed.view(query.shape)
-
-    def _attend_on_cpu(self, query: Tensor, spec: AttentionSpec) -> Tensor:
-        """Gather the blocks in use and attend under a mask that is the same for all layers.
-
-        The heads that share a KV head become rows beside each other, so that keys are never repeated.
-        """
-        blocks, batch = self._blocks_in_use, len(self.context_lens)
-        _, heads, head_dim = query.shape
-        kv_heads = self.cache.keys.shape[3]
-        group = heads // kv_heads
-        keys, values = (
-            side[spec.layer].index_select(0, blocks.flatten()).view(batch, -1, *side.shape[3:]).transpose(1, 2)
-            for side in (self.cache.keys, self.cache.values)
-        )
-        packed = query.view(batch, self.rows, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
-        mixed = F.scaled_dot_product_attention(
-            packed.reshape(batch, kv_heads, self.rows * group, head_dim),
-            keys.to(query.dtype),
-            values.to(query.dtype),
-            attn_mask=self._mask(spec.sliding_window, group),
-            scale=spec.scale,
-        )
-        apart = mixed.view(batch, kv_heads, self.rows, group, -1).permute(0, 2, 1, 3, 4)
-        return apart.reshape(*query.shape[:2], -1)
+        return mixed.view(stored.shape)
 
     @cached_property
     def _blocks_in_use(self) -> Tensor:
@@ -144,25 +136,20 @@ class RoundPass:
         return self.block_tables[:, : -(-longest // self.cache.block_size)]
 
     def _mask(self, window: int | None, group: int) -> Tensor:
-        """Who sees what, [batch, 1, rows * group, keys]."""
+        """Who sees what, [batch, rows * group, keys]: the same for all layers that have this window."""
         if window not in self._masks:
             keys = self._blocks_in_use.shape[1] * self.cache.block_size
             visible = visible_keys(self.context_lens, self.rows, keys, window, self.tree_mask, self.depths)
-            self._masks[window] = visible.repeat_interleave(group, dim=1)[:, None]
+            self._masks[window] = visible.repeat_interleave(group, dim=1)
         return self._masks[window]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkPass:
-    """Storage for runs of new tokens of different lengths, laid out flat, one after another."""
+class ChunkPass(PagedPass):
+    """Storage for runs of new tokens of different lengths, one after another."""
 
-    cache: PagedCache
-    block_tables: Tensor  # [chunks, max_blocks] int32
-    context_lens: Tensor  # [chunks]
     query_starts: Tensor  # [chunks + 1] int32
-    slots: Tensor  # [tokens]
     max_chunk: int
-    max_context: int  # no sequence is longer than this
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query = self.cache.store(heads, spec, self.slots)
@@ -177,16 +164,3 @@ class ChunkPass:
             scale=spec.scale,
             sliding_window=spec.sliding_window,
         )
-
-    def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> RoundPass:
-        """As `RoundPass.step`."""
-        return _step(self.cache, block_tables, positions, slots, self.max_context)
-
-
-PagedPass = RoundPass | ChunkPass
-
-
-def _step(cache: PagedCache, tables: Tensor, positions: Tensor, slots: Tensor, max_context: int) -> RoundPass:
-    return RoundPass(
-        cache=cache, block_tables=tables, context_lens=positions, slots=slots, rows=1, max_context=max_context
-    )

@@ -11,7 +11,7 @@ from fledge.errors import CheckpointError
 from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
 
 _MISSING: Any = object()
-_DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 class LayerKinds(TypedDict, total=False):
@@ -54,28 +54,22 @@ class ConfigFields:
         return CheckpointError(f"{self.where}: field '{field}' is {found!r}, expected {expected}")
 
     def integer(self, field: str, default: int = _MISSING, *, minimum: int = 1) -> int:
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        value: int = self._get(field, default, int, f"an integer of at least {minimum}")
+        if value < minimum:
             raise self.error(field, value, f"an integer of at least {minimum}")
         return value
 
     def number(self, field: str, default: float = _MISSING) -> float:
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        value = float(self._get(field, default, int | float, "a positive number"))
+        if not 0 < value < math.inf:
             raise self.error(field, value, "a positive number")
-        return float(value)
+        return value
 
     def flag(self, field: str, default: bool = _MISSING) -> bool:
-        value = self._get(field, default)
-        if not isinstance(value, bool):
-            raise self.error(field, value, "true or false")
-        return value
+        return bool(self._get(field, default, bool, "true or false"))
 
     def text(self, field: str, default: str = _MISSING) -> str:
-        value = self._get(field, default)
-        if not isinstance(value, str):
-            raise self.error(field, value, "a string")
-        return value
+        return str(self._get(field, default, str, "a string"))
 
     def integers(self, field: str) -> tuple[int, ...] | None:
         """A list of integers; one integer counts as a list of one; None when absent."""
@@ -95,28 +89,30 @@ class ConfigFields:
             raise self.error(field, value, "a JSON object")
         return ConfigFields(value, f"{self.where}: {field}")
 
-    def _get(self, field: str, default: Any) -> Any:
+    def _get(self, field: str, default: Any, kind: Any, expected: str) -> Any:
         value = self.values.get(field)
-        if value is not None:
-            return value
-        if default is _MISSING:
+        if value is None and default is _MISSING:
             raise CheckpointError(f"{self.where}: required field '{field}' is missing")
-        return default
+        value = default if value is None else value
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(field, value, expected)
+        return value
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:
     """Rope settings as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes them."""
-    new, old = fields.nested("rope_parameters"), fields.nested("rope_scaling")
-    theta = None
-    for holder in (fields, new, old):
-        if holder is not None and "rope_theta" in holder:
-            found = holder.number("rope_theta")
-            if theta is not None and found != theta:
-                raise fields.error("rope_theta", found, f"one value, but the file also says {theta}")
-            theta = found
-    scaling = new or old or ConfigFields({}, fields.where)
+    holders = rope_holders(fields)
+    thetas = list(dict.fromkeys(holder.number("rope_theta") for holder in holders if "rope_theta" in holder))
+    if len(thetas) > 1:
+        raise fields.error("rope_theta", thetas[1], f"one value, but the file also says {thetas[0]}")
+    # Beside the other fields in transformers 4, among the rope's in 5.
+    partial = "partial_rotary_factor"
+    factors = {holder.number(partial) for holder in holders if partial in holder} or {1.0}
+    if len(factors) > 1 or max(factors) > 1:
+        raise fields.error(partial, sorted(factors), "one number of at most 1")
+    rope = RopeConfig(theta=thetas[0] if thetas else 10000.0, partial_factor=factors.pop())
+    scaling = holders[1] if len(holders) > 1 else ConfigFields({}, fields.where)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    rope = RopeConfig(theta=10000.0 if theta is None else theta, partial_factor=_partial_rotary_factor(fields))
     match kind:
         case "default":
             return rope
@@ -151,15 +147,10 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
             raise fields.error("rope_type", kind, "default, linear, llama3 or yarn")
 
 
-def _partial_rotary_factor(fields: ConfigFields) -> float:
-    """`partial_rotary_factor`: beside the other fields in transformers 4, among the rope's in 5."""
+def rope_holders(fields: ConfigFields) -> list[ConfigFields]:
+    """The objects of a config that may speak of the rope."""
     holders = (fields, fields.nested("rope_parameters"), fields.nested("rope_scaling"))
-    found = {
-        holder.number("partial_rotary_factor") for holder in holders if holder and "partial_rotary_factor" in holder
-    }
-    if len(found) > 1 or any(factor > 1 for factor in found):
-        raise fields.error("partial_rotary_factor", sorted(found), "one number of at most 1")
-    return found.pop() if found else 1.0
+    return [holder for holder in holders if holder is not None]
 
 
 def read_layer(
@@ -207,8 +198,8 @@ def read_layer(
 def read_dtype(fields: ConfigFields) -> str:
     """The dtype of the stored weights: `dtype` in transformers 5, `torch_dtype` before."""
     name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise fields.error("dtype", name, "one of " + ", ".join(_DTYPES))
+    if name not in DTYPES:
+        raise fields.error("dtype", name, "one of " + ", ".join(DTYPES))
     return name
 
 
@@ -219,16 +210,17 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         fields["partial_rotary_factor"] = rope.partial_factor
     if rope.type == "default":
         return fields
-    scaling: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}
-    if rope.original_max_positions is not None:
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.type == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.type == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        if rope.attention_factor is not None:
-            scaling["attention_factor"] = rope.attention_factor
-    return fields | {"rope_scaling": scaling}
+    named = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }
+    scaling = {
+        "rope_type": rope.type,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+        **{field: getattr(rope, field) for field in named.get(rope.type, ())},
+    }
+    return fields | {"rope_scaling": {field: value for field, value in scaling.items() if value is not None}}
 
 
 def write_layer(layer: LayerConfig) -> dict[str, Any]:

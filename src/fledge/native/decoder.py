@@ -14,134 +14,101 @@ from fledge.layers.norm import RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation
 from fledge.models.drafter.eagle3 import Eagle3FirstLayer
-from fledge.native.library import required
+from fledge.models.target.decoder import TargetModel, TargetStates
+from fledge.native.library import required, struct, struct_type
 from fledge.native.linear import PackedLinear
-from fledge.native.matrix import MatrixStruct
-
-_address = ctypes.c_void_p
-_int64 = ctypes.c_int64
-_float = ctypes.c_float
 
 
-class _HeadsStruct(ctypes.Structure):
-    """`Heads` of attention.h."""
+class NativeTarget(TargetModel):
+    """The modules of a target; a pass over a paged cache is one call."""
 
-    _fields_ = (
-        ("heads", _int64),
-        ("kv_heads", _int64),
-        ("head_dim", _int64),
-        ("rotary_dim", _int64),
-        ("window", _int64),
-        ("q_norm", _address),
-        ("k_norm", _address),
-        ("eps", _float),
-        ("scale", _float),
-    )
+    def __init__(self, plain: TargetModel, layers: "ctypes.Array[Any]") -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(vars(plain))
+        self._layers = layers
 
-
-class LayerStruct(ctypes.Structure):
-    """`Layer` of decoder.h."""
-
-    _fields_ = (
-        ("heads", _HeadsStruct),
-        ("qkv", MatrixStruct),
-        ("output", MatrixStruct),
-        ("gate_up", MatrixStruct),
-        ("down", MatrixStruct),
-        ("input_norm", _address),
-        ("post_norm", _address),
-        ("eps", _float),
-    )
+    def forward(
+        self, tokens: Tensor, positions: Tensor, storage: KeyValueStorage, aux_layer_ids: tuple[int, ...] = ()
+    ) -> TargetStates:
+        stream: Tensor = self.embed_tokens(tokens)
+        if not is_lowerable_pass(storage, stream):
+            return super().forward(tokens, positions, storage, aux_layer_ids)
+        assert isinstance(storage, PagedPass)
+        rotation = self.rope(positions, stream.dtype)
+        final, aux = run_layers(
+            self._layers, stream, rotation, storage, aux_layer_ids=aux_layer_ids, final_norm=self.norm
+        )
+        return TargetStates(final=final, aux=aux)
 
 
-class PassStruct(ctypes.Structure):
-    """`Pass` of attention.h."""
-
-    _fields_ = (
-        ("tokens", _int64),
-        ("sequences", _int64),
-        ("starts", _address),
-        ("rows", _int64),
-        ("positions", _address),
-        ("slots", _address),
-        ("contexts", _address),
-        ("tables", _address),
-        ("table_stride", _int64),
-        ("tree", _address),
-        ("depths", _address),
-        ("keys", _address),
-        ("values", _address),
-        ("layer_stride", _int64),
-        ("block_size", _int64),
-        ("frequencies", _address),
-        ("magnitude", _float),
-    )
-
-
-def lower_layers(layers: Iterable[nn.Module]) -> "ctypes.Array[LayerStruct] | None":
+def lower_layers(layers: Iterable[nn.Module]) -> "ctypes.Array[Any] | None":
     """Return packed layers as the library reads them; None where one is of another kind, and torch has to run them.
 
     The structs hold addresses of weights: whoever keeps them must keep the modules.
     """
     structs = [_lower_layer(layer) for layer in layers]
-    found = [struct for struct in structs if struct is not None]
-    return (LayerStruct * len(found))(*found) if found and len(found) == len(structs) else None
+    return (struct_type("Layer") * len(structs))(*structs) if structs and None not in structs else None
 
 
-def _lower_layer(layer: nn.Module) -> LayerStruct | None:
+def _lower_layer(layer: nn.Module) -> Any:
     """Lower a pre-norm layer of equal heads and a dense MLP, or a drafter's first, which is given what it reads."""
-    if type(layer) not in (DecoderLayer, Eagle3FirstLayer):
+    if not isinstance(layer, DecoderLayer | Eagle3FirstLayer) or type(layer) not in (DecoderLayer, Eagle3FirstLayer):
         return None  # a layer of somebody's own runs as it is
-    parts = dict(layer.named_children())
-    attention, post_norm, mlp = parts["self_attn"], parts["post_attention_layernorm"], parts["mlp"]
-    input_norm = parts.get("input_layernorm") if isinstance(layer, DecoderLayer) else None
+    attention, mlp = layer.self_attn, layer.mlp
     if not isinstance(attention, Attention) or not isinstance(mlp, SwiGLU):
         return None
-    config, spec = attention.config, attention.spec
-    if config.norm_placement != "pre" or config.qk_norm_whole:
+    config = attention.config
+    norms = {
+        "input_norm": layer.input_layernorm if isinstance(layer, DecoderLayer) else None,
+        "post_norm": layer.post_attention_layernorm,
+    }
+    head_norms = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+    matrices = {
+        "qkv": attention.qkv_proj,
+        "output": attention.o_proj,
+        "gate_up": mlp.gate_up_proj,
+        "down": mlp.down_proj,
+    }
+    if (
+        config.norm_placement != "pre"
+        or config.qk_norm_whole
+        or not are_lowerable(*norms.values(), *head_norms.values())
+        or not all(isinstance(matrix, PackedLinear) for matrix in matrices.values())
+    ):
         return None
-    norms = [input_norm, post_norm, attention.q_norm, attention.k_norm]
-    matrices = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-    if not all(norm is None or is_lowerable_norm(norm) for norm in norms):
-        return None
-    packed = [matrix.packed for matrix in matrices if isinstance(matrix, PackedLinear)]
-    if len(packed) < len(matrices):
-        return None
-    qkv, output, gate_up, down = (matrix.struct for matrix in packed)
-    return LayerStruct(
-        heads=_HeadsStruct(
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rope.rotary_dim(config.head_dim),
-            window=spec.sliding_window or 0,
-            q_norm=norm_address(attention.q_norm),
-            k_norm=norm_address(attention.k_norm),
-            eps=config.norm_eps,
-            scale=spec.scale,
-        ),
-        qkv=qkv,
-        output=output,
-        gate_up=gate_up,
-        down=down,
-        input_norm=norm_address(input_norm),
-        post_norm=norm_address(post_norm),
+    heads = struct(
+        "Heads",
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotary_dim=config.rope.rotary_dim(config.head_dim),
+        window=attention.spec.sliding_window or 0,
         eps=config.norm_eps,
+        scale=attention.spec.scale,
+        **{name: norm and norm.weight for name, norm in head_norms.items()},
+    )
+    return struct(
+        "Layer",
+        heads=heads,
+        eps=config.norm_eps,
+        **{name: matrix.packed for name, matrix in matrices.items()},
+        **{name: norm and norm.weight for name, norm in norms.items()},
     )
 
 
-def is_lowerable_norm(norm: nn.Module) -> bool:
-    return isinstance(norm, RMSNorm) and norm.weight.dtype == torch.float32 and norm.weight.device.type == "cpu"
-
-
-def norm_address(norm: nn.Module | None) -> int | None:
-    return norm.weight.data_ptr() if isinstance(norm, RMSNorm) else None
+def are_lowerable(*norms: nn.Module | None) -> bool:
+    """Whether these are norms that the library computes, in float32 on a CPU, or none at all."""
+    return all(
+        norm is None
+        or (isinstance(norm, RMSNorm) and norm.weight.dtype == torch.float32 and norm.weight.device.type == "cpu")
+        for norm in norms
+    )
 
 
 def is_lowerable_pass(storage: KeyValueStorage, x: Tensor) -> bool:
     """Whether a pass over x [tokens, hidden] can be one call: float32 in plain blocks on a CPU, and no gradients."""
     return (
-        isinstance(storage, RoundPass | ChunkPass)
+        isinstance(storage, PagedPass)
         and storage.cache.keys.dtype == x.dtype == torch.float32
         and storage.cache.keys.device.type == "cpu"
         and x.dim() == 2
@@ -150,7 +117,7 @@ def is_lowerable_pass(storage: KeyValueStorage, x: Tensor) -> bool:
 
 
 def run_layers(
-    layers: "ctypes.Array[LayerStruct]",
+    layers: "ctypes.Array[Any]",
     stream: Tensor,
     rotation: Rotation,
     storage: PagedPass,
@@ -170,78 +137,59 @@ def run_layers(
     tokens, hidden = stream.shape
     final = stream if final_norm is None else torch.empty_like(stream)
     aux = torch.empty(tokens, len(aux_layer_ids) * hidden) if aux_layer_ids else None
-    if first_input is not None:
-        first_input = first_input.contiguous()
-    described, held = pass_struct(tokens, rotation, storage)
     failed = required().fledge_decode(
         layers,
         len(layers),
-        ctypes.byref(described),
-        address_of(first_input),
-        address_of(stream),
-        (_int64 * len(aux_layer_ids))(*aux_layer_ids),
+        pass_struct(tokens, rotation, storage),
+        None if first_input is None else first_input.contiguous(),
+        stream,
+        (ctypes.c_int64 * len(aux_layer_ids))(*aux_layer_ids),
         len(aux_layer_ids),
-        address_of(aux),
-        norm_address(final_norm),
+        aux,
+        None if final_norm is None else final_norm.weight,
         0.0 if final_norm is None else final_norm.eps,
-        address_of(final),
+        final,
         torch.get_num_threads(),
     )
-    del held
-    if failed:
-        raise MemoryError(f"no memory for {tokens} tokens in the layers' scratch space")
+    check_memory(failed, tokens)
     return final, aux
 
 
-def address_of(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def check_memory(failed: int, tokens: int) -> None:
+    if failed:
+        raise MemoryError(f"no memory for {tokens} tokens in the layers' scratch space")
 
 
-def pass_struct(tokens: int, rotation: Rotation, storage: PagedPass) -> tuple[PassStruct, Any]:
-    """Return the addresses, and the tensors that must live as long as they are used."""
+def pass_struct(tokens: int, rotation: Rotation, storage: PagedPass) -> Any:
+    """Return `Pass` of attention.h."""
     keys, values = storage.cache.keys, storage.cache.values
     assert keys.is_contiguous()
     assert keys.shape == values.shape
-    starts = tree_mask = depths = None
-    rows = 0
+    rows, starts, tree, depths = 0, None, None, None
     if isinstance(storage, ChunkPass):
         starts = storage.query_starts
-    else:
-        rows, tree_mask, depths = storage.rows, storage.tree_mask, storage.depths
-    held = [
-        _flat(starts, torch.int32),
-        _flat(rotation.positions, torch.int64),
-        _flat(storage.slots, torch.int64),
-        _flat(storage.context_lens, torch.int64),
-        _flat(storage.block_tables, torch.int32),
-        _flat(tree_mask, torch.bool),
-        _flat(depths, torch.int64),
-        _flat(rotation.inverse_frequencies, torch.float32),
-    ]
-    starts_at, positions, slots, contexts, tables, tree, depths_at, frequencies = map(address_of, held)
-    struct = PassStruct(
+    elif isinstance(storage, RoundPass):
+        rows, tree, depths = storage.rows, storage.tree_mask, storage.depths
+    tensors = {
+        "starts": (starts, torch.int32),
+        "positions": (rotation.positions, torch.int64),
+        "slots": (storage.slots, torch.int64),
+        "contexts": (storage.context_lens, torch.int64),
+        "tables": (storage.block_tables, torch.int32),
+        "tree": (tree, torch.bool),
+        "depths": (depths, torch.int64),
+        "frequencies": (rotation.inverse_frequencies, torch.float32),
+    }
+    return struct(
+        "Pass",
         tokens=tokens,
         sequences=len(storage.context_lens),
-        starts=starts_at,
         rows=rows,
-        positions=positions,
-        slots=slots,
-        contexts=contexts,
-        tables=tables,
         table_stride=storage.block_tables.shape[1],
-        tree=tree,
-        depths=depths_at,
-        keys=keys.data_ptr(),
-        values=values.data_ptr(),
+        keys=keys,
+        values=values,
         layer_stride=keys.stride(0),
         block_size=keys.shape[2],
-        frequencies=frequencies,
         magnitude=rotation.magnitude,
+        **{name: None if given is None else given.to(dtype).contiguous() for name, (given, dtype) in tensors.items()},
     )
-    return struct, held
-
-
-def _flat(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
-        return tensor
-    return tensor.to(dtype).contiguous()

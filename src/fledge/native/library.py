@@ -1,4 +1,7 @@
-"""Compiling the C sources beside this file, once for each machine, and loading the result."""
+"""Compiling the C sources beside this file, once for each machine, and loading the result.
+
+What Python knows of structs and functions it reads from the same sources: nothing is declared twice.
+"""
 
 import ctypes
 import functools
@@ -6,10 +9,15 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from fledge.files import cache_directory
 
@@ -27,21 +35,7 @@ FLAGS = (
 )
 _COMPILE_SECONDS = 120
 
-# The arguments of each function, in groups for the eye: p is a pointer, l an int64, i an int, f a float.
-_ARGUMENTS = {
-    "fledge_lanes": "",
-    "fledge_want_large_pages": "pl",
-    "fledge_pack": "p pp",
-    "fledge_linear": "p pll p i",
-    "fledge_decode": "pl p pp plp pf p i",
-    "fledge_run": "pll p p p i",
-    "fledge_draft": "p pp pp pl pp i",
-    "fledge_argmax": "pll p p i",
-    "fledge_accept": "pl p p ll ppp",
-    "fledge_open_round": "plll p pl pp pl pppppp",
-    "fledge_settle_round": "pllll p pl pp pp ppp pppp",
-}
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "int": ctypes.c_int, "float": ctypes.c_float}
 
 _log = logging.getLogger("fledge.native")
 
@@ -88,9 +82,59 @@ def _load() -> ctypes.CDLL:
         raise _UnavailableError(f"{compiler}: {lines[0] if lines else error}") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise _UnavailableError(str(error)) from None
-    for name, letters in _ARGUMENTS.items():
-        getattr(loaded, name).argtypes = [_TYPES[letter] for letter in letters if letter != " "]
+    for name, parameters in re.findall(r"^(?:void|int32_t) (fledge_\w+)\(([^)]*)\)", _declarations(), re.MULTILINE):
+        getattr(loaded, name).argtypes = [kind for part in parameters.split(",") for _, kind in _declared(part)]
     return loaded
+
+
+@functools.cache
+def _declarations() -> str:
+    """The C sources without their comments."""
+    text = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.[ch]")))
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def _declared(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and type of each variable of a declaration, or of one parameter: `const float *keys, *values`."""
+    if found := re.fullmatch(r"(?:const )?(\w+) (.+)", text.strip(), re.DOTALL):
+        for name in found[2].split(","):
+            kind: Any = _Pointer if "*" in name else _TYPES.get(found[1]) or struct_type(found[1])
+            yield re.findall(r"\w+", name)[-1], kind
+
+
+class _Pointer(ctypes.c_void_p):
+    """What C takes by its address: as an argument a tensor, a struct, an array or nothing."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        return ctypes.byref(value) if isinstance(value, ctypes.Structure) else super().from_param(_address(value))
+
+
+def _address(value: Any) -> Any:
+    """The address of a tensor or an array; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return ctypes.addressof(value) if isinstance(value, ctypes.Array) else value
+
+
+@functools.cache
+def struct_type(name: str) -> type[Any]:
+    """Return the C struct of this name, for ctypes."""
+    found = re.search(rf"typedef struct {{([^}}]*)}} {name};", _declarations())
+    assert found is not None, name
+    fields = [
+        (field, ctypes.c_void_p if kind is _Pointer else kind)
+        for line in found[1].split(";")
+        for field, kind in _declared(line)
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def struct(name: str, **fields: Any) -> Any:
+    """Return a C struct with these fields. Tensors and arrays go in by their addresses, and live as long as it does."""
+    made = struct_type(name)(**{field: _address(value) for field, value in fields.items()})
+    made.held = fields
+    return made
 
 
 def _is_switched_off() -> bool:

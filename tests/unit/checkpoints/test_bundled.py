@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.drafter import read_drafter
+from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.source import DRAFTERS, NAMES, TARGET, bundled_directory, resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.models.drafter.variants import name_of

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.checkpoints.describe import describe_drafter
-from fledge.checkpoints.drafter import read_drafter, save_drafter
-from fledge.checkpoints.reading import is_drafter
+from fledge.checkpoints.drafter import save_drafter
+from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.errors import CheckpointError
 from tests.broken_checkpoints import REDUCED
 from tests.checkpoint_fixtures import TARGET, make_drafter

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.checkpoints.contract import check
-from fledge.checkpoints.drafter import convert_drafter, load_drafter, read_drafter, save_drafter
+from fledge.checkpoints.contract import check, expected_shapes
+from fledge.checkpoints.drafter import convert_drafter, load_drafter, save_drafter
 from fledge.checkpoints.formats.names import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER
-from fledge.checkpoints.integrity import expected_shapes
-from fledge.checkpoints.reading import is_drafter
+from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.target import save_target
 from fledge.errors import CheckpointError
 from fledge.models.config import Architecture, DrafterConfig
@@ -206,8 +205,8 @@ def test_foreign_layouts(name: str, repack: Callable[[Path], None] | None, tmp_p
     assert torch.equal(draft_logits(loaded, target), expected)
 
     save_target(target, tmp_path / "target")
-    conversion = convert_drafter(tmp_path / "foreign", tmp_path / "out", to="vllm", target=tmp_path / "target")
-    assert {finding.name for finding in conversion.remaining} <= {"fc-bias"}
+    _, remaining = convert_drafter(tmp_path / "foreign", tmp_path / "out", to="vllm", target=tmp_path / "target")
+    assert {finding.name for finding in remaining} <= {"fc-bias"}
     assert torch.equal(draft_logits(load_drafter(tmp_path / "out", target), target), expected)
 
 

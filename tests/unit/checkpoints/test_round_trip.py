@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.drafter import TargetReference, convert_drafter, load_drafter, read_drafter, save_drafter
+from fledge.checkpoints.drafter import convert_drafter, load_drafter, save_drafter
+from fledge.checkpoints.formats.drafter_config import TargetReference
+from fledge.checkpoints.reading import read_drafter
 from fledge.errors import CheckpointError
 from fledge.models.drafter.base import Drafter
 from tests.checkpoint_fixtures import TARGET, draft_logits, drafter_configs, make_drafter

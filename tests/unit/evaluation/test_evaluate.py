@@ -11,8 +11,8 @@ import pytest
 from rich.table import Table
 
 from fledge import LLM, SamplingParams
+from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.drafter import save_drafter
-from fledge.checkpoints.integrity import INFLATED
 from fledge.checkpoints.target import save_target
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError

@@ -15,26 +15,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.accept import (
-    accept_chain_reference,
-    accept_chain_triton,
-    accept_greedy_triton,
-)
-from fledge.kernels.argmax import argmax_rows_reference, argmax_rows_triton
-from fledge.kernels.draft_input import draft_input_reference, draft_input_triton
-from fledge.kernels.paged_attention import SplitLaunch, paged_attention_reference, paged_attention_triton
-from fledge.kernels.prefill_attention import paged_prefill_attention_reference, paged_prefill_attention_triton
-from fledge.kernels.rms_norm import (
-    add_rms_norm_reference,
-    add_rms_norm_triton,
-    rms_norm_reference,
-    rms_norm_triton,
-)
-from fledge.kernels.rope_store import rope_and_store_reference, rope_and_store_triton
-from fledge.kernels.sample import sample_rows_reference, sample_rows_triton
+from fledge.kernels import accept as accepting
+from fledge.kernels import argmax as choosing
+from fledge.kernels import draft_input as joining
+from fledge.kernels import rms_norm as norming
+from fledge.kernels import sample as sampling
+from fledge.kernels import swiglu as gating
+from fledge.kernels.accept import accept_chain_reference
+from fledge.kernels.argmax import argmax_rows_reference
+from fledge.kernels.draft_input import draft_input_reference
+from fledge.kernels.paged_attention import SplitLaunch
+from fledge.kernels.paged_attention import paged_attention as paged_attention_triton
+from fledge.kernels.prefill_attention import paged_prefill_attention, paged_prefill_attention_reference
+from fledge.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from fledge.kernels.rope_store import rope_and_store as rope_and_store_triton
+from fledge.kernels.sample import sample_rows_reference
 from fledge.kernels.skinny_linear import SkinnyLaunch, skinny_linear_triton
 from fledge.kernels.skinny_linear import choose_launch as choose_skinny_launch
-from fledge.kernels.swiglu import swiglu_reference, swiglu_triton
+from fledge.kernels.swiglu import swiglu_reference
+from tests.unit.kernels.interpreter import in_triton
+from tests.unit.kernels.references import paged_attention_reference, rope_and_store_reference
+
+rms_norm_triton, add_rms_norm_triton = in_triton(norming.rms_norm), in_triton(norming.add_rms_norm)
+draft_input_triton, swiglu_triton = in_triton(joining.draft_input), in_triton(gating.swiglu)
+argmax_rows_triton, sample_rows_triton = in_triton(choosing.argmax_rows), in_triton(sampling.sample_rows)
+accept_chain_triton, accept_greedy_triton = in_triton(accepting.accept_chain), in_triton(accepting.accept_greedy)
+paged_prefill_attention_triton = in_triton(paged_prefill_attention)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BFLOAT16_SLACK = 4.0 if INTERPRETED else 1.0
@@ -124,7 +130,7 @@ def rope_store(
     slots[::5] = -1
     frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
     weights = [randn(head_dim, dtype=dtype, device=device) if norm else None for _ in range(2)]
-    settings = (heads, kv_heads, head_dim, *weights, EPS)
+    settings = (*weights, EPS)
     query = rope_and_store_triton(qkv, positions, frequencies, 1.25, slots, caches[:, 0], caches[:, 1], *settings)
     expected = rope_and_store_reference(
         qkv, positions, frequencies, 1.25, slots, expected_caches[:, 0], expected_caches[:, 1], *settings

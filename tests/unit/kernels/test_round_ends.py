@@ -1,11 +1,12 @@
 """The bookkeeping kernels under the interpreter: integers, so equal to the reference to the last bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from fledge.kernels._triton import HAS_TRITON
-from fledge.kernels.open_round import OpenedRound, open_round
-from fledge.kernels.settle_round import settle_round
+from fledge.kernels.round_ends import OpenedRound, open_round, settle_round
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -42,23 +43,11 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int, monkeypatch: 
     emitted[torch.arange(verify + 1) > accepted[:, None]] = -1
     results = []
     for use_kernel in (False, True):
-        for file in ("open_round", "settle_round"):
-            monkeypatch.setattr(f"fledge.kernels.{file}.runs_triton", lambda *_, use=use_kernel: use)
+        monkeypatch.setattr("fledge.kernels.round_ends.runs_triton", lambda *_, use=use_kernel: use)
         now = {name: tensor.clone() for name, tensor in before.items()}
-        opened = open_round(rows, **now, verify=verify, block_size=BLOCK_SIZE)
-        settled = settle_round(
-            rows,
-            opened,
-            emitted,
-            accepted,
-            last_token=now["last_token"],
-            length=now["length"],
-            draft_count=now["draft_count"],
-            draft_until=until,
-            draft_limit=limit,
-            depth=depth,
-            block_size=BLOCK_SIZE,
-        )
+        held = SimpleNamespace(**now, draft_until=until, draft_limit=limit)
+        opened = open_round(rows, held, verify=verify, block_size=BLOCK_SIZE)
+        settled = settle_round(rows, held, opened, emitted, accepted, depth=depth, block_size=BLOCK_SIZE)
         results.append((opened, settled, now))
     (opened, settled, now), (found_opened, found_settled, found_now) = results
     same_opening(found_opened, opened)

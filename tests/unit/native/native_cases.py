@@ -2,12 +2,12 @@
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from fledge.kernels.paged_attention import paged_attention_reference
 from fledge.kernels.prefill_attention import paged_prefill_attention_reference
 from fledge.kernels.rms_norm import rms_norm_reference
 from fledge.kernels.swiglu import swiglu_reference
@@ -18,16 +18,22 @@ from fledge.layers.linear import Linear
 from fledge.layers.norm import RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass, RoundPass
 from fledge.layers.rope import RotaryEmbedding, Rotation
+from fledge.native import linear as native
 from fledge.native.decoder import lower_layers, run_layers
 from fledge.native.linear import pack_linears
-from fledge.native.matrix import PackedMatrix, Unpacked, pack_matrices
+from tests.unit.kernels.references import paged_attention_reference
 
 EPS = 1e-5
 
 
-def pack(weight: Tensor, bias: Tensor | None, *, paired: bool = False) -> PackedMatrix | None:
-    (packed,) = pack_matrices([Unpacked(weight=weight, bias=bias, paired=paired)])
-    return packed
+def pack(weight: Tensor, bias: Tensor | None, *, paired: bool = False) -> Any:
+    linear = Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    if paired:
+        return native.pack([linear], {linear})[0]
+    holder = nn.Sequential(linear)
+    pack_linears(holder)
+    return getattr(holder[0], "packed", None)
 
 
 @dataclass(frozen=True, kw_only=True)

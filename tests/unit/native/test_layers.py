@@ -19,8 +19,7 @@ from fledge.layers.config import ExpertsConfig
 from fledge.layers.rope import Rotation
 from fledge.native.decoder import lower_layers
 from fledge.native.library import library
-from fledge.native.linear import pack_linears
-from fledge.native.matrix import packed_linear
+from fledge.native.linear import pack_linears, packed_linear
 from tests.tiny_models import TINY_LAYER
 from tests.unit.native.native_cases import SHAPES, make_case, pack, with_own_cache
 
@@ -51,7 +50,7 @@ def test_a_packed_matrix_multiplies_like_any(rows, columns, size, is_bfloat16, p
     x = torch.randn(rows, size)
     packed = pack(weight, bias, paired=paired)
     assert packed is not None
-    assert packed.panels.element_size() == (2 if is_bfloat16 else 4)
+    assert packed.held["panels"].element_size() == (2 if is_bfloat16 else 4)
     expected = F.linear(x, weight, bias)
     torch.testing.assert_close(packed_linear(x, packed), expected, rtol=1e-5, atol=1e-5 * size**0.5)
 

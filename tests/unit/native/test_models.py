@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.kernels.settle_round import DraftPlaces, draft_places
+from fledge.kernels.round_ends import DraftPlaces, draft_places
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.linear import Linear
 from fledge.layers.paged_cache import PagedCache, RoundPass
@@ -14,7 +14,8 @@ from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.native import accelerate
-from fledge.native.accelerate import NativeDrafter, NativeTarget
+from fledge.native.decoder import NativeTarget
+from fledge.native.drafter import NativeDrafter
 from fledge.native.library import library
 from fledge.native.linear import OneDNNLinear, PackedLinear, pack_linears
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -133,7 +134,7 @@ def test_the_weights_stay_the_models_own_and_learn() -> None:
 
 
 def test_without_a_library_onednn_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fledge.native.matrix.library", lambda: None)
+    monkeypatch.setattr("fledge.native.linear.library", lambda: None)
     linear = torch.nn.Sequential(Linear(32, 48, bias=True))
     x = torch.randn(3, 32)
     with torch.no_grad():

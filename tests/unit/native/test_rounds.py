@@ -11,7 +11,8 @@ from fledge.decoding.drafting import TreeShape
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.models.config import DrafterConfig, TargetConfig
-from fledge.native.accelerate import NativeDrafter, NativeTarget
+from fledge.native.decoder import NativeTarget
+from fledge.native.drafter import NativeDrafter
 from fledge.native.library import library
 from tests.engine_cases import TREE, Ask, answers, greedy, sampled, speculation
 from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target

@@ -1,6 +1,7 @@
 """The small C kernels of a round against the torch references: equal to the last bit."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fledge.kernels._dispatch import cpu_kernel, register_cpu_kernels
+from fledge.kernels._triton import cpu_kernel, register_cpu_kernels
 from fledge.kernels.accept import accept_chain_reference
 from fledge.kernels.argmax import argmax_rows, argmax_rows_reference
-from fledge.kernels.open_round import open_round
-from fledge.kernels.settle_round import settle_round
+from fledge.kernels.round_ends import open_round, settle_round
 from fledge.native import rows as native
 from fledge.native.library import library
 
@@ -75,9 +75,9 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int) -> None:
     for kernels in ({}, native.KERNELS):
         register_cpu_kernels(kernels)
         now = {name: tensor.clone() for name, tensor in before.items()}
-        opened = open_round(rows, **now, verify=verify, block_size=block_size)
-        state = {name: now[name] for name in ("last_token", "length", "draft_count")}
-        settled = settle_round(rows, opened, emitted, accepted, **state, **limits, depth=depth, block_size=block_size)
+        state = SimpleNamespace(**now, **limits)
+        opened = open_round(rows, state, verify=verify, block_size=block_size)
+        settled = settle_round(rows, state, opened, emitted, accepted, depth=depth, block_size=block_size)
         places = vars(settled.places)
         results.append({**now, **vars(opened), **{f"settled {k}": v for k, v in vars(settled).items()}, **places})
     for name, expected in results[0].items():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.drafter import load_drafter, read_drafter, save_drafter
+from fledge.checkpoints.drafter import load_drafter, save_drafter
+from fledge.checkpoints.reading import read_drafter
 from fledge.errors import CheckpointWarning, ConfigError
 from fledge.layers.config import RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge.checkpoints.drafter import load_drafter, read_drafter, save_drafter
+from fledge.checkpoints.drafter import load_drafter, save_drafter
+from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.target import load_target, save_target
 from fledge.errors import CheckpointWarning
 from fledge.layers.config import RopeConfig

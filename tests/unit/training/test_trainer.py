@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig
 
-from fledge.checkpoints.drafter import load_drafter, read_drafter
+from fledge.checkpoints.drafter import load_drafter
+from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.target import load_target
 from fledge.errors import ConfigError, FledgeError
 from fledge.training.metrics import TttMetrics

@@ -59,6 +59,9 @@ class Dense:
         return empty
 
 
+DENSE = Dense()
+
+
 def dense_tensor(parts: Sequence[Tensor], like: Tensor, placement: Placement) -> Tensor:
     """Join rows. Floating-point values arrive in the placement's dtype, others in that of `like`.
 

@@ -17,17 +17,10 @@ class NameTable:
     pairs: tuple[tuple[str, str], ...]  # (theirs, ours)
 
     def to_ours(self, name: str) -> str:
-        return _rename(name, self.pairs)
+        return next((ours + name[len(theirs) :] for theirs, ours in self.pairs if name.startswith(theirs)), name)
 
     def to_theirs(self, name: str) -> str:
-        return _rename(name, tuple((ours, theirs) for theirs, ours in self.pairs))
-
-
-def _rename(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    for old, new in pairs:
-        if name.startswith(old):
-            return new + name[len(old) :]
-    return name
+        return next((theirs + name[len(ours) :] for theirs, ours in self.pairs if name.startswith(ours)), name)
 
 
 EAGLE_1 = NameTable(())
@@ -43,15 +36,12 @@ EAGLE_3 = NameTable(
 # EAGLE, SGLang, SpecForge and TorchSpec call the first layer `midlayer`; vLLM reads that too, SGLang nothing else.
 EAGLE_3_MIDLAYER = NameTable((("midlayer.", "layers.0."), *EAGLE_3.pairs))
 
+D2T = "vocabulary.d2t"  # ours
 T2D = "t2d"  # follows from d2t; kept for other readers, checked by us
 
 # Never weights of ours: rope frequencies follow from the config; vLLM creates, and never reads, a `hidden_norm` in
 # layers after the first.
-_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|layers\.[1-9]\d*\.hidden_norm\.weight")
-
-
-def is_ignored(name: str) -> bool:
-    return _IGNORED.fullmatch(name) is not None
+IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|layers\.[1-9]\d*\.hidden_norm\.weight")
 
 
 def architecture_of(names: Iterable[str]) -> Architecture | None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.settle_round import DraftPlaces
+from fledge.kernels.round_ends import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.linear import Linear
 from fledge.layers.paged_cache import PagedPass
 from fledge.layers.rope import RotaryEmbedding
-from fledge.models.config import DrafterConfig
+from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
 
@@ -54,7 +54,10 @@ class Drafter(nn.Module):
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
         """The target layers whose inputs this drafter reads; empty when it reads the final hidden state."""
-        raise NotImplementedError
+        if self.config.architecture is Architecture.EAGLE1:
+            return ()
+        assert self.config.aux_layer_ids is not None, "resolve the config against its target first"
+        return self.config.aux_layer_ids
 
     def fuse(self, states: TargetStates) -> Tensor:
         """Target states [*lead, ...] -> features [*lead, hidden], once for each verified position."""

@@ -25,10 +25,6 @@ class EagleDrafter(Drafter):
             DecoderLayer(config.layer, layer=i, input_norm=i > 0) for i in range(config.num_layers)
         )
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return ()
-
     def fuse(self, states: TargetStates) -> Tensor:
         return states.final
 

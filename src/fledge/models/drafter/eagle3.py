@@ -4,15 +4,41 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.draft_input import draft_input
+from fledge.kernels.rms_norm import rms_norm_parts
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer
+from fledge.layers.linear import Linear
 from fledge.layers.mlp import SwiGLU
 from fledge.layers.norm import RMSNorm
 from fledge.layers.rope import Rotation
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.drafter.fusion import FeatureFusion
 from fledge.models.target.decoder import TargetStates
+
+
+class FeatureFusion(nn.Module):
+    """`fc(aux states side by side)`, with the optional norms before it.
+
+    Without `fc_norm` the highest layer, whose states are the largest, dominates the sum that fc forms: one of the two
+    causes of attention drift.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        states, width, eps = config.num_aux_states, config.target_hidden_size, config.layer.norm_eps
+        self.eps = eps
+        self.input_norm = RMSNorm(states * width, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(states)) if config.fc_norm else None
+        self.fc = Linear(states * width, config.hidden_size, bias=config.fc_bias)
+
+    def forward(self, aux: Tensor) -> Tensor:
+        """Aux [*lead, states * target_hidden] -> [*lead, hidden]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            aux = rms_norm_parts(aux, [norm.weight for norm in self.fc_norm if isinstance(norm, RMSNorm)], self.eps)
+        out: Tensor = self.fc(aux)
+        return out
 
 
 class Eagle3FirstLayer(nn.Module):
@@ -57,11 +83,6 @@ class Eagle3Drafter(Drafter):
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        assert self.config.aux_layer_ids is not None, "resolve the config against its target first"
-        return self.config.aux_layer_ids
 
     def fuse(self, states: TargetStates) -> Tensor:
         assert states.aux is not None

@@ -49,15 +49,8 @@ def name_of(config: DrafterConfig) -> str:
     """Return the variant's name; a config between 3 and 3.1 is named by the one switch it has."""
     if config.architecture is Architecture.EAGLE1:
         return "EAGLE-1/2"
-    match config.fc_norm, config.norm_output:
-        case True, True:
-            return EAGLE_3_1.name
-        case True, False:
-            return f"{EAGLE_3.name} + fc_norm"
-        case False, True:
-            return f"{EAGLE_3.name} + norm_output"
-        case _:
-            return EAGLE_3.name
+    switches = [flag for flag in ("fc_norm", "norm_output") if getattr(config, flag)]
+    return EAGLE_3_1.name if len(switches) == 2 else " + ".join([EAGLE_3.name, *switches])
 
 
 def build(config: DrafterConfig) -> Drafter:

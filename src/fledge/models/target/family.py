@@ -8,23 +8,43 @@ from fledge.layers.config import LayerConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_dtype
 
+Windows = tuple[int | None, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What differs from family to family. A file of this folder that declares a `FAMILY` is all that one takes.
 
-    `config_from_hf` reads a config.json, naming the kinds of parts that the layers have (`LayerConfig`), and
-    `extra_fields` writes what the fields that all families share do not say. `tensor_names` are pieces of the names in
-    Hugging Face's files and of ours, where they differ; `stores_joined`: query, key and value are one tensor there,
-    and gate and up.
+    The first functions read a config.json: the layer, naming the kinds of parts that it has (`LayerConfig`), the
+    sliding window of each layer, none by default, and all layers where they are not alike. `extra_fields` writes what
+    the fields that all families share do not say. `tensor_names` are pieces of the names in Hugging Face's files and of
+    ours, where they differ; `stores_joined`: query, key and value are one tensor there, and gate and up.
     """
 
     name: str  # `model_type`
     architecture: str  # its class in `architectures`
-    config_from_hf: Callable[[ConfigFields], TargetConfig]
+    layer: Callable[[ConfigFields], LayerConfig]
+    windows: Callable[[ConfigFields], Windows] = lambda _fields: ()
+    layers: Callable[[ConfigFields, LayerConfig], tuple[LayerConfig, ...]] = lambda _fields, _layer: ()
     extra_fields: Callable[[TargetConfig], dict[str, Any]] = lambda _config: {}
     tensor_names: tuple[tuple[str, str], ...] = ()
     stores_joined: bool = False
+
+    def config_from_hf(self, fields: ConfigFields) -> TargetConfig:
+        layer = self.layer(fields)
+        return TargetConfig(
+            family=self.name,
+            layer=layer,
+            layers=self.layers(fields, layer),
+            num_layers=fields.integer("num_hidden_layers"),
+            vocab_size=fields.integer("vocab_size"),
+            max_positions=fields.integer("max_position_embeddings"),
+            tied_head=fields.flag("tie_word_embeddings", False),
+            sliding_windows=self.windows(fields),
+            dtype=read_dtype(fields),
+            bos_id=fields.integer("bos_token_id", minimum=0) if "bos_token_id" in fields else None,
+            eos_ids=fields.integers("eos_token_id") or (),
+        )
 
     def our_name(self, stored: str) -> str:
         """The name that a stored tensor has here."""
@@ -40,30 +60,14 @@ class Family:
         return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def target_config(
-    fields: ConfigFields,
-    family: str,
-    layer: LayerConfig,
-    *,
-    layers: tuple[LayerConfig, ...] = (),
-    sliding_windows: tuple[int | None, ...] = (),
-) -> TargetConfig:
-    return TargetConfig(
-        family=family,
-        layer=layer,
-        layers=layers,
-        num_layers=fields.integer("num_hidden_layers"),
-        vocab_size=fields.integer("vocab_size"),
-        max_positions=fields.integer("max_position_embeddings"),
-        tied_head=fields.flag("tie_word_embeddings", False),
-        sliding_windows=sliding_windows,
-        dtype=read_dtype(fields),
-        bos_id=fields.integer("bos_token_id", minimum=0) if "bos_token_id" in fields else None,
-        eos_ids=fields.integers("eos_token_id") or (),
-    )
+def window_of_all_layers(fields: ConfigFields) -> Windows:
+    """The same window in every layer, where the config has one."""
+    if "sliding_window" not in fields:
+        return ()
+    return (fields.integer("sliding_window"),) * fields.integer("num_hidden_layers")
 
 
-def windows_of_upper_layers(fields: ConfigFields) -> tuple[int | None, ...]:
+def windows_of_upper_layers(fields: ConfigFields) -> Windows:
     """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on have the window.
 
     transformers 5 writes the result out as `layer_types`, which then decides.

@@ -1,16 +1,13 @@
 """Llama 2 and 3.x. Llama 3.1 and later scale their rope, which the config says."""
 
-from fledge.models.config import TargetConfig
+from fledge.layers.config import LayerConfig
 from fledge.models.hf_config import ConfigFields, read_layer
-from fledge.models.target.family import Family, target_config
+from fledge.models.target.family import Family
 
 
-def config_from_hf(fields: ConfigFields) -> TargetConfig:
-    attention_bias = fields.flag("attention_bias", False)
-    layer = read_layer(
-        fields, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=fields.flag("mlp_bias", False)
-    )
-    return target_config(fields, "llama", layer)
+def layer(fields: ConfigFields) -> LayerConfig:
+    bias = fields.flag("attention_bias", False)
+    return read_layer(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
 
 
-FAMILY = Family(name="llama", architecture="LlamaForCausalLM", config_from_hf=config_from_hf)
+FAMILY = Family(name="llama", architecture="LlamaForCausalLM", layer=layer)

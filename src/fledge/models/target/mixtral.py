@@ -2,22 +2,19 @@
 
 from typing import Any
 
-from fledge.layers.config import ExpertsConfig
+from fledge.layers.config import ExpertsConfig, LayerConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
-from fledge.models.target.family import Family, target_config
+from fledge.models.target.family import Family, window_of_all_layers
 
 
-def config_from_hf(fields: ConfigFields) -> TargetConfig:
+def layer(fields: ConfigFields) -> LayerConfig:
     experts = ExpertsConfig(
         num_experts=fields.integer("num_local_experts"),
         num_experts_per_token=fields.integer("num_experts_per_tok", 2),
         intermediate_size=fields.integer("intermediate_size"),
     )
-    windows: tuple[int | None, ...] = ()
-    if "sliding_window" in fields:
-        windows = (fields.integer("sliding_window"),) * fields.integer("num_hidden_layers")
-    return target_config(fields, "mixtral", read_layer(fields, experts=experts), sliding_windows=windows)
+    return read_layer(fields, experts=experts)
 
 
 def extra_fields(config: TargetConfig) -> dict[str, Any]:
@@ -33,7 +30,8 @@ def extra_fields(config: TargetConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    config_from_hf=config_from_hf,
+    layer=layer,
+    windows=window_of_all_layers,
     extra_fields=extra_fields,
     tensor_names=(
         (".block_sparse_moe.", ".mlp."),

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from fledge.layers.config import ExpertsConfig
+from fledge.layers.config import ExpertsConfig, LayerConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
-from fledge.models.target.family import Family, target_config, window_fields, windows_of_upper_layers
+from fledge.models.target.family import Family, window_fields, windows_of_upper_layers
 
 
-def config_from_hf(fields: ConfigFields) -> TargetConfig:
+def layer(fields: ConfigFields) -> LayerConfig:
     experts = ExpertsConfig(
         num_experts=fields.integer("num_experts"),
         num_experts_per_token=fields.integer("num_experts_per_tok"),
@@ -17,16 +17,13 @@ def config_from_hf(fields: ConfigFields) -> TargetConfig:
         normalised=fields.flag("norm_topk_prob", False),
     )
     bias = fields.flag("attention_bias", False)
-    layer = read_layer(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts)
+    return read_layer(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts)
+
+
+def layers(fields: ConfigFields, layer: LayerConfig) -> tuple[LayerConfig, ...]:
     step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers") or ()
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers"))]
-    return target_config(
-        fields,
-        "qwen3_moe",
-        layer,
-        layers=() if all(sparse) else tuple(layer if has else replace(layer, experts=None) for has in sparse),
-        sliding_windows=windows_of_upper_layers(fields),
-    )
+    return () if all(sparse) else tuple(layer if has else replace(layer, experts=None) for has in sparse)
 
 
 def extra_fields(config: TargetConfig) -> dict[str, Any]:
@@ -45,6 +42,8 @@ def extra_fields(config: TargetConfig) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    config_from_hf=config_from_hf,
+    layer=layer,
+    layers=layers,
+    windows=windows_of_upper_layers,
     extra_fields=extra_fields,
 )

@@ -1,0 +1,319 @@
+"""What config.json says of a drafter, in two formats: read into a `DrafterConfig`, and written.
+
+    vllm          one flat config.json, which vLLM, SGLang, EAGLE, SpecForge and TorchSpec share. Their dialects differ
+                  in where a field sits (top level or nested in `eagle_config`) and in tensor names. We write what all
+                  of them read: every field at the top level, and the aux ids nested as well, as SGLang wants them.
+    speculators   that project's: layer fields apart from drafter fields, and the target named inside
+
+Which target layers a drafter reads goes through two fields and two conventions:
+
+                                      id k means               who writes and reads it
+    top level                         the input of block k     vLLM, speculators
+    nested in `eagle_config`          the output of block k    SGLang, SpecForge; but some trainers write inputs
+
+The output of block k is the input of block k + 1, so the two differ by one. For nested ids SGLang itself came to
+guess: a list that starts with 1 names outputs, because the usual layers counted as outputs start there; any other
+list names inputs. We follow it, and warn.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fledge.checkpoints.finding import Finding, finding
+from fledge.errors import CheckpointError
+from fledge.layers.config import LayerConfig
+from fledge.models.config import Architecture, DrafterConfig
+from fledge.models.hf_config import ConfigFields, read_layer, rope_holders, write_layer
+
+Format = Literal["vllm", "speculators"]
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3 and 3.1, as all spell them
+_KNOWN_CLASSES = (
+    "EagleLlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",  # these three are the Llama class under other names
+    "Eagle3Qwen3vlForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Speculator",  # the speculators format, old and new
+    "Eagle3DraftModel",
+)
+_PLAIN_CLASS = "LlamaForCausalLM"  # what EAGLE's own drafters say they are
+_NUM_AUX = "num_aux_hidden_states"
+_DEFAULT_NUM_AUX = 3  # what every engine assumes when a config does not say
+_QWEN3_THETA, _LLAMA_THETA = 1_000_000.0, 10_000.0
+_LLAMA_MAX_POSITIONS = 2048  # the default of transformers' LlamaConfig, and with it of vLLM
+_SPECULATORS_LAYERS = "transformer_layer_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetReference:
+    """The target a drafter was made for, as the speculators format names it."""
+
+    name_or_path: str | None = None
+    architectures: tuple[str, ...] = ()
+
+
+def format_of(fields: ConfigFields) -> Format:
+    return "speculators" if "speculators_model_type" in fields or "speculators_config" in fields else "vllm"
+
+
+def architecture_names(fields: ConfigFields) -> tuple[str, ...]:
+    found = fields.values.get("architectures") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise fields.error("architectures", found, "a list of class names")
+    return tuple(found)
+
+
+def check_class(fields: ConfigFields, names: Collection[str], notes: list[Finding]) -> None:
+    """Raise for drafters that are recognised but not built here. `names` are without `model.` in front.
+
+    A class nobody here has met may compute something else than its tensors suggest: that is noted.
+    """
+    declared = architecture_names(fields)
+    if "deepseek" in " ".join(declared).lower() or any("kv_a_proj_with_mqa" in name for name in names):
+        raise CheckpointError(
+            f"{fields.where}: an MLA drafter (DeepSeek or Kimi style attention), which Fledge does not support yet; "
+            "vLLM serves it"
+        )
+    unknown = [name for name in declared if name not in (*_KNOWN_CLASSES, _PLAIN_CLASS)]
+    for name in unknown:
+        if "Eagle" in name:
+            raise fields.error("architectures", name, f"a class that Fledge knows: {', '.join(_KNOWN_CLASSES)}")
+    if any(".experts." in name for name in names):
+        raise CheckpointError(f"{fields.where}: a mixture-of-experts drafter, which Fledge does not support")
+    if "mask_hidden" in names:
+        raise CheckpointError(f"{fields.where}: a parallel-drafting (P-EAGLE) drafter, which Fledge does not support")
+    if unknown:
+        expected = "a class that Fledge knows, such as LlamaForCausalLMEagle3"
+        notes.append(finding("architecture-unknown", "architectures", unknown[0], expected))
+
+
+def read_config(
+    fields: ConfigFields, architecture: Architecture, names: Collection[str], dtype: str, notes: list[Finding]
+) -> DrafterConfig:
+    """Read a config in either format; what is noticed on the way goes to `notes`.
+
+    `names` are our tensor names; `dtype` is that of the stored weights.
+    """
+    layers, qwen3 = fields, any("Qwen3ForCausalLM" in name for name in architecture_names(fields))
+    nested = fields.nested("eagle_config") or ConfigFields({}, f"{fields.where}: eagle_config")
+    is_speculators, eagle3 = format_of(fields) == "speculators", architecture is Architecture.EAGLE3
+    if is_speculators:
+        layers = _speculators_layers(fields)
+        qwen3 = layers.text("model_type", "llama") == "qwen3"
+    elif eagle3 and not nested.flag("use_aux_hidden_state", True):
+        raise nested.error("use_aux_hidden_state", False, "true (EAGLE-3 without aux states is not supported)")
+    layer, max_positions = _read_layer(layers, names, qwen3, notes)
+    vocab_size = layers.integer("vocab_size")
+    draft_vocab_size, target_hidden_size, aux_ids, num_aux = vocab_size, layer.hidden_size, None, _DEFAULT_NUM_AUX
+    flags: dict[str, bool] = {}
+    if eagle3:
+        draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
+        target_hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
+        aux_ids = _read_aux_ids(fields, nested, notes)
+        # vLLM takes the number from the length of some lists.
+        list_counts = qwen3 or (not is_speculators and AUX_IDS in nested)
+        num_aux = _read_num_aux(layers, aux_ids, list_counts, notes)
+        flags = _read_speculators_flags(fields, notes) if is_speculators else _read_flags(fields, nested, notes)
+    return DrafterConfig(
+        architecture=architecture,
+        layer=layer,
+        num_layers=layers.integer("num_hidden_layers", 1) if is_speculators else fields.integer("num_hidden_layers"),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        max_positions=max_positions,
+        target_hidden_size=target_hidden_size,
+        aux_layer_ids=aux_ids,
+        num_aux_states=num_aux,
+        own_embedding="embed_tokens.weight" in names,
+        own_head=eagle3 and ("lm_head.weight" in names or draft_vocab_size != vocab_size),
+        fc_bias=("fusion.fc.bias" if eagle3 else "fc.bias") in names,
+        dtype=dtype,
+        **flags,
+    )
+
+
+def _speculators_layers(fields: ConfigFields) -> ConfigFields:
+    """The layer fields of the speculators format, once all of it is of a kind that we read."""
+    if (algorithm := fields.text("speculators_model_type")) != "eagle3":
+        raise fields.error("speculators_model_type", algorithm, "'eagle3'")
+    layers = fields.nested(_SPECULATORS_LAYERS)
+    if layers is None:
+        raise CheckpointError(f"{fields.where}: required field '{_SPECULATORS_LAYERS}' is missing")
+    if (family := layers.text("model_type", "llama")) not in ("llama", "qwen3"):
+        raise layers.error("model_type", family, "llama or qwen3")
+    return layers
+
+
+def read_target_reference(fields: ConfigFields) -> TargetReference | None:
+    """The target that the speculators format names."""
+    holder = fields.nested("speculators_config")
+    verifier = holder.nested("verifier") if holder else None
+    if verifier is None:
+        return None
+    name = verifier.text("name_or_path") if "name_or_path" in verifier else None
+    return TargetReference(name_or_path=name, architectures=architecture_names(verifier))
+
+
+def _read_layer(
+    fields: ConfigFields, names: Collection[str], qwen3: bool, notes: list[Finding]
+) -> tuple[LayerConfig, int]:
+    """Return the layer and the number of positions it was made for.
+
+    The config says which biases and norms there are; where the tensors say otherwise they are believed, since they
+    are what was trained, and the difference is an error that `convert` repairs. `qwen3`: the declared class is
+    Qwen3's, which has q/k norms.
+    """
+    for field in ("logit_scale", "partial_rotary_factor"):
+        if fields.values.get(field) not in (None, 1, 1.0):
+            raise fields.error(field, fields.values[field], "1")
+    types = fields.values.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise fields.error("layer_types", types, "full_attention only (sliding windows are not supported)")
+    attention_bias = fields.flag("attention_bias", False)
+    biases = {}
+    for part, flag, value in (
+        ("self_attn.q_proj", "attention_bias", attention_bias),
+        ("self_attn.o_proj", "attention_bias", attention_bias and not qwen3),
+        ("mlp.gate_proj", "mlp_bias", fields.flag("mlp_bias", False)),
+    ):
+        tensor = f"layers.0.{part}.bias"
+        biases[part] = tensor in names
+        if biases[part] and not value:
+            found = f"off, but the checkpoint stores {tensor}"
+            notes.append(finding("bias-flag-off", flag, found, "true", fixed_by_convert=True))
+        elif value and not biases[part]:
+            found, fixable = f"on, but the checkpoint has no {tensor}", "o_proj" in part
+            notes.append(finding("bias-missing", flag, found, "the tensor, or false", fixed_by_convert=fixable))
+    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
+    if qk_norm and not qwen3:
+        found, expected = "a Llama-style class with q_norm and k_norm tensors", "Eagle3Qwen3ForCausalLM"
+        notes.append(finding("qk-norm-architecture", "architectures", found, expected, fixed_by_convert=True))
+    if not any("rope_theta" in holder for holder in rope_holders(fields)):
+        expected, theta = "the theta the drafter was trained with", _QWEN3_THETA if qwen3 else _LLAMA_THETA
+        notes.append(finding("rope-theta-omitted", "rope_theta", "nothing", expected, default=theta))
+        fields = ConfigFields({**fields.values, "rope_theta": theta}, fields.where)
+    if (field := "max_position_embeddings") not in fields:
+        expected, default = "the length the drafter was trained for", _LLAMA_MAX_POSITIONS
+        notes.append(finding("max-positions-omitted", field, "nothing", expected, default=default))
+        fields = ConfigFields({**fields.values, field: default}, fields.where)
+    layer = read_layer(
+        fields,
+        qk_norm=qwen3 or qk_norm,
+        qkv_bias=biases["self_attn.q_proj"],
+        output_bias=biases["self_attn.o_proj"],
+        mlp_bias=biases["mlp.gate_proj"],
+    )
+    return layer, fields.integer("max_position_embeddings")
+
+
+def _read_aux_ids(fields: ConfigFields, nested: ConfigFields, notes: list[Finding]) -> tuple[int, ...] | None:
+    """Return the ids as block inputs, or None when the config does not say."""
+    top, field = fields.integers(AUX_IDS) or None, f"eagle_config.{AUX_IDS}"
+    inner = nested.integers(AUX_IDS) or nested.integers("layer_ids") or None
+    if top is not None and inner is not None and list(inner) not in (list(top), as_outputs(top)):
+        expected = f"{as_outputs(top)} (outputs) to agree with the top level's {list(top)} (inputs)"
+        notes.append(finding("aux-ids-contradiction", field, list(inner), expected))
+    if top is None and inner is not None:
+        convention, top = ("outputs", tuple(i + 1 for i in inner)) if inner[0] == 1 else ("inputs", inner)
+        details: dict[str, Any] = {"convention": convention, "inputs": list(top)}
+        notes.append(finding("aux-ids-nested", field, list(inner), f"top-level {AUX_IDS}", **details))
+    if top is not None and list(top) != sorted(set(top)):
+        notes.append(finding("aux-ids-order", AUX_IDS, list(top), "ascending ids without repetition"))
+    return top
+
+
+def _read_num_aux(
+    fields: ConfigFields, aux_ids: tuple[int, ...] | None, list_counts: bool, notes: list[Finding]
+) -> int:
+    """How many aux states fc joins."""
+    listed = len(aux_ids) if aux_ids else _DEFAULT_NUM_AUX
+    for declared in (_NUM_AUX, "num_aux_layers"):
+        if declared in fields:
+            count = fields.integer(declared)
+            if aux_ids is not None and count != listed:
+                notes.append(finding("aux-count", declared, count, f"{listed}, the number of {AUX_IDS}"))
+            return count
+    if listed != _DEFAULT_NUM_AUX and not list_counts:
+        details: dict[str, Any] = {"fixed_by_convert": True, "assumed": _DEFAULT_NUM_AUX}
+        notes.append(finding("aux-count-undeclared", _NUM_AUX, "nothing", str(listed), **details))
+    return listed
+
+
+def _read_flags(fields: ConfigFields, nested: ConfigFields, notes: list[Finding]) -> dict[str, bool]:
+    """Flags belong to the top level. A nested one is understood, but vLLM reads only `norm_before_fc` there."""
+    flags: dict[str, bool] = {}
+    for flag in FLAGS:
+        inner = nested.flag(flag, False)
+        flags[flag] = fields.flag(flag, inner)
+        if flag in nested and flag in fields and flags[flag] != inner:
+            expected = f"{str(flags[flag]).lower()}, as at the top level"
+            notes.append(finding("flag-contradiction", f"eagle_config.{flag}", str(inner).lower(), expected))
+        elif flag not in fields and inner and flag != "norm_before_fc":
+            expected = f"{flag} at the top level"
+            notes.append(finding("flag-nested", f"eagle_config.{flag}", "true", expected, fixed_by_convert=True))
+    return flags
+
+
+def _read_speculators_flags(fields: ConfigFields, notes: list[Finding]) -> dict[str, bool]:
+    if (field := "norm_before_residual") not in fields:
+        notes.append(finding("norm-before-residual-omitted", field, "nothing", "true or false"))
+    return {flag: fields.flag(flag, flag == "norm_before_residual") for flag in FLAGS}
+
+
+def as_outputs(inputs: Sequence[int]) -> list[int] | None:
+    """Aux layers as block outputs; None when one of them is the embedding, which is no block's output."""
+    return None if 0 in inputs else [i - 1 for i in inputs]
+
+
+def write_config(
+    config: DrafterConfig, to: Format, target: TargetReference | None = None, num_speculative_tokens: int = 3
+) -> dict[str, Any]:
+    """The inverse of `read_config`."""
+    eagle1 = config.architecture is Architecture.EAGLE1
+    if eagle1 and to == "speculators":
+        raise CheckpointError("the speculators format has no EAGLE-1 that vLLM reads; write it with --to vllm")
+    if eagle1 and config.layer.qk_norm:
+        raise CheckpointError("an EAGLE-1 drafter with q/k norms has no class in vLLM or SGLang; nothing written")
+    layers = {
+        "model_type": "qwen3" if config.layer.qk_norm else "llama",
+        **write_layer(config.layer),  # in the spelling of transformers 4, which every engine reads
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": False,
+    }
+    if eagle1:
+        # Not "bias", EAGLE's own name for fc's bias: vLLM takes it for attention biases that are not there.
+        return {"architectures": ["EagleLlamaForCausalLM"], **layers, "torch_dtype": config.dtype}
+    fields: dict[str, Any] = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **{flag: getattr(config, flag) for flag in FLAGS},
+        "torch_dtype": config.dtype,
+    }
+    if config.aux_layer_ids is not None:
+        fields[AUX_IDS] = list(config.aux_layer_ids)
+    if to == "vllm":
+        if config.aux_layer_ids is not None and (outputs := as_outputs(config.aux_layer_ids)) is not None:
+            fields["eagle_config"] = {"use_aux_hidden_state": True, AUX_IDS: outputs}
+        name = "Eagle3Qwen3ForCausalLM" if config.layer.qk_norm else "LlamaForCausalLMEagle3"
+        return {"architectures": [name], **layers, _NUM_AUX: config.num_aux_states, **fields}
+    target = target or TargetReference()
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        # vLLM copies nothing but this object to the drafter's config, so what speculators has no field for goes here.
+        _SPECULATORS_LAYERS: {**layers, _NUM_AUX: config.num_aux_states, "torch_dtype": config.dtype},
+        **fields,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}],
+            "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
+        },
+    }

@@ -1,0 +1,298 @@
+"""The bookkeeping at both ends of a round, one launch each: what goes in, what came out, and where the drafts go.
+
+Without these a round spends as many launches on indices as on a layer. Integers only: kernel and reference agree
+exactly. `rows` [batch] are indices into the row state. Several entries may name the same row (padding): what is left in
+that row is one of the values written.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
+
+
+class RoundRows(Protocol):
+    """What a round reads and writes of the row state, whose tensors have one row for each request."""
+
+    last_token: Tensor  # [requests], as all but the last two
+    length: Tensor
+    draft_count: Tensor
+    draft_until: Tensor
+    draft_limit: Tensor
+    drafts: Tensor  # [requests, max_depth]
+    block_tables: Tensor  # [requests, max_blocks] int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedRound:
+    """What the target reads in a round of `width` tokens per request: the last one and the drafts."""
+
+    tokens: Tensor  # [batch * width] int64
+    positions: Tensor  # [batch * width] int64
+    slots: Tensor  # [batch * width] int64
+    tables: Tensor  # [batch, max_blocks] int32; entries beyond those in use are undefined
+    context: Tensor  # [batch] int64: tokens stored before
+    drafted: Tensor  # [batch] int64: how many of the drafts count
+
+    @classmethod
+    def empty(cls, rows: Tensor, *, width: int, max_blocks: int) -> "OpenedRound":
+        """Room for a kernel to write to."""
+        tokens, positions, slots = (rows.new_empty(len(rows) * width) for _ in range(3))
+        context, drafted = (rows.new_empty(len(rows)) for _ in range(2))
+        tables = rows.new_empty(len(rows), max_blocks, dtype=torch.int32)
+        return cls(tokens=tokens, positions=positions, slots=slots, tables=tables, context=context, drafted=drafted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlaces:
+    """Where the rows of draft steps after the first go."""
+
+    positions: Tensor  # [depth - 1, batch] int64
+    slots: Tensor  # [depth - 1, batch] int64
+    tables: Tensor  # [batch, max_blocks] int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettledRound:
+    """What the drafter reads after a round."""
+
+    tokens: Tensor  # [batch * width] int64: emitted tokens, 0 for padding
+    last_rows: Tensor  # [batch] int64: which of those is each request's last
+    places: DraftPlaces
+
+    @classmethod
+    def empty(cls, rows: Tensor, opened: OpenedRound, *, width: int, depth: int) -> "SettledRound":
+        """Room for a kernel to write to."""
+        positions, slots = (rows.new_empty(max(depth - 1, 0), len(rows)) for _ in range(2))
+        places = DraftPlaces(positions=positions, slots=slots, tables=opened.tables)
+        return cls(tokens=rows.new_empty(len(rows) * width), last_rows=rows.new_empty(len(rows)), places=places)
+
+
+def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) -> OpenedRound:
+    """Gather the inputs of a round that verifies `verify` drafts of each row."""
+    if not runs_triton(rows):
+        native = cpu_kernel("open_round", rows, state.drafts, state.block_tables)
+        return (native or open_round_reference)(rows, state, verify=verify, block_size=block_size)
+    width, max_blocks = verify + 1, state.block_tables.shape[1]
+    opened = OpenedRound.empty(rows, width=width, max_blocks=max_blocks)
+    _open_kernel[(len(rows),)](
+        rows,
+        state.last_token,
+        state.drafts,
+        state.length,
+        state.draft_count,
+        state.block_tables,
+        opened.tokens,
+        opened.positions,
+        opened.slots,
+        opened.tables,
+        opened.context,
+        opened.drafted,
+        state.drafts.stride(0),
+        max_blocks,
+        WIDTH=width,
+        BLOCK=next_power_of_two(width),
+        BLOCK_SIZE=block_size,
+        AHEAD=width + state.drafts.shape[1],  # the farthest that this round and the drafts after it reach
+        COPY=256,
+        num_warps=1,
+    )
+    return opened
+
+
+def open_round_reference(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) -> OpenedRound:
+    tables, context = state.block_tables[rows], state.length[rows]
+    positions = context[:, None] + torch.arange(verify + 1, device=rows.device)
+    return OpenedRound(
+        tokens=torch.cat([state.last_token[rows, None], state.drafts[rows, :verify]], dim=1).flatten(),
+        positions=positions.flatten(),
+        slots=slots_of(tables, positions, block_size).flatten(),
+        tables=tables,
+        context=context,
+        drafted=state.draft_count[rows].clamp(max=verify),
+    )
+
+
+def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Return the slot of each position: block_tables [batch, max_blocks], positions [batch, n] -> [batch, n]."""
+    blocks = block_tables.gather(1, (positions // block_size).clamp(max=block_tables.shape[1] - 1))
+    return blocks.long() * block_size + positions % block_size
+
+
+def settle_round(
+    rows: Tensor,
+    state: RoundRows,
+    opened: OpenedRound,
+    tokens: Tensor,
+    accepted: Tensor,
+    *,
+    depth: int,
+    block_size: int,
+) -> SettledRound:
+    """Write the outcome (tokens [batch, width], accepted [batch]) into the row state and lay out the next drafts.
+
+    A row may have `depth` drafts, but no more than its `draft_limit`, as far as they and the token after them lie
+    before its `draft_until`.
+    """
+    if not runs_triton(rows):
+        native = cpu_kernel("settle_round", rows, tokens, accepted, opened.context)
+        run = native or settle_round_reference
+        return run(rows, state, opened, tokens, accepted, depth=depth, block_size=block_size)
+    batch, width = tokens.shape
+    steps = max(depth - 1, 0)
+    settled = SettledRound.empty(rows, opened, width=width, depth=depth)
+    _settle_kernel[(batch,)](
+        rows,
+        opened.context,
+        opened.tables,
+        tokens,
+        accepted,
+        state.last_token,
+        state.length,
+        state.draft_count,
+        state.draft_until,
+        state.draft_limit,
+        settled.tokens,
+        settled.last_rows,
+        settled.places.positions,
+        settled.places.slots,
+        batch,
+        opened.tables.shape[1],
+        depth,
+        WIDTH=width,
+        BLOCK=next_power_of_two(width),
+        STEPS=steps,
+        STEP_BLOCK=next_power_of_two(max(steps, 1)),
+        BLOCK_SIZE=block_size,
+        num_warps=1,
+    )
+    return settled
+
+
+def settle_round_reference(
+    rows: Tensor,
+    state: RoundRows,
+    opened: OpenedRound,
+    tokens: Tensor,
+    accepted: Tensor,
+    *,
+    depth: int,
+    block_size: int,
+) -> SettledRound:
+    batch, width = tokens.shape
+    length = opened.context + accepted + 1
+    state.last_token[rows] = tokens.gather(1, accepted[:, None]).squeeze(1)
+    state.length[rows] = length
+    room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
+    state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
+    return SettledRound(
+        tokens=tokens.clamp(min=0).flatten(),
+        last_rows=torch.arange(batch, device=rows.device) * width + accepted,
+        places=draft_places(length, opened.tables, depth=depth, block_size=block_size),
+    )
+
+
+def draft_places(length: Tensor, tables: Tensor, *, depth: int, block_size: int) -> DraftPlaces:
+    """Return where draft steps 1 to depth - 1 go after `length` [batch] settled tokens."""
+    positions = length[:, None] + torch.arange(max(depth - 1, 0), device=length.device)  # [batch, depth - 1]
+    slots = slots_of(tables, positions, block_size)
+    return DraftPlaces(positions=positions.T.contiguous(), slots=slots.T.contiguous(), tables=tables)
+
+
+@triton.jit
+def _open_kernel(
+    rows_ptr,
+    last_token_ptr,
+    drafts_ptr,
+    length_ptr,
+    draft_count_ptr,
+    block_tables_ptr,
+    tokens_ptr,
+    positions_ptr,
+    slots_ptr,
+    tables_ptr,
+    context_ptr,
+    drafted_ptr,
+    drafts_stride,
+    max_blocks,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + entry)
+    context = tl.load(length_ptr + row)
+    tl.store(context_ptr + entry, context)
+    tl.store(drafted_ptr + entry, tl.minimum(tl.load(draft_count_ptr + row), WIDTH - 1))
+
+    place = tl.arange(0, BLOCK)
+    inside = place < WIDTH
+    draft = tl.load(drafts_ptr + row * drafts_stride + place - 1, mask=inside & (place > 0), other=0)
+    token = tl.where(place == 0, tl.load(last_token_ptr + row), draft)
+    position = context + place
+    block = tl.minimum(position // BLOCK_SIZE, max_blocks - 1)
+    number = tl.load(block_tables_ptr + row * max_blocks + block, mask=inside, other=0).to(tl.int64)
+    tl.store(tokens_ptr + entry * WIDTH + place, token, mask=inside)
+    tl.store(positions_ptr + entry * WIDTH + place, position, mask=inside)
+    tl.store(slots_ptr + entry * WIDTH + place, number * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+
+    used = tl.minimum((context + AHEAD) // BLOCK_SIZE + 1, max_blocks)
+    column = tl.arange(0, COPY)
+    for start in range(0, used, COPY):
+        within = start + column < max_blocks
+        copied = tl.load(block_tables_ptr + row * max_blocks + start + column, mask=within, other=0)
+        tl.store(tables_ptr + entry * max_blocks + start + column, copied, mask=within)
+
+
+@triton.jit
+def _settle_kernel(
+    rows_ptr,
+    context_ptr,
+    tables_ptr,
+    emitted_ptr,
+    accepted_ptr,
+    last_token_ptr,
+    length_ptr,
+    draft_count_ptr,
+    draft_until_ptr,
+    draft_limit_ptr,
+    tokens_ptr,
+    last_rows_ptr,
+    positions_ptr,
+    slots_ptr,
+    batch,
+    max_blocks,
+    depth,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    STEP_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + entry)
+    accepted = tl.load(accepted_ptr + entry)
+    length = tl.load(context_ptr + entry) + accepted + 1
+    room = tl.load(draft_until_ptr + row) - length - 2
+    tl.store(length_ptr + row, length)
+    most = tl.minimum(tl.load(draft_limit_ptr + row), depth)
+    tl.store(draft_count_ptr + row, tl.minimum(tl.maximum(room, 0), most))
+    tl.store(last_rows_ptr + entry, entry * WIDTH + accepted)
+
+    place = tl.arange(0, BLOCK)
+    token = tl.load(emitted_ptr + entry * WIDTH + place, mask=place < WIDTH, other=0)
+    tl.store(last_token_ptr + row, tl.sum(tl.where(place == accepted, token, 0), axis=0))
+    tl.store(tokens_ptr + entry * WIDTH + place, tl.maximum(token, 0), mask=place < WIDTH)
+
+    if STEPS > 0:
+        step = tl.arange(0, STEP_BLOCK)
+        position = length + step
+        block = tl.minimum(position // BLOCK_SIZE, max_blocks - 1)
+        number = tl.load(tables_ptr + entry * max_blocks + block, mask=step < STEPS, other=0).to(tl.int64)
+        tl.store(positions_ptr + step * batch + entry, position, mask=step < STEPS)
+        tl.store(slots_ptr + step * batch + entry, number * BLOCK_SIZE + position % BLOCK_SIZE, mask=step < STEPS)

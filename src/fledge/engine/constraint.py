@@ -23,16 +23,8 @@ class TokenConstraint(Protocol):
     go on (a parser at its limits) raises; the engine then ends that request and no other.
     """
 
-    def allowed(self) -> Tensor | None:
-        """Return the mask of the next token; None: all."""
-        ...
-
-    def valid_prefix(self, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens the grammar takes in a row."""
-        ...
-
     def masks(self, tokens: Sequence[int]) -> Masks:
-        """Return the masks before each of the first `valid_prefix` tokens and after the last of them."""
+        """Return the masks before each of the tokens that the grammar takes in a row, and after the last of those."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:

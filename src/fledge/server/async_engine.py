@@ -75,15 +75,16 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End all requests and the engine."""
-        self.fail_all("the server is shutting down")
+        self.fail_all()
         for request_id in list(self._running):
             self.abort(request_id, "shutdown")
         await self.process.close()
 
-    def fail_all(self, why: str) -> None:
+    def fail_all(self, error: RequestError | None = None) -> None:
         """Tell all who wait that they wait in vain."""
+        error = error or RequestError("the server is shutting down", status=503, code="shutting_down")
         for generation in set(self._running.values()):
-            generation.put(RequestError(why, status=503, code="shutting_down"))
+            generation.put(error)
 
     @property
     def is_healthy(self) -> bool:
@@ -114,12 +115,8 @@ class AsyncEngine:
             raise RequestError("the engine has stopped working; see the server's log", status=503, code="engine_dead")
         if self.active + requests > self.max_requests:
             self._metrics.on_rejected("queue_full")
-            raise RequestError(
-                f"{self.active} requests are running or waiting, which is all that this server takes; try again later",
-                status=429,
-                code="queue_full",
-                retry_after=1,
-            )
+            message = f"{self.active} requests are running or waiting, which is all that this server takes"
+            raise RequestError(f"{message}; try again later", status=429, code="queue_full", retry_after=1)
         self._reserved += requests
         try:
             yield
@@ -185,10 +182,6 @@ class AsyncEngine:
             )
         return generation
 
-    def stop(self, request_id: str) -> None:
-        """End a request whose stop string was found. Its last update comes like that of any other."""
-        self.process.send(Abort(request_id, "stop"))
-
     def abort(self, request_id: str, reason: str) -> None:
         """End a request that nobody waits for any more, unless it has ended."""
         if self._running.pop(request_id, None) is not None:
@@ -202,24 +195,20 @@ class AsyncEngine:
             self._compiling.pop(output.number).set_result(output.error)
         else:
             for update in output.updates:
-                self._take(update)
+                generation = self._running.get(update.request_id)
+                if update.finish_reason is not None:
+                    self._running.pop(update.request_id, None)  # whoever reads it may take their time
+                    self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
+                if generation is not None:
+                    generation.put(update)
             self._metrics.on_stats(output.stats)
-
-    def _take(self, update: RequestUpdate) -> None:
-        generation = self._running.get(update.request_id)
-        if update.finish_reason is not None:
-            self._running.pop(update.request_id, None)  # whoever reads it may take their time
-            self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
-        if generation is not None:
-            generation.put(update)
 
     def _die(self, reason: str) -> None:
         if self.death is not None:
             return  # the end of its process follows its last words
         self.death = reason
         lost = RequestError("the engine has stopped working", status=500, code="generation_failed")
-        for generation in set(self._running.values()):
-            generation.put(lost)
+        self.fail_all(lost)
         self._running.clear()
         self._templates.clear()
         for number in list(self._compiling):
@@ -306,15 +295,14 @@ class Generation:
         concerned: dict[int, None] = {}
         while self._inbox:
             message = self._inbox.popleft()
+            if isinstance(message, RequestUpdate) and message.finish_reason == "error":
+                message = RequestError(message.error or "the request failed", status=500, code="generation_failed")
             if isinstance(message, RequestError):
                 self.close("error")
                 raise message
-            if message.finish_reason == "error":
-                self.close("error")
-                raise RequestError(message.error or "the request failed", status=500, code="generation_failed")
             number = self._numbers[message.request_id]
-            if self._texts[number].add(message):
-                self._engine.stop(message.request_id)
+            if self._texts[number].add(message):  # a stop string was found; the last update is still to come
+                self._engine.process.send(Abort(message.request_id, "stop"))
             concerned[number] = None
         return list(concerned)
 

@@ -1,5 +1,7 @@
 """Log-probabilities in OpenAI's two shapes."""
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,32 +18,24 @@ class TokenTexts:
         """`as_ids`: tokens are written "token_id:123"."""
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
-        self._known: dict[int, tuple[str, list[int]]] = {}
-
-    def of(self, token: int) -> tuple[str, list[int]]:
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._look_up(token)
-        return found
+        self.of = functools.cache(self._look_up)
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
         if self._as_ids or self._tokenizer is None:
-            return f"token_id:{token}", list(f"token_id:{token}".encode())
+            text = f"token_id:{token}"
+            return text, list(text.encode())
         text = str(self._tokenizer.decode([token]))
+        spelled = None
         if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character: its bytes are in the vocabulary's spelling
-            spelled = str(self._tokenizer.convert_ids_to_tokens(token))
-            return text, _bytes_of(spelled) or list(text.encode())
-        return text, list(text.encode())
+            spelled = _bytes_of(str(self._tokenizer.convert_ids_to_tokens(token)))
+        return text, spelled or list(text.encode())
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
     """Return `choices[].logprobs` of a chat answer."""
     return {
         "content": [
-            {
-                **_entry(one.token, one.logprob, texts),
-                "top_logprobs": [_entry(token, value, texts) for token, value in one.top],
-            }
+            _entry(one.token, one.logprob, texts) | {"top_logprobs": [_entry(*other, texts) for other in one.top]}
             for one in logprobs
         ],
         "refusal": None,
@@ -51,20 +45,14 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[
 def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, offset: int) -> dict[str, Any]:
     """Return `choices[].logprobs` of a completion; `offset` characters came before."""
     tokens = [texts.of(one.token)[0] for one in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    top = []
-    for one, token in zip(logprobs, tokens, strict=True):
-        likeliest = {token: _finite(one.logprob)}  # the chosen token is among them, as at OpenAI
-        likeliest |= {texts.of(other)[0]: _finite(value) for other, value in one.top}
-        top.append(likeliest)
     return {
-        "text_offset": offsets,
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
         "token_logprobs": [_finite(one.logprob) for one in logprobs],
         "tokens": tokens,
-        "top_logprobs": top,
+        "top_logprobs": [  # the chosen token is among them, as at OpenAI
+            {texts.of(token)[0]: _finite(value) for token, value in ((one.token, one.logprob), *one.top)}
+            for one in logprobs
+        ],
     }
 
 
@@ -77,18 +65,13 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else LOWEST
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
+# How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 def _bytes_of(spelled: str) -> list[int] | None:
     if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):  # SentencePiece's byte fallback
         return [int(spelled[3:5], 16)]
-    found = [_ALPHABET.get(character) for character in spelled]
-    return None if None in found else [byte for byte in found if byte is not None]
+    return [_ALPHABET[character] for character in spelled] if set(spelled) <= _ALPHABET.keys() else None

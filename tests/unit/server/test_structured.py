@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from fledge.engine.constraint import ConstraintFactory, TokenConstraint
 from fledge.server.errors import RequestError
 from fledge.server.grammar import ConstraintFailed, Grammar, GrammarCompiler, GrammarLimits
-from fledge.server.reasoning import ReasoningParser
-from fledge.server.structured import read_format
-from fledge.server.tools import call_grammar, get_parser, read_tools
+from fledge.server.parsers import ReasoningParser
+from fledge.server.structured import call_grammar, read_format, read_tools
+from fledge.server.tool_parsers import TOOL_PARSERS
 from tests.parsing import parse_whole
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool_calls_section_begin|>")
@@ -325,7 +325,7 @@ def test_calls_that_must_come_do_in_the_models_own_syntax(kind: str, name: str, 
     asked = {"type": "function", "function": {"name": "ping"}} if choice == "named" else "required"
     request = read_tools(TOOLS, asked, choice != "single")
     assert request is not None
-    parser, compiler = get_parser(name), COMPILERS[kind]
+    parser, compiler = TOOL_PARSERS[name], COMPILERS[kind]
     grammar = call_grammar(parser, request)
     assert grammar is not None
     factory = compiler.compile(grammar)
@@ -344,12 +344,12 @@ def test_calls_that_must_come_do_in_the_models_own_syntax(kind: str, name: str, 
 def test_nothing_is_enforced_where_the_model_may_choose_and_bad_schemas_are_refused() -> None:
     auto = read_tools(TOOLS)
     assert auto is not None
-    assert call_grammar(get_parser("hermes"), auto) is None
+    assert call_grammar(TOOL_PARSERS["hermes"], auto) is None
     for parameters in ({"type": "frob"}, nested(3000)):
         bad = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
         assert bad is not None
         with pytest.raises(RequestError, match="tools: ") as raised:
-            COMPILERS["plain"].compile(call_grammar(get_parser("hermes"), bad))  # type: ignore[arg-type]
+            COMPILERS["plain"].compile(call_grammar(TOOL_PARSERS["hermes"], bad))  # type: ignore[arg-type]
         assert raised.value.status == 400
 
 

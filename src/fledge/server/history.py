@@ -1,15 +1,17 @@
 """The last minutes in equal intervals: what the page draws, and what explanations are made from."""
 
+import itertools
+import math
 import time
-from bisect import bisect_left
-from collections import Counter, deque
+from bisect import bisect_right
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
+from typing import Any
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.outputs import RequestMetrics, RoundRecord
-from fledge.engine.protocol import EngineStats, RoundReport
+from fledge.engine.outputs import RoundRecord
 from fledge.server.prompts import Template
 
 INTERVAL_SECONDS = 2.0
@@ -17,18 +19,20 @@ KEPT_INTERVALS = 300  # ten minutes
 CONTEXT_EDGES = (512, 2048, 8192, 32768)
 CONTEXT_BUCKETS = ("up to 512", "513 to 2048", "2049 to 8192", "8193 to 32768", "over 32768")
 
-Tally = Counter[tuple[int, int]]  # (drafted, accepted) -> rounds, as in AcceptanceStatistics
 Shape = tuple[int, int]  # of a round: batch, depth
 
 
-def by_context(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, Tally]]:
+def _acceptances() -> defaultdict[Any, AcceptanceStatistics]:
+    return defaultdict(AcceptanceStatistics)
+
+
+def by_context(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, AcceptanceStatistics]]:
     """Split a request's rounds, which are in order, by the length of the context they drafted from."""
-    outcome = itemgetter(1, 2)
     begin = 0
-    for bucket, edge in zip(CONTEXT_BUCKETS, (*CONTEXT_EDGES, None), strict=True):
-        end = len(rounds) if edge is None else bisect_left(rounds, edge + 1, key=lambda record: record.start)
+    for bucket, edge in zip(CONTEXT_BUCKETS, (*CONTEXT_EDGES, math.inf), strict=True):
+        end = bisect_right(rounds, edge, key=lambda record: record.start)
         if end > begin:
-            yield bucket, Counter(map(outcome, rounds[begin:end]))
+            yield bucket, AcceptanceStatistics(tally=Counter(map(itemgetter(1, 2), rounds[begin:end])))
         begin = end
 
 
@@ -41,7 +45,7 @@ class HistoryInterval:
     prompt_tokens: int = 0
     output_tokens: int = 0
     request_seconds: float = 0.0  # that requests spent in rounds, added up
-    tally: Tally = field(default_factory=Counter)
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     rounds: Counter[Shape] = field(default_factory=Counter)
     round_tokens: Counter[Shape] = field(default_factory=Counter)  # what streaming users see
     phase_seconds: Counter[str] = field(default_factory=Counter)
@@ -52,63 +56,32 @@ class HistoryInterval:
     kv_use: float = 0.0
     ttft_sum: float = 0.0
     ttft_count: int = 0
-    templates: dict[Template, Tally] = field(default_factory=dict)
-    contexts: dict[str, Tally] = field(default_factory=dict)
+    templates: defaultdict[Template, AcceptanceStatistics] = field(default_factory=_acceptances)
+    contexts: defaultdict[str, AcceptanceStatistics] = field(default_factory=_acceptances)
     requests_by_template: Counter[Template] = field(default_factory=Counter)
 
     @classmethod
     def sum(cls, parts: Iterable["HistoryInterval"]) -> "HistoryInterval":
         """Several intervals as one, which shares nothing with them."""
         total = cls(intervals=0)
-        for part in parts:
-            total._add(part)
-        return total
-
-    def _add(self, other: "HistoryInterval") -> None:
-        for name in (one.name for one in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Counter):
+        for part, name in itertools.product(parts, (one.name for one in fields(cls))):
+            mine, theirs = getattr(total, name), getattr(part, name)
+            if isinstance(mine, AcceptanceStatistics):
+                mine.tally.update(theirs.tally)
+            elif isinstance(mine, Counter):
                 mine.update(theirs)
             elif isinstance(mine, dict):
-                for key, tally in theirs.items():
-                    mine.setdefault(key, Counter()).update(tally)
+                for key, acceptance in theirs.items():
+                    mine[key].tally.update(acceptance.tally)
             else:
                 is_gauge = name in ("number", "running", "waiting", "kv_use")
-                setattr(self, name, theirs if is_gauge else mine + theirs)
-
-    def add_round(self, report: RoundReport) -> None:
-        shape = (report.batch, report.verify)
-        self.rounds[shape] += 1
-        self.round_tokens[shape] += report.tokens
-        if report.seconds is not None:
-            self.phase_seconds.update(report.seconds._asdict())
-
-    def add_finished(self, template: Template, metrics: RequestMetrics, contexts: Iterable[tuple[str, Tally]]) -> None:
-        self.requests_by_template[template] += 1
-        self.templates.setdefault(template, Counter()).update(metrics.acceptance.tally)
-        for bucket, tally in contexts:
-            self.contexts.setdefault(bucket, Counter()).update(tally)
-        if metrics.time_to_first_token is not None:
-            self.ttft_sum += metrics.time_to_first_token
-            self.ttft_count += 1
-
-    def set_gauges(self, stats: EngineStats) -> None:
-        self.running, self.waiting = stats.running, stats.waiting
-        self.kv_use = stats.kv_used / stats.kv_capacity if stats.kv_capacity else 0.0
+                setattr(total, name, theirs if is_gauge else mine + theirs)
+        return total
 
     @property
-    def acceptance(self) -> AcceptanceStatistics:
-        return AcceptanceStatistics(tally=self.tally)
-
-    @property
-    def acceptance_by_template(self) -> dict[Template, AcceptanceStatistics]:
-        return {key: AcceptanceStatistics(tally=tally) for key, tally in self.templates.items()}
-
-    @property
-    def acceptance_by_context(self) -> dict[str, AcceptanceStatistics]:
+    def contexts_in_order(self) -> dict[str, AcceptanceStatistics]:
         """Shortest contexts first."""
-        known = [bucket for bucket in CONTEXT_BUCKETS if bucket in self.contexts]
-        return {bucket: AcceptanceStatistics(tally=self.contexts[bucket]) for bucket in known}
+        return {bucket: self.contexts[bucket] for bucket in CONTEXT_BUCKETS if bucket in self.contexts}
 
     @property
     def fallback_ratio(self) -> float | None:
@@ -131,12 +104,12 @@ class History:
     def current(self) -> HistoryInterval:
         """The interval that now belongs to; closes those before it."""
         number = int((time.monotonic() - self._began) / self.interval_seconds)
-        if number > self._current.number:
-            last = self._current
-            self._closed.append(last)
-            for skipped in range(max(last.number + 1, number - self.kept), number):
-                self._closed.append(self._after(last, skipped))
-            self._current = self._after(last, number)
+        last = self._current
+        for following in range(max(last.number + 1, number - self.kept), number + 1):
+            self._closed.append(self._current)
+            self._current = HistoryInterval(
+                number=following, running=last.running, waiting=last.waiting, kv_use=last.kv_use
+            )
         return self._current
 
     def closed(self) -> list[HistoryInterval]:
@@ -152,7 +125,3 @@ class History:
             known = (current.number, HistoryInterval.sum(list(self._closed)[1 - intervals :]))
             self._sums[intervals] = known
         return HistoryInterval.sum([known[1], current])
-
-    @staticmethod
-    def _after(last: HistoryInterval, number: int) -> HistoryInterval:
-        return HistoryInterval(number=number, running=last.running, waiting=last.waiting, kv_use=last.kv_use)

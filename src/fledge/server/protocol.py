@@ -141,9 +141,10 @@ class SamplingRequest(ApiModel):
 
         Raises ConfigError, which names the field.
         """
-        given = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams) if field.name != "n"}
-        given = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-        return SamplingParams(**{**given, "max_tokens": self.most_tokens, "logprobs": self.logprobs_wanted})
+        ours: dict[str, Any] = {"n": 1, "max_tokens": self.most_tokens, "logprobs": self.logprobs_wanted}
+        names = [field.name for field in fields(SamplingParams) if field.name not in ours]
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return SamplingParams(**{**defaults, **given, **ours})
 
     def check_sizes(self) -> None:
         """Raise RequestError if something is more than this server takes."""

@@ -31,8 +31,14 @@ Rounds = Mapping[Shape, tuple[int, int]]  # (batch, depth) -> rounds, tokens
 
 
 def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
-    counts = {shape: count for shape, (count, _) in rounds.items()}
-    return speed_up(counts, {shape: tokens for shape, (_, tokens) in rounds.items()}, costs)
+    return speed_up(_seen(rounds), costs)
+
+
+def _seen(rounds: Rounds) -> HistoryInterval:
+    seen = HistoryInterval()
+    for shape, (count, tokens) in rounds.items():
+        seen.rounds[shape], seen.round_tokens[shape] = count, tokens
+    return seen
 
 
 def _explain(
@@ -44,12 +50,10 @@ def _explain(
     **options: bool,
 ) -> list[SpeculationNote]:
     """What is said after this was seen of late."""
-    seen = HistoryInterval()
-    for shape, (count, tokens) in (rounds or {}).items():
-        seen.rounds[shape], seen.round_tokens[shape] = count, tokens
-    seen.tally.update(acceptance.tally if acceptance is not None else {})
-    seen.templates = {Template(name, ""): part.tally for name, part in (templates or {}).items()}
-    seen.contexts = {name: part.tally for name, part in (contexts or {}).items()}
+    seen = _seen(rounds or {})
+    seen.acceptance = acceptance or AcceptanceStatistics()
+    seen.templates.update({Template(name, ""): part for name, part in (templates or {}).items()})
+    seen.contexts.update(contexts or {})
     return explain(seen, costs or CostTable(), **options)
 
 

@@ -5,13 +5,13 @@ Bodies are read and checked here, clients that go away noticed, events sent as t
 """
 
 import asyncio
-import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
+import jiter
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,15 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
-from fledge.server.errors import RequestError, error_body
-from fledge.server.protocol import (
-    ApiModel,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    parse,
-)
+from fledge.server.errors import RequestError
+from fledge.server.protocol import ApiModel, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, OpenAIResponse, event
 from fledge.server.service import Service
@@ -40,7 +33,7 @@ MAX_NESTING = 64
 BODY_SECONDS = 60.0  # for a body to arrive
 SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
 CLIENT_GONE = 499  # for the log: nobody is there to read a status
-INTERNAL_ERROR = error_body(500, "the server failed to answer; see its log")
+INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
 BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -184,8 +177,9 @@ async def _answer(
             entry.write()
 
 
-def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse(error.body(), status_code=error.status, headers={**(headers or {}), **error.headers})
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    retry = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse(error.body(), status_code=error.status, headers={**(headers or {}), **retry})
 
 
 class ClientGone(Exception):  # noqa: N818 - nobody's error
@@ -262,7 +256,7 @@ class EventStream(Response):
         except Exception:
             _log.exception("a stream failed")
             status, code = 500, "internal_error"
-            await send_part(event(INTERNAL_ERROR) + DONE)
+            await send_part(event(INTERNAL_ERROR.body()) + DONE)
         await send_part(b"", more=False)
         return status, code
 
@@ -278,22 +272,17 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
     body = await _read_body(request)
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    except (RecursionError, ValueError) as error:
-        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(f"the body is not JSON that can be read here: {reason}") from None
+        value = jiter.from_json(body, allow_inf_nan=False)
+    except ValueError as error:  # also for what is no UTF-8, and halves of characters
+        raise RequestError(f"the body is not JSON that can be read here: {error}") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
-    _check_nesting(value)
-    try:  # JSON can spell halves of characters; UTF-8 and tokenizers cannot
-        if b"\\ud" in body or b"\\uD" in body:
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("the body has half of a UTF-16 surrogate pair, which is no character") from None
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):  # refuse deep JSON, so that whatever walks it later can do so by recursion
+        parts = (parent.values() if isinstance(parent, dict) else parent for parent in level)
+        level = [child for part in parts for child in part if isinstance(child, dict | list)]
+    if level:
+        raise RequestError(f"the body is nested more than {MAX_NESTING} deep")
     return value
 
 
@@ -314,18 +303,3 @@ async def _read_body(request: Request) -> bytes:
     if is_too_large:
         raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
     return bytes(body)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
-def _check_nesting(value: Any) -> None:
-    """Refuse deep JSON, so that whatever walks it later can do so by recursion."""
-    level = [value]
-    for _ in range(MAX_NESTING):
-        parts = (parent.values() if isinstance(parent, dict) else parent for parent in level)
-        level = [child for part in parts for child in part if isinstance(child, dict | list)]
-        if not level:
-            return
-    raise RequestError(f"the body is nested more than {MAX_NESTING} deep")

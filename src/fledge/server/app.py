@@ -16,13 +16,12 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from fledge import __version__
 from fledge.errors import FledgeError
 from fledge.server import api, dashboard
-from fledge.server.errors import RequestError, error_body
+from fledge.server.errors import RequestError
 from fledge.server.service import Service
 
 _log = logging.getLogger("fledge.server")
@@ -64,26 +63,20 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def not_served(_request: Request, error: HTTPException) -> Response:
-        return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, error.headers)
+        return api.error_response(RequestError(str(error.detail), status=error.status_code), error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_request: Request, _error: Exception) -> Response:
-        return JSONResponse(api.INTERNAL_ERROR, 500)
+        return api.error_response(api.INTERNAL_ERROR)
 
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    known = schema.setdefault("components", {}).setdefault("schemas", {})
+    for kind in api.BODIES:
+        made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        known |= made.pop("$defs", {})
+        known[kind.__name__] = made
+    app.openapi = lambda: schema  # type: ignore[method-assign]
     return app
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        known = schema.setdefault("components", {}).setdefault("schemas", {})
-        for kind in api.BODIES:
-            made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            known |= made.pop("$defs", {})
-            known[kind.__name__] = made
-        app.openapi_schema = schema
-    return app.openapi_schema
 
 
 class DrainingServer(uvicorn.Server):

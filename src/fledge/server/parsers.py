@@ -8,9 +8,10 @@ that then break off or are no JSON are passed on as they are, as OpenAI does.
 Everything is decided character by character, so how the text is cut into pieces changes nothing.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.server.grammar import ReasoningMarkers
@@ -18,6 +19,7 @@ from fledge.server.grammar import ReasoningMarkers
 # OpenAI's: {"content": ...}, {"reasoning_content": ...}, or {"tool_calls": [{"index": ..., ...}]} with a call's id and
 # name first and then its arguments in any number of pieces.
 Delta = dict[str, Any]
+_P = TypeVar("_P", bound="StreamParser")
 
 
 class StreamParser(ABC):
@@ -133,27 +135,18 @@ class ReasoningParser(StreamParser):
 
 
 class AnswerParser:
-    """Reasoning, then content and tool calls: one answer through both parsers, where there are any."""
+    """Reasoning, then content and tool calls: each parser reads the content that the one before it gives."""
 
-    def __init__(self, *, reasoning: ReasoningParser | None = None, tools: StreamParser | None = None) -> None:
-        self._reasoning, self._tools = reasoning, tools
+    def __init__(self, *parsers: StreamParser | None) -> None:
+        self._parsers = [parser for parser in parsers if parser is not None]
 
-    def feed(self, text: str) -> list[Delta]:
-        """Take in more text; return what has become certain."""
-        parts: list[Delta] = [{"content": text}] if text else []
-        return self._through_tools(parts if self._reasoning is None else self._reasoning.feed(text))
-
-    def finish(self) -> list[Delta]:
-        """Return what is left when the answer has ended."""
-        found = self._through_tools([] if self._reasoning is None else self._reasoning.finish())
-        return found if self._tools is None else [*found, *self._tools.finish()]
-
-    def _through_tools(self, parts: list[Delta]) -> list[Delta]:
-        if self._tools is None:
-            return parts
-        return [
-            delta for part in parts for delta in (self._tools.feed(part["content"]) if "content" in part else [part])
-        ]
+    def feed(self, text: str, *, final: bool = False) -> list[Delta]:
+        """Take in more text; return what has become certain, and all that is left when the answer has ended."""
+        deltas: list[Delta] = [{"content": text}] if text else []
+        for parser in self._parsers:
+            parts = [parser.feed(delta["content"]) if "content" in delta else [delta] for delta in deltas]
+            deltas = [*itertools.chain(*parts), *(parser.finish() if final else ())]
+        return deltas
 
 
 def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -172,18 +165,18 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 # vLLM's names for --reasoning-parser; all of them write the same markers.
-REASONING_PARSERS = ("think", "deepseek_r1", "qwen3", "kimi_k2")
+REASONING_PARSERS = dict.fromkeys(("think", "deepseek_r1", "qwen3", "kimi_k2"), ReasoningParser)
 
 
 def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:
     """Return the parser of that name; None or "auto": if the chat template knows about reasoning; "none": none."""
-    if name not in (None, "auto"):
-        return ReasoningParser if is_named("reasoning", name, REASONING_PARSERS) else None
-    return ReasoningParser if ReasoningParser.END in (template or "") else None
+    if name in (None, "auto"):
+        return ReasoningParser if ReasoningParser.END in (template or "") else None
+    return named_parser("reasoning", str(name), REASONING_PARSERS)
 
 
-def is_named(kind: str, name: str | None, known: Iterable[str]) -> bool:
-    """Whether a parser is asked for by a known name; not with "none". Raises ConfigError."""
+def named_parser(kind: str, name: str, known: Mapping[str, type[_P]]) -> type[_P] | None:
+    """Return the parser of that name; "none": none. Raises ConfigError."""
     if name != "none" and name not in known:
-        raise ConfigError(f"unknown {kind} parser '{name}'.{nearest_name_hint(str(name), known)}")
-    return name != "none"
+        raise ConfigError(f"unknown {kind} parser '{name}'.{nearest_name_hint(name, known)}")
+    return known.get(name)

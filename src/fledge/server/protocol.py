@@ -95,9 +95,7 @@ class SamplingRequest(ApiModel):
     @property
     def speculation_depth(self) -> int | None:
         """0: none; None: as the server drafts."""
-        asked = self.speculation
-        if asked is None:
-            return None
+        asked = self.speculation or SpeculationOptions()
         return asked.depth if asked.enabled else 0
 
     @property

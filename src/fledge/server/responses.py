@@ -1,25 +1,92 @@
 """Answers in OpenAI's shapes, whole or as server-sent events: of chats, and of plain completions."""
 
+import functools
+import itertools
 import json
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar
 
 from fledge.engine.outputs import TokenLogprobs
 from fledge.server.async_engine import Generation, TextDelta
-from fledge.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 from fledge.server.parsers import AnswerParser, Delta, whole_message
 from fledge.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from fledge.server.request_log import RequestLogEntry
 
 DONE = b"data: [DONE]\n\n"
+LOWEST = -9999.0  # stands in for minus infinity, which JSON does not have
+# How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 def event(value: Any) -> bytes:
     """Return one server-sent event."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return b"data: " + text.encode() + b"\n\n"
+
+
+TokenTexts = Callable[[int], tuple[str, list[int]]]  # the text and the bytes of single tokens
+
+
+def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
+    """`as_ids`: tokens are written "token_id:123"."""
+
+    @functools.cache
+    def look_up(token: int) -> tuple[str, list[int]]:
+        if as_ids or tokenizer is None:
+            text = f"token_id:{token}"
+            return text, list(text.encode())
+        text = str(tokenizer.decode([token]))
+        spelled = None
+        if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character: its bytes are in the vocabulary's spelling
+            spelled = _bytes_of(str(tokenizer.convert_ids_to_tokens(token)))
+        return text, spelled or list(text.encode())
+
+    return look_up
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a chat answer."""
+    return {
+        "content": [
+            _entry(one.token, one.logprob, texts) | {"top_logprobs": [_entry(*other, texts) for other in one.top]}
+            for one in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, offset: int) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a completion; `offset` characters came before."""
+    tokens = [texts(one.token)[0] for one in logprobs]
+    return {
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
+        "token_logprobs": [_finite(one.logprob) for one in logprobs],
+        "tokens": tokens,
+        "top_logprobs": [  # the chosen token is among them, as at OpenAI
+            {texts(token)[0]: _finite(value) for token, value in ((one.token, one.logprob), *one.top)}
+            for one in logprobs
+        ],
+    }
+
+
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    text, spelled = texts(token)
+    return {"token": text, "logprob": _finite(logprob), "bytes": spelled}
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else LOWEST
+
+
+def _bytes_of(spelled: str) -> list[int] | None:
+    if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):  # SentencePiece's byte fallback
+        return [int(spelled[3:5], 16)]
+    return [_ALPHABET[character] for character in spelled] if set(spelled) <= _ALPHABET.keys() else None
 
 
 class Choice(ABC):
@@ -82,9 +149,7 @@ class ChatChoice(Choice):
 
     def take(self, delta: TextDelta) -> None:
         super().take(delta)
-        found = self._parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            found += self._parser.finish()
+        found = self._parser.feed(delta.text, final=delta.finish_reason is not None)
         self._has_calls |= any("tool_calls" in one for one in found)
         if self._has_calls and delta.finish_reason == "stop":
             self._finish_reason = "tool_calls"
@@ -166,15 +231,11 @@ class OpenAIResponse:
         async for number, delta in self.generation.deltas():
             self._choices[number].take(delta)
             if chunks := self._choices[number].chunks():
-                yield b"".join(event(self._chunk(choice)) for choice in chunks)
+                usage = self.generation.usage() if self._request.wants_continuous_usage else None
+                told = {"usage": usage} if self._request.wants_stream_usage else {}
+                yield b"".join(event({**self._head, "choices": [choice], **told}) for choice in chunks)
         tail = event({**self._head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""
         yield tail + DONE
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        body = {**self._head, "choices": [choice]}
-        if self._request.wants_stream_usage:
-            body["usage"] = self.generation.usage() if self._request.wants_continuous_usage else None
-        return body
 
     def _usage(self) -> dict[str, Any]:
         depth = self._request.speculation_depth

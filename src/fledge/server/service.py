@@ -8,14 +8,13 @@ from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.engine_process import EngineProcess
 from fledge.server.errors import RequestError
 from fledge.server.grammar import Grammar
-from fledge.server.logprobs import TokenTexts
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.parsers import AnswerParser, reasoning_parser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, SamplingRequest
 from fledge.server.request_log import RequestLogEntry
-from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse
+from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, token_texts
 from fledge.server.structured import ToolRequest, call_grammar, read_format, read_tools
 from fledge.server.tool_parsers import HermesParser, ToolParser, tool_parser
 
@@ -35,7 +34,7 @@ class Service:
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
         self._tool_parser = tool_parser(options.tool_call_parser, self.prompts.chat_template)
         self._reasoning = reasoning_parser(options.reasoning_parser, self.prompts.chat_template)
-        self._texts = {as_ids: TokenTexts(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
+        self._texts = {as_ids: token_texts(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     async def close(self) -> None:
         await self.engine.close()
@@ -72,7 +71,9 @@ class Service:
                 grammar = call_grammar(parser, tools)
             if grammar is not None and self._reasoning is not None:
                 grammar = replace(grammar, reasoning=self._reasoning.markers(opened=is_opened))
-            if self._needs_special_tokens(parser):
+            special = [] if self.tokenizer is None else self.tokenizer.all_special_tokens
+            has_special_end = self._reasoning is not None and self._reasoning.END in special
+            if has_special_end or (parser is not None and parser.special_markers):  # parsers look for these
                 request = request.model_copy(update={"skip_special_tokens": False})
             generation = await self._generate(request, entry, [prompt.token_ids], grammar, prompt.template)
         choices = [
@@ -81,8 +82,8 @@ class Service:
                 request,
                 self._texts[bool(request.return_tokens_as_token_ids)],
                 AnswerParser(
-                    reasoning=None if self._reasoning is None else self._reasoning(opened=is_opened),
-                    tools=None if parser is None or tools is None else parser(parallel=tools.parallel),
+                    None if self._reasoning is None else self._reasoning(opened=is_opened),
+                    None if parser is None or tools is None else parser(parallel=tools.parallel),
                 ),
             )
             for number in range(generation.answers)
@@ -163,13 +164,6 @@ class Service:
                 code="no_tool_parser",
             )
         return self._tool_parser or HermesParser  # a call that must come is written as the grammar says
-
-    def _needs_special_tokens(self, parser: type[ToolParser] | None) -> bool:
-        """Whether the markers that parsers look for would be dropped from the text."""
-        if parser is not None and parser.special_markers:
-            return True
-        special = [] if self.tokenizer is None else self.tokenizer.all_special_tokens
-        return self._reasoning is not None and self._reasoning.END in special
 
 
 def check_options(options: ServeOptions) -> None:

@@ -17,12 +17,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from fledge.errors import nearest_name_hint
 from fledge.server.errors import RequestError
-from fledge.server.grammar import Grammar, GrammarLimits, lark_string, one_line, refuse_grammar
-from fledge.server.tool_parsers import Tool, ToolParser
+from fledge.server.grammar import Grammar, lark_string, one_line, refuse_grammar
+from fledge.server.tool_parsers import ToolParser
 
 # Between JSON tokens: a space, or a new line and its indentation. Left free, a small model may put in white space for
 # ever, which is valid and useless.
 WHITESPACE = r"\x20|\x0D?\x0A(\x20{0,32}|\x09{0,8})"
+MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, an expression, a grammar or all choices
+MAX_CHOICES = 2048
 MAX_TOOLS = 128
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -37,7 +39,6 @@ def read_format(
     guided_regex: Any = None,
     guided_choice: Any = None,
     guided_grammar: Any = None,
-    limits: GrammarLimits | None = None,
 ) -> Grammar | None:
     """Return the grammar that a request's fields (as parsed from JSON) ask for, if any."""
     guided = {"json": guided_json, "regex": guided_regex, "choice": guided_choice, "grammar": guided_grammar}
@@ -52,7 +53,7 @@ def read_format(
         names = ", ".join(field for field, _, _ in asked)
         refuse_grammar(asked[-1][0], f"found {names} together, allowed is one of them")
     ((param, kind, value),) = asked
-    return Grammar(source=_source(param, kind, value, limits or GrammarLimits()), param=param)
+    return Grammar(source=_source(param, kind, value), param=param)
 
 
 def _read_response_format(value: Any) -> list[tuple[str, str, Any]]:
@@ -82,19 +83,19 @@ def _read_structured_outputs(value: Any) -> tuple[str, str, Any]:
     return f"structured_outputs.{kind}", kind, inner
 
 
-def _source(param: str, kind: str, value: Any, limits: GrammarLimits) -> dict[str, Any]:
+def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
     if kind == "json_object":
         if value is not True:
             refuse_grammar(param, "expected true")
         return _json_schema({"type": "object"})
     if kind == "json":
         if isinstance(value, str):
-            _check_size(param, value, limits)
+            _check_size(param, value)
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
                 refuse_grammar(param, f"the schema is no JSON: {one_line(error)}")
-        _check_size(param, value, limits)
+        _check_size(param, value)
         if not isinstance(value, Mapping):
             refuse_grammar(param, f"the schema must be an object, found {type(value).__name__}")
         return _json_schema(value)
@@ -102,14 +103,14 @@ def _source(param: str, kind: str, value: Any, limits: GrammarLimits) -> dict[st
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         if not is_list or not value or not all(isinstance(choice, str) and choice for choice in value):
             refuse_grammar(param, "expected a list of non-empty strings")
-        if len(value) > limits.max_choices:
-            refuse_grammar(param, f"found {len(value)} choices, allowed are {limits.max_choices}")
+        if len(value) > MAX_CHOICES:
+            refuse_grammar(param, f"found {len(value)} choices, allowed are {MAX_CHOICES}")
         lark = "start: " + " | ".join(map(lark_string, value))
-        _check_size(param, lark, limits)
+        _check_size(param, lark)
         return {"lark_grammar": lark}
     if not isinstance(value, str) or not value.strip():
         refuse_grammar(param, "expected a non-empty string")
-    _check_size(param, value, limits)
+    _check_size(param, value)
     if kind == "regex":
         return {"lark_grammar": f"start: /{regex_to_lark(value, 'd')}/"}  # \d is 0 to 9, not every script's digits
     try:
@@ -125,7 +126,7 @@ def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"json_schema": {**schema, "x-guidance": options}}
 
 
-def _check_size(param: str, value: Any, limits: GrammarLimits) -> None:
+def _check_size(param: str, value: Any) -> None:
     """Refuse what is too long as text or JSON, or is no text: JSON can spell halves of characters."""
     try:
         size = len((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode())
@@ -133,8 +134,8 @@ def _check_size(param: str, value: Any, limits: GrammarLimits) -> None:
         refuse_grammar(param, "nested too deeply")
     except UnicodeEncodeError:
         refuse_grammar(param, "found half of a UTF-16 surrogate pair, which is no character")
-    if size > limits.max_bytes:
-        refuse_grammar(param, f"found {size} bytes, allowed are {limits.max_bytes}")
+    if size > MAX_GRAMMAR_BYTES:
+        refuse_grammar(param, f"found {size} bytes, allowed are {MAX_GRAMMAR_BYTES}")
 
 
 # Tools
@@ -144,7 +145,7 @@ def _check_size(param: str, value: Any, limits: GrammarLimits) -> None:
 class ToolRequest:
     """A request with tools. `must_call` are those one of which has to be called; none: the model decides."""
 
-    must_call: tuple[Tool, ...]
+    must_call: Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its arguments
     parallel: bool
 
 
@@ -154,7 +155,7 @@ def read_tools(
     """Check OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. None: answers have no calls."""
     if len(tools or ()) > MAX_TOOLS:
         _refuse("tools", f"found {len(tools or ())}, allowed are {MAX_TOOLS}")
-    known = {tool.name: tool for tool in (_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))}
+    known = dict(_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
     if len(known) < len(tools or ()):
         _refuse("tools", "two tools have the same name")
     named = _function(tool_choice)
@@ -166,21 +167,21 @@ def read_tools(
         return None
     if named and named["name"] not in known:
         _refuse("tool_choice", f"there is no tool '{named['name']}'.{nearest_name_hint(named['name'], known)}")
-    must_call = [known[named["name"]]] if named else known.values() if tool_choice == "required" else ()
-    return ToolRequest(must_call=tuple(must_call), parallel=parallel_tool_calls is not False and not named)
+    must_call = {named["name"]: known[named["name"]]} if named else known if tool_choice == "required" else {}
+    return ToolRequest(must_call=must_call, parallel=parallel_tool_calls is not False and not named)
 
 
-def call_grammar(parser: type[ToolParser], request: ToolRequest, limits: GrammarLimits | None = None) -> Grammar | None:
+def call_grammar(parser: type[ToolParser], request: ToolRequest) -> Grammar | None:
     """Return the grammar of answers that call what must be called, as the parser's models write it; None: no must."""
     if not request.must_call:
         return None
-    parts = {f"arguments_{number}": _json_schema(tool.parameters) for number, tool in enumerate(request.must_call)}
-    _check_size("tools", parts, limits or GrammarLimits())
-    lark = parser.grammar(request.must_call, parallel=request.parallel)
+    parts = {f"arguments_{number}": _json_schema(schema) for number, schema in enumerate(request.must_call.values())}
+    _check_size("tools", parts)
+    lark = parser.grammar(list(request.must_call), parallel=request.parallel)
     return Grammar(source={"lark_grammar": lark}, parts=parts, markers=parser.markers, param="tools")
 
 
-def _read_tool(tool: Any, param: str) -> Tool:
+def _read_tool(tool: Any, param: str) -> tuple[str, Mapping[str, Any]]:
     function = _function(tool)
     if not function:
         _refuse(param, "expected {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
@@ -189,7 +190,7 @@ def _read_tool(tool: Any, param: str) -> Tool:
         _refuse(f"{param}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'")
     if parameters is not None and not isinstance(parameters, Mapping):
         _refuse(f"{param}.function.parameters", "expected a JSON schema")
-    return Tool(name=name, parameters=parameters or _NO_PARAMETERS)
+    return name, parameters or _NO_PARAMETERS
 
 
 def _function(value: Any) -> Mapping[str, Any]:

@@ -7,24 +7,15 @@ import string
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jiter
 
-from fledge.server.parsers import StreamParser, Trimmer, is_named
+from fledge.server.parsers import StreamParser, Trimmer, named_parser
 
 SPACE = " \t\r\n"
-_ARGUMENTS, _IGNORED = ("arguments", "parameters"), ("type", "id")
+_MEMBERS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "type": None, "id": None}
 _DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tool:
-    """A function that the model may call."""
-
-    name: str
-    parameters: Mapping[str, Any]  # a JSON schema
 
 
 class CallObject:
@@ -67,14 +58,17 @@ class CallObject:
             key, end = _read_value(text, at)
             if end is None:
                 return None
-            value_at = _skip_space(text, _skip_space(text, end) + 1)  # behind the colon
-            if not self._may_have(key):
+            # After a call has been announced, what else it has is skipped.
+            member = None if self.is_call else _MEMBERS.get(key, "")
+            if member is not None and getattr(self, member, "") is not None:
                 self.is_bad = True
                 return end
+            value_at = _skip_space(text, _skip_space(text, end) + 1)  # behind the colon
             if value_at >= len(text):
                 return None
             value, end = _read_value(text, value_at)
-            self._take(key, value, text[value_at:end], is_complete=end is not None)
+            if member is not None:
+                self._take(member, value, text[value_at:end], is_complete=end is not None)
             if end is None or self.is_bad:
                 return end
             at = _skip_space(text, end)
@@ -87,23 +81,14 @@ class CallObject:
         self.arguments = "{}" if self.arguments is None else self.arguments
         return at + 1
 
-    def _may_have(self, key: str) -> bool:
-        """Whether a call has such a member. After it has been announced, what else it has is skipped."""
-        if self.is_call or key in _IGNORED:
-            return True
-        return (key == "name" and self.name is None) or (key in _ARGUMENTS and self.arguments is None)
-
-    def _take(self, key: str, value: Any, written: str, *, is_complete: bool) -> None:
-        if self.is_call or key in _IGNORED:
-            return
-        if key in _ARGUMENTS and (written.startswith("{") or (is_complete and value is None)):
-            self.arguments = written if written.startswith("{") else "{}"  # some models write null for none
+    def _take(self, member: str, value: Any, written: str, *, is_complete: bool) -> None:
+        if member == "arguments" and written.startswith("{"):
+            self.arguments = written
+        elif member == "arguments" and is_complete and value is None:
+            self.arguments = "{}"  # some models write null for none
         elif is_complete:
-            self.is_bad = not isinstance(value, str) or (key == "name" and not value)
-            if key == "name":
-                self.name = value or None
-            else:
-                self.arguments = value  # or the object as a string
+            self.is_bad = not isinstance(value, str) or (member == "name" and not value)
+            setattr(self, member, value or None if member == "name" else value)  # arguments: the object as a string
 
 
 def valid_prefix(text: str) -> int:
@@ -135,11 +120,11 @@ def _read_value(text: str, at: int) -> tuple[Any, int | None]:
     return value, None if may_go_on else end
 
 
-def _call_rules(tools: Sequence[Tool], arguments_key: str) -> tuple[str, list[str]]:
+def _call_rules(tools: Sequence[str], arguments_key: str) -> tuple[str, list[str]]:
     """Return what matches a call of any of the tools, and the Lark rules for that."""
     rules = []
     for number, tool in enumerate(tools):
-        before = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments_key}": ')
+        before = json.dumps(f'{{"name": {json.dumps(tool)}, "{arguments_key}": ')
         rules.append(f'call_{number}: {before} @arguments_{number} "}}"')
     return " | ".join(f"call_{number}" for number in range(len(tools))), rules
 
@@ -171,7 +156,7 @@ class ToolParser(StreamParser):
 
     @classmethod
     @abstractmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
         """Return Lark rules, beginning with `start`, of answers that are calls of these tools and nothing else.
 
         The arguments of tool i are a grammar of their own, `@arguments_i`; `markers` are rules that others add.
@@ -238,7 +223,7 @@ class HermesParser(ToolParser):
     markers: ClassVar = {"begin": "<tool_call>", "end": "</tool_call>"}
 
     @classmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
         calls, rules = _call_rules(tools, "arguments")
         start = 'start: call ("\\n" call)*' if parallel else "start: call"
         return "\n".join([start, f'call: begin "\\n" ({calls}) "\\n" end', *rules])
@@ -265,7 +250,7 @@ class Llama3Parser(ToolParser):
     markers: ClassVar = {}  # the tag is for code; calls are plain JSON
 
     @classmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
         calls, rules = _call_rules(tools, "parameters")
         start = 'start: call ("; " call)*' if parallel else "start: call"
         return "\n".join([start, f"call: {calls}", *rules])
@@ -323,11 +308,11 @@ class KimiK2Parser(ToolParser):
     }
 
     @classmethod
-    def grammar(cls, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
         calls = " | ".join(f"call_{number}" for number in range(len(tools)))
         index = "/[0-9]{1,3}/" if parallel else '"0"'
         rules = [
-            f'call_{number}: "functions.{tool.name}:" {index} begin_arguments @arguments_{number}'
+            f'call_{number}: "functions.{tool}:" {index} begin_arguments @arguments_{number}'
             for number, tool in enumerate(tools)
         ]
         start = f"start: begin_section {'call+' if parallel else 'call'} end_section"
@@ -382,7 +367,7 @@ def tool_parser(name: str | None, template: str | None = None) -> type[ToolParse
     one that we know; "none": none. Raises ConfigError.
     """
     if name not in (None, "auto"):
-        return TOOL_PARSERS[name] if is_named("tool", name, TOOL_PARSERS) else None
+        return named_parser("tool", str(name), TOOL_PARSERS)
     template = template or ""
     if "<|tool_calls_section_begin|>" in template:
         return KimiK2Parser

@@ -58,13 +58,14 @@ def test_any_split_gives_what_the_whole_gives(
 ) -> None:
     def parser() -> AnswerParser:
         made = HermesParser(new_id=lambda: "id") if tools else None
-        return AnswerParser(reasoning=ReasoningParser(opened=opened), tools=made)
+        return AnswerParser(ReasoningParser(opened=opened), made)
 
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
     one, whole = parser(), parser()
-    deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])] + one.finish()
-    assert whole_message(deltas) == whole_message([*whole.feed(text), *whole.finish()])
+    deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])]
+    deltas += one.feed("", final=True)
+    assert whole_message(deltas) == whole_message(whole.feed(text, final=True))
 
 
 def test_calls_in_reasoning_are_thoughts() -> None:
@@ -72,12 +73,12 @@ def test_calls_in_reasoning_are_thoughts() -> None:
         '<think>maybe <tool_call>{"name": "a"}</tool_call>?</think>\n'
         'Ok. <tool_call>{"name": "b", "arguments": {}}</tool_call>'
     )
-    parser = AnswerParser(reasoning=ReasoningParser(), tools=HermesParser())
-    answer = whole_message([*parser.feed(text), *parser.finish()])
+    parser = AnswerParser(ReasoningParser(), HermesParser())
+    answer = whole_message(parser.feed(text, final=True))
     assert answer["reasoning_content"] == 'maybe <tool_call>{"name": "a"}</tool_call>?'
     assert (answer["content"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("Ok.", ["b"])
     plain = AnswerParser()
-    assert [*plain.feed(text), *plain.finish()] == [{"content": text}]
+    assert plain.feed(text, final=True) == [{"content": text}]
 
 
 def test_parsers_are_found_and_know_what_the_template_opened() -> None:

@@ -11,11 +11,11 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestMetrics, TokenLogprobs
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
-from fledge.server.logprobs import LOWEST, TokenTexts, chat_logprobs, completion_logprobs
 from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.prompts import normalised
 from fledge.server.protocol import ChatRequest, CompletionRequest, parse
 from fledge.server.request_log import JsonFormatter, RequestLogEntry, TextFormatter
+from fledge.server.responses import LOWEST, chat_logprobs, completion_logprobs, token_texts
 from tests.serving import make_llm
 
 # Keys
@@ -27,7 +27,6 @@ def test_any_of_several_keys_opens_and_nothing_else() -> None:
     assert keys.match("tw\u00f6")
     for wrong in ("", "on", "one ", "ONE", "tw\udcf6"):
         assert not keys.match(wrong)
-    assert not ApiKeys([])
     with pytest.raises(ConfigError):
         ApiKeys(["good", " "])
 
@@ -79,7 +78,7 @@ def test_messages_become_what_templates_know() -> None:
 def test_a_wrong_message_is_named(message: dict[str, Any], where: str) -> None:
     with pytest.raises(RequestError) as refused:
         normalised([message])
-    assert where in refused.value.message
+    assert where in str(refused.value)
     assert refused.value.param == "messages"
 
 
@@ -88,21 +87,21 @@ def test_a_wrong_message_is_named(message: dict[str, Any], where: str) -> None:
 
 def test_tokens_that_are_parts_of_characters_have_their_bytes() -> None:
     tokenizer = make_llm().tokenizer
-    texts = TokenTexts(tokenizer)
+    texts = token_texts(tokenizer)
     ids = tokenizer.encode("é")
-    assert [texts.of(token)[1] for token in ids] == [[0xC3], [0xA9]]
-    assert all("\ufffd" in texts.of(token)[0] for token in ids)
+    assert [texts(token)[1] for token in ids] == [[0xC3], [0xA9]]
+    assert all("\ufffd" in texts(token)[0] for token in ids)
     (plain,) = tokenizer.encode("A")
-    assert texts.of(plain) == ("A", [65])
-    assert TokenTexts(tokenizer, as_ids=True).of(5)[0] == "token_id:5"
-    assert TokenTexts(None).of(5)[0] == "token_id:5"
+    assert texts(plain) == ("A", [65])
+    assert token_texts(tokenizer, as_ids=True)(5)[0] == "token_id:5"
+    assert token_texts(None)(5)[0] == "token_id:5"
 
 
 def test_logprobs_in_both_shapes_are_finite() -> None:
     tokenizer = make_llm().tokenizer
     a, b = tokenizer.encode("ab")
     entries = [TokenLogprobs(token=a, logprob=-0.5, top=((b, float("-inf")), (a, -0.5)))]
-    texts = TokenTexts(tokenizer)
+    texts = token_texts(tokenizer)
     (chat,) = chat_logprobs(entries, texts)["content"]
     assert (chat["token"], chat["logprob"], chat["bytes"]) == ("a", -0.5, [97])
     assert [top["logprob"] for top in chat["top_logprobs"]] == [LOWEST, -0.5]

@@ -21,8 +21,7 @@ from prometheus_client.registry import Collector
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
-from fledge.server.estimates import speed_up
-from fledge.server.history import History, by_context
+from fledge.server.history import History, by_context, speed_up
 from fledge.server.prompts import Template
 
 PREFIX = "fledge:"

@@ -14,8 +14,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.server.errors import RequestError
-from fledge.server.estimates import SpeedUp, explain, speed_up
-from fledge.server.history import HistoryInterval
+from fledge.server.history import HistoryInterval, SpeedUp, explain, speed_up
 from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates

@@ -5,8 +5,7 @@ import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.controller import MIN_SAMPLES, CostTable
-from fledge.server.estimates import SpeculationNote, SpeedUp, explain, speed_up
-from fledge.server.history import HistoryInterval, Shape
+from fledge.server.history import HistoryInterval, Shape, SpeculationNote, SpeedUp, explain, speed_up
 from fledge.server.prompts import Template
 
 

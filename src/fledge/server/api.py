@@ -166,7 +166,7 @@ async def _answer(
     except RequestError as error:
         entry.status, entry.error = error.status, error.code or "invalid_request"
         return error_response(error, headers)
-    except ClientGone:
+    except ClientDisconnect:
         entry.status, entry.finish_reason = CLIENT_GONE, "abort"
         return Response(status_code=CLIENT_GONE)
     except Exception:
@@ -182,12 +182,8 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     return JSONResponse(error.body(), status_code=error.status, headers={**(headers or {}), **retry})
 
 
-class ClientGone(Exception):  # noqa: N818 - nobody's error
-    """The client has closed the connection."""
-
-
 async def _until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience: float | None = None) -> _T:
-    """Run `work` for a client that waits for it; cancel it, and raise ClientGone, when the client goes.
+    """Run `work` for a client that waits for it; cancel it, and raise ClientDisconnect, when the client goes.
 
     After `patience` seconds a client that does not read counts as gone.
     """
@@ -200,7 +196,7 @@ async def _until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience:
     try:
         await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
@@ -227,7 +223,7 @@ class EventStream(Response):
         status, error = CLIENT_GONE, None
         try:
             status, error = await _until_gone(receive, self._send_all(send), self._patience)
-        except (ClientGone, OSError):
+        except (ClientDisconnect, OSError):
             pass
         finally:
             self._answer.generation.close()

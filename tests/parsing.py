@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fledge.server.tools import Delta, whole_message
+from fledge.server.parsers import Delta, whole_message
 
 Calls = list[tuple[str, str]]  # names and arguments
 

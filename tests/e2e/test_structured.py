@@ -15,8 +15,8 @@ from fledge.checkpoints.target import save_target
 from fledge.engine.constraint import ConstraintFactory
 from fledge.models.drafter.variants import EAGLE_3_1
 from fledge.server.grammar import GrammarCompiler
-from fledge.server.structured import read_format
-from fledge.server.tools import call_grammar, get_parser, read_tools
+from fledge.server.structured import call_grammar, read_format, read_tools
+from fledge.server.tool_parsers import TOOL_PARSERS
 from tests.parsing import parse_whole
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
@@ -135,7 +135,7 @@ def test_forced_calls_are_read_back(pair: Path) -> None:
     asked = read_tools([{"type": "function", "function": {"name": "find", "parameters": SCHEMA}}], "required", False)
     assert asked is not None
     for syntax in ("hermes", "llama3_json", "kimi_k2"):
-        parser = get_parser(syntax)
+        parser = TOOL_PARSERS[syntax]
         grammar = call_grammar(parser, asked)
         assert grammar is not None
         output = llm.generate("x", replace(GREEDY, max_tokens=400), constraint=compiler.compile(grammar))

@@ -20,16 +20,13 @@ from starlette.exceptions import HTTPException
 
 from fledge import __version__
 from fledge.errors import FledgeError
-from fledge.server import api, dashboard, routes
-from fledge.server.api import INTERNAL_ERROR, JsonResponse, error_response
-from fledge.server.errors import RequestError, error_body
-from fledge.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from fledge.server import api, dashboard
+from fledge.server.errors import RequestError
 from fledge.server.service import Service
 
 _log = logging.getLogger("fledge.server")
 
 CLOSING_SECONDS = 5  # for connections to be closed after all answers have been sent
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -54,47 +51,32 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
     )
     app.include_router(api.router(service))
-    app.include_router(routes.token_routes(service))
-    app.include_router(routes.operation_routes(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
-    _add_errors(app)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return app
 
+    @app.exception_handler(FledgeError)
+    async def refused(_request: Request, error: FledgeError) -> Response:
+        return api.error_response(RequestError.of(error))
 
-def _add_errors(app: FastAPI) -> None:
-    async def refused(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, FledgeError)
-        return error_response(RequestError.of(error))
+    @app.exception_handler(HTTPException)
+    async def not_served(_request: Request, error: HTTPException) -> Response:
+        return api.error_response(RequestError(str(error.detail), status=error.status_code), error.headers)
 
-    async def not_served(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return JsonResponse(
-            error_body(error.status_code, str(error.detail)), error.status_code, dict(error.headers or {})
-        )
-
+    @app.exception_handler(Exception)
     async def failed(_request: Request, _error: Exception) -> Response:
-        return JsonResponse(INTERNAL_ERROR, 500)
+        return api.error_response(api.INTERNAL_ERROR)
 
-    app.add_exception_handler(FledgeError, refused)
-    app.add_exception_handler(HTTPException, not_served)
-    app.add_exception_handler(Exception, failed)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        known = schema.setdefault("components", {}).setdefault("schemas", {})
-        for kind in _BODIES:
-            made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            known |= made.pop("$defs", {})
-            known[kind.__name__] = made
-        app.openapi_schema = schema
-    return app.openapi_schema
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    known = schema.setdefault("components", {}).setdefault("schemas", {})
+    for kind in api.BODIES:
+        made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        known |= made.pop("$defs", {})
+        known[kind.__name__] = made
+    app.openapi = lambda: schema  # type: ignore[method-assign]
+    return app
 
 
 class DrainingServer(uvicorn.Server):
@@ -106,12 +88,11 @@ class DrainingServer(uvicorn.Server):
         self.exit_status = 0
         self._on_ready = on_ready
         self._signals = 0
-        self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self.service.engine.on_death = self._die
+        self.service.engine.on_death = self._stop  # so that whoever watches the process starts it again
         await super().startup(sockets)
         if self.started and not self.should_exit:
             self._on_ready(int(self.servers[0].sockets[0].getsockname()[1]))
@@ -122,33 +103,24 @@ class DrainingServer(uvicorn.Server):
         if self._loop is None or self._signals > 2:  # before it runs, or when nothing else helps
             os._exit(1)
         if self._signals == 2:
-            self.exit_status = 1
-            self.should_exit = True
-            self._loop.call_soon_threadsafe(self._stop_now)
+            self._loop.call_soon_threadsafe(self._stop)
             return
         self.service.is_draining = True
-        self._loop.call_soon_threadsafe(self._begin_drain, signal.Signals(sig).name)
-
-    def _begin_drain(self, name: str) -> None:
-        self._drain = asyncio.ensure_future(self._drain_then_exit(name))
+        asyncio.run_coroutine_threadsafe(self._drain_then_exit(signal.Signals(sig).name), self._loop)
 
     async def _drain_then_exit(self, name: str) -> None:
         engine, timeout = self.service.engine, self.service.options.drain_timeout
         _log.info("%s: finishing %d requests, for at most %g s; again to stop at once", name, engine.active, timeout)
         if not await engine.drain(timeout):
             _log.warning("stopping with %d requests unfinished", engine.active)
-            self.exit_status = 1
-            self._stop_now()
+            self._stop()
         self.should_exit = True
 
-    def _stop_now(self) -> None:
+    def _stop(self) -> None:
         """Tell those who still wait; their connections then close by themselves."""
-        self.service.engine.fail_all("the server is shutting down")
-
-    def _die(self) -> None:
-        """The engine is gone: stop, so that whoever watches the process starts it again."""
         self.exit_status = 1
         self.should_exit = True
+        self.service.engine.fail_all()
 
 
 def run(

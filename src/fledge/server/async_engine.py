@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from fledge.server.engine_process import (
     Output,
 )
 from fledge.server.errors import RequestError
-from fledge.server.grammar import Grammar, GrammarLimits, refuse_grammar
+from fledge.server.grammar import COMPILE_SECONDS, COMPILE_THREADS, Grammar, refuse_grammar
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import NO_TEMPLATE, Template
 
@@ -64,8 +63,8 @@ class AsyncEngine:
         self._reserved = 0  # room for requests that are being prepared
         self._running: dict[str, Generation] = {}  # by request: those the engine is not done with
         self._templates: dict[str, Template] = {}  # the same, and those that were aborted and have not ended yet
-        self._grammar_limits = GrammarLimits()
-        self._compile_slots = asyncio.Semaphore(self._grammar_limits.compile_threads)
+        self.compile_seconds = COMPILE_SECONDS  # for one grammar, at most
+        self._compile_slots = asyncio.Semaphore(COMPILE_THREADS)
         self._compiling: dict[int, asyncio.Future[RequestError | None]] = {}
         self._numbers = itertools.count()
 
@@ -75,15 +74,16 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End all requests and the engine."""
-        self.fail_all("the server is shutting down")
+        self.fail_all()
         for request_id in list(self._running):
             self.abort(request_id, "shutdown")
         await self.process.close()
 
-    def fail_all(self, why: str) -> None:
+    def fail_all(self, error: RequestError | None = None) -> None:
         """Tell all who wait that they wait in vain."""
+        error = error or RequestError("the server is shutting down", status=503, code="shutting_down")
         for generation in set(self._running.values()):
-            generation.put(RequestError(why, status=503, code="shutting_down"))
+            generation.put(error)
 
     @property
     def is_healthy(self) -> bool:
@@ -114,12 +114,8 @@ class AsyncEngine:
             raise RequestError("the engine has stopped working; see the server's log", status=503, code="engine_dead")
         if self.active + requests > self.max_requests:
             self._metrics.on_rejected("queue_full")
-            raise RequestError(
-                f"{self.active} requests are running or waiting, which is all that this server takes; try again later",
-                status=429,
-                code="queue_full",
-                retry_after=1,
-            )
+            message = f"{self.active} requests are running or waiting, which is all that this server takes"
+            raise RequestError(f"{message}; try again later", status=429, code="queue_full", retry_after=1)
         self._reserved += requests
         try:
             yield
@@ -128,7 +124,7 @@ class AsyncEngine:
 
     async def compile(self, grammar: Grammar) -> None:
         """Have a grammar compiled where the engine runs. Raises RequestError if it fails or takes too long."""
-        seconds = self._grammar_limits.compile_seconds
+        seconds = self.compile_seconds
         try:
             async with asyncio.timeout(seconds):
                 await self._compile_slots.acquire()
@@ -185,10 +181,6 @@ class AsyncEngine:
             )
         return generation
 
-    def stop(self, request_id: str) -> None:
-        """End a request whose stop string was found. Its last update comes like that of any other."""
-        self.process.send(Abort(request_id, "stop"))
-
     def abort(self, request_id: str, reason: str) -> None:
         """End a request that nobody waits for any more, unless it has ended."""
         if self._running.pop(request_id, None) is not None:
@@ -202,24 +194,20 @@ class AsyncEngine:
             self._compiling.pop(output.number).set_result(output.error)
         else:
             for update in output.updates:
-                self._take(update)
+                generation = self._running.get(update.request_id)
+                if update.finish_reason is not None:
+                    self._running.pop(update.request_id, None)  # whoever reads it may take their time
+                    self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
+                if generation is not None:
+                    generation.put(update)
             self._metrics.on_stats(output.stats)
-
-    def _take(self, update: RequestUpdate) -> None:
-        generation = self._running.get(update.request_id)
-        if update.finish_reason is not None:
-            self._running.pop(update.request_id, None)  # whoever reads it may take their time
-            self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
-        if generation is not None:
-            generation.put(update)
 
     def _die(self, reason: str) -> None:
         if self.death is not None:
             return  # the end of its process follows its last words
         self.death = reason
         lost = RequestError("the engine has stopped working", status=500, code="generation_failed")
-        for generation in set(self._running.values()):
-            generation.put(lost)
+        self.fail_all(lost)
         self._running.clear()
         self._templates.clear()
         for number in list(self._compiling):
@@ -248,8 +236,7 @@ class Generation:
         self._numbers = {request_id: number for number, request_id in enumerate(ids)}
         self._texts = [Detokenizer(engine.process.tokenizer, params, engine.info.eos_ids) for _ in ids]
         self._told = [0] * len(ids)  # tokens of each that have been read
-        self._inbox: deque[RequestUpdate | RequestError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._inbox: asyncio.Queue[RequestUpdate | RequestError] = asyncio.Queue()
         self._timeout = timeout
         self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
@@ -269,9 +256,9 @@ class Generation:
 
     def put(self, message: RequestUpdate | RequestError) -> None:
         """Take a message from the engine, or the error that ends everything."""
-        self._inbox.append(message)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if isinstance(message, RequestUpdate) and message.finish_reason == "error":
+            message = RequestError(message.error or "the request failed", status=500, code="generation_failed")
+        self._inbox.put_nowait(message)
 
     def close(self, reason: str = "abort") -> None:
         """End what has not ended."""
@@ -282,39 +269,35 @@ class Generation:
         """Yield (number of the answer, what is new of it) until all have ended. Raises RequestError, and closes."""
         left = self.answers
         while left:
-            await self._wait()
-            for number in self._digest():
+            for number in self._digest(await self._messages()):
                 delta = self._delta(number)
                 if delta is not None:
                     left -= delta.finish_reason is not None
                     yield number, delta
 
-    async def _wait(self) -> None:
-        """Return when there are messages."""
+    async def _messages(self) -> list[RequestUpdate | RequestError]:
+        """Return all that have come in; wait for the first one."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                while not self._inbox:
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    await self._waiter
+                messages = [await self._inbox.get()]
         except TimeoutError:
             self.close("timeout")
             message = f"the request took longer than {self._timeout:g} s"
             raise RequestError(message, status=408, code="timeout") from None
+        while not self._inbox.empty():
+            messages.append(self._inbox.get_nowait())
+        return messages
 
-    def _digest(self) -> list[int]:
-        """Make text of all that has come in; return the numbers of the answers that are concerned."""
+    def _digest(self, messages: list[RequestUpdate | RequestError]) -> list[int]:
+        """Make text of messages; return the numbers of the answers that are concerned."""
         concerned: dict[int, None] = {}
-        while self._inbox:
-            message = self._inbox.popleft()
+        for message in messages:
             if isinstance(message, RequestError):
                 self.close("error")
                 raise message
-            if message.finish_reason == "error":
-                self.close("error")
-                raise RequestError(message.error or "the request failed", status=500, code="generation_failed")
             number = self._numbers[message.request_id]
-            if self._texts[number].add(message):
-                self._engine.stop(message.request_id)
+            if self._texts[number].add(message):  # a stop string was found; the last update is still to come
+                self._engine.process.send(Abort(message.request_id, "stop"))
             concerned[number] = None
         return list(concerned)
 

@@ -1,7 +1,7 @@
 """The engine in a process of its own, so that HTTP and rounds never wait for each other's Python.
 
     EngineProcess (parent, in the event loop)              EngineWorker (child)
-    AddRequest, Abort, CompileGrammar, Stop  ----------->  between two steps
+    AddRequest, Abort, CompileGrammar  ----------------->  between two steps
     RequestUpdates and EngineStats  <--------------------  one StepOutput for each step, whatever the number of clients
 
 The parent starts Python with `main` of this file and speaks with it over two pipes of pickled values. Both ends are
@@ -34,7 +34,7 @@ from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo, EngineSt
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, FledgeError, describe
 from fledge.server.errors import RequestError
-from fledge.server.grammar import Grammar, GrammarCompiler, GrammarLimits
+from fledge.server.grammar import COMPILE_THREADS, Grammar, GrammarCompiler
 from fledge.server.request_log import set_up_logging
 
 _log = logging.getLogger("fledge.server")
@@ -74,10 +74,6 @@ class CompileGrammar(NamedTuple):
     grammar: Grammar
 
 
-class Stop(NamedTuple):
-    """End, whatever runs."""
-
-
 class StepOutput(NamedTuple):
     """What one step has brought, and where the engine stands after it."""
 
@@ -96,7 +92,7 @@ class EngineDied(NamedTuple):
     reason: str
 
 
-Command = AddRequest | Abort | CompileGrammar | Stop
+Command = AddRequest | Abort | CompileGrammar
 Output = StepOutput | GrammarCompiled | EngineDied
 
 
@@ -201,9 +197,10 @@ class EngineProcess:
         return self._child.poll() is None
 
     async def close(self) -> None:
-        """Stop the child and wait for its end."""
+        """Wait for the end of the child, which comes with that of its commands."""
         self._is_closing = True
-        self.send(Stop())
+        if self._writer is not None:
+            self._writer.close()
         for _ in range(int(CLOSING_SECONDS / 0.01)):
             if not self.is_alive:
                 break
@@ -211,8 +208,6 @@ class EngineProcess:
         else:
             self.kill()
         self._stop_reading()
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.abort()
 
     def kill(self) -> None:
         """End the child now."""
@@ -236,7 +231,7 @@ class EngineProcess:
 
 
 class EngineWorker:
-    """Runs an engine until it is told to stop, its parent goes, or it dies. Grammars are compiled beside it."""
+    """Runs an engine until there are no more commands or it dies. Grammars are compiled beside it."""
 
     def __init__(self, engine: Engine, tokenizer: Any, commands: PipeReader, outputs: int) -> None:
         self._engine = engine
@@ -248,19 +243,23 @@ class EngineWorker:
         self._told_rounds = 0
         self._compiler: GrammarCompiler | None = None
         self._making_compiler = threading.Lock()
-        self._threads = ThreadPoolExecutor(GrammarLimits().compile_threads, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
     def run(self) -> None:
         try:
-            while self._obey(wait=not self._engine.has_unfinished):
+            while True:
+                self._obey(wait=not self._engine.has_unfinished)
                 if self._engine.has_unfinished:
                     self._updates += self._engine.step()
                 elif not self._updates:
                     continue
                 updates, self._updates = self._updates, []
-                self._write(StepOutput(updates, self._stats()))
+                stats = self._engine.stats()
+                fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
+                stats.rounds = stats.rounds[-fresh:] if fresh else ()  # those that have not been told yet
+                self._write(StepOutput(updates, stats))
         except (EOFError, BrokenPipeError):
-            pass  # the parent has gone: there is nobody to compute for
+            pass  # the parent has gone, or wants no more: there is nobody to compute for
         except Exception as error:
             expected = isinstance(error, DeadEngineError)
             _log.critical("the engine has stopped: %s", describe(error), exc_info=not expected)
@@ -268,19 +267,16 @@ class EngineWorker:
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _obey(self, *, wait: bool) -> bool:
-        """Do what was asked for meanwhile; with `wait`, sleep until something is. False: no more."""
+    def _obey(self, *, wait: bool) -> None:
+        """Do what was asked for meanwhile; with `wait`, sleep until something is. Raises EOFError: no more."""
         for command in self._commands.read(wait=wait):
             if isinstance(command, AddRequest):
                 self._add(command)
             elif isinstance(command, Abort):
                 last = self._engine.abort(command.request_id, command.reason)
                 self._updates += [] if last is None else [last]
-            elif isinstance(command, CompileGrammar):
-                self._threads.submit(self._compile, command)
             else:
-                return False
-        return True
+                self._threads.submit(self._compile, command)
 
     def _add(self, asked: AddRequest) -> None:
         try:
@@ -296,8 +292,7 @@ class EngineWorker:
                 constraint=constraint,
             )
         except Exception as error:  # whatever it is, it is this request's
-            refused = RequestUpdate(asked.request_id, [], finish_reason="error", error=describe(error))
-            self._updates.append(refused)
+            self._updates.append(RequestUpdate(asked.request_id, [], finish_reason="error", error=describe(error)))
 
     def _compile(self, asked: CompileGrammar) -> None:
         """In a thread of its own."""
@@ -318,13 +313,6 @@ class EngineWorker:
                 self._compiler = GrammarCompiler(self._tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids)
             return self._compiler
 
-    def _stats(self) -> EngineStats:
-        """Return where the engine stands, with those rounds that have not been told yet."""
-        stats = self._engine.stats()
-        fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
-        stats.rounds = stats.rounds[-fresh:] if fresh else ()
-        return stats
-
     def _write(self, output: Output) -> None:
         with self._writing:
             write_all(self._outputs, packed(output))
@@ -337,7 +325,7 @@ def write_all(handle: int, data: bytes) -> None:
 
 
 def main(commands: int, outputs: int) -> None:
-    """Be the child: load, say so, and run until the parent says stop or is gone."""
+    """Be the child: load, say so, and run until the parent closes its pipe or is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)  # the parent hears them too, and decides
     reader = PipeReader(commands)

@@ -39,20 +39,7 @@ class RequestError(FledgeError):
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
         return cls(str(error), param=error.param if isinstance(error, ConfigError) else None, code=code)
 
-    @property
-    def message(self) -> str:
-        return str(self.args[0])
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
-        return error_body(self.status, self.message, self.param, self.code)
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return OpenAI's error object for a status."""
-    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

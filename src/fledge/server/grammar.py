@@ -3,10 +3,8 @@
 Whatever is wrong with a grammar is its client's mistake: RequestError, one line.
 """
 
-import hashlib
+import functools
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -20,31 +18,17 @@ from torch import Tensor
 from fledge.engine.constraint import ConstraintFactory, Masks
 from fledge.server.errors import RequestError
 
-
-@dataclass(frozen=True, kw_only=True)
-class GrammarLimits:
-    """What a client's grammar may cost. The last five are llguidance's, per token where they are called step."""
-
-    max_bytes: int = 64 * 1024  # of a schema, an expression, a grammar or all choices
-    max_choices: int = 2048
-    compile_seconds: float = 5.0
-    max_cached: int = 64  # compiled grammars
-    compile_threads: int = 2
-    initial_lexer_fuel: int = 1_000_000
-    step_lexer_fuel: int = 200_000
-    step_max_items: int = 50_000
-    max_lexer_states: int = 50_000
-    max_grammar_size: int = 200_000
-
-    def for_llguidance(self) -> LLParserLimits:
-        return LLParserLimits(
-            initial_lexer_fuel=self.initial_lexer_fuel,
-            step_lexer_fuel=self.step_lexer_fuel,
-            step_max_items=self.step_max_items,
-            max_lexer_states=self.max_lexer_states,
-            max_grammar_size=self.max_grammar_size,
-            verbose_errors=False,  # they would quote the schema
-        )
+# What a client's grammar may cost.
+COMPILE_SECONDS = 5.0
+COMPILE_THREADS = 2
+MAX_CACHED = 64  # compiled grammars
+PARSER_LIMITS = {  # llguidance's, per token where they are called step
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +58,16 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, tokenizer: Any, *, vocab_size: int, eos_ids: Sequence[int], limits: GrammarLimits | None = None
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        max_cached: int = MAX_CACHED,
+        limits: Mapping[str, Any] = PARSER_LIMITS,
     ) -> None:
-        self.limits = limits or GrammarLimits()
+        self._limits = LLParserLimits(**limits, verbose_errors=False)  # else they would quote the schema
+        self._compiled = functools.lru_cache(max_cached)(self._compile)
         self._vocab_size = vocab_size
         backend = copy(tokenizer.backend_tokenizer)
         backend.no_padding()
@@ -85,29 +76,15 @@ class GrammarCompiler:
         self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
         added = tokenizer.get_added_vocab()
         self._special = {text for text, token in added.items() if self._tokenizer.is_special_token(token)}
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> ConstraintFactory:
         """Compile in this thread. Raises RequestError if the grammar is invalid, too complex or matches nothing."""
-        text = self._text(grammar)
-        key = hashlib.sha256(text.encode()).digest()
-        with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
-                self._compiled.move_to_end(key)
-        if matcher is None:
-            matcher = self._compile(text, grammar.param)
-            with self._lock:
-                self._compiled[key] = matcher
-                while len(self._compiled) > self.limits.max_cached:
-                    self._compiled.popitem(last=False)
-        pristine = matcher
+        pristine = self._compiled(self._text(grammar), grammar.param)
         return lambda: GrammarConstraint(pristine.deep_copy(), self._vocab_size)
 
     def _compile(self, text: str, param: str) -> LLMatcher:
         """The one place where llguidance compiles what a client wrote; other threads go on meanwhile."""
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self.limits.for_llguidance())
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that matches nothing is only found out here
         if matcher.is_error():
@@ -133,14 +110,13 @@ class GrammarCompiler:
         return json.dumps({"grammars": grammars})
 
     def _after_reasoning(self, reasoning: ReasoningMarkers) -> str:
-        end, special_end = reasoning.end, self._marker(reasoning.end) == reasoning.end
-        free = "(.|\\n)*"
-        rules = [f"free: /{free}/ {end}"]
-        if not special_end:
-            escaped = "".join(f"\\x{{{ord(character):x}}}" for character in end)
-            rules = [f"free[lazy]: /{free}{escaped}/"]
+        if self._marker(reasoning.end) == reasoning.end:
+            free = f"free: /(.|\\n)*/ {reasoning.end}"
+        else:
+            escaped = "".join(f"\\x{{{ord(character):x}}}" for character in reasoning.end)
+            free = f"free[lazy]: /(.|\\n)*{escaped}/"
         body = "free" if reasoning.opened else f"({self._marker(reasoning.begin)} free)?"
-        return "\n".join([f"start: {body} /[ \\t\\r\\n]{{0,16}}/ @answer", *rules])
+        return f"start: {body} /[ \\t\\r\\n]{{0,16}}/ @answer\n{free}"
 
     def _marker(self, text: str) -> str:
         """Write a marker (`<tool_call>`) in Lark: as the special token it is in this tokenizer, or as text."""
@@ -157,39 +133,32 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._is_complete = False
-
-    @property
-    def is_complete(self) -> bool:
-        return self._is_complete
-
-    def allowed(self) -> Tensor | None:
-        return self._mask()
+        self.is_complete = False
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         return len(self.masks(tokens)) - 1
 
     def masks(self, tokens: Sequence[int]) -> Masks:
-        mask = self._mask()
+        mask = self.allowed()
         found: Masks = [mask]
         for token in tokens:
             # A matcher that has stopped does not count what it is given, and could not be rolled back.
             if not mask[token] or self._matcher.is_stopped() or not self._matcher.consume_token(token):
                 break
-            mask = self._mask()
+            mask = self.allowed()
             found.append(mask)
         if len(found) > 1 and not self._matcher.rollback(len(found) - 1):
-            raise ConstraintFailed(self._error())
+            self._fail()
         self._check()
         return found
 
     def accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            if not self._is_complete and not self._matcher.consume_token(token):
-                raise ConstraintFailed(self._error())
-            self._is_complete = self._is_complete or self._matcher.is_stopped()
+            if not self.is_complete and not self._matcher.consume_token(token):
+                self._fail()
+            self.is_complete = self.is_complete or self._matcher.is_stopped()
 
-    def _mask(self) -> Tensor:
+    def allowed(self) -> Tensor:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(np.bool_)
@@ -199,10 +168,10 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintFailed(self._error())
+            self._fail()
 
-    def _error(self) -> str:
-        return one_line(self._matcher.get_error() or "the grammar's parser failed")
+    def _fail(self) -> NoReturn:
+        raise ConstraintFailed(one_line(self._matcher.get_error() or "the grammar's parser failed"))
 
 
 def refuse_grammar(param: str, message: str) -> NoReturn:

@@ -1,34 +1,52 @@
-"""The last minutes in equal intervals: what the page draws, and what explanations are made from."""
+"""The last minutes in equal intervals, and whether speculation paid in them: an estimate, and the reason in words.
 
+A speculation round of `batch` requests costs `cost(batch, depth)` seconds and gives some tokens. Plain decoding needs
+`tokens / batch` steps of `cost(batch, 0)` seconds for as many. The speed-up is the ratio of the two times. Where no
+plain step was ever measured near a batch size, it is unknown, and that is what is said.
+"""
+
+import itertools
+import math
 import time
-from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib import resources
 from operator import itemgetter
+from typing import Any, NamedTuple
+
+import yaml
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.outputs import RequestMetrics, RoundRecord
-from fledge.engine.protocol import EngineStats, RoundReport
+from fledge.engine.controller import CostTable
+from fledge.engine.outputs import RoundRecord
 from fledge.server.prompts import Template
 
 INTERVAL_SECONDS = 2.0
 KEPT_INTERVALS = 300  # ten minutes
 CONTEXT_EDGES = (512, 2048, 8192, 32768)
 CONTEXT_BUCKETS = ("up to 512", "513 to 2048", "2049 to 8192", "8193 to 32768", "over 32768")
+MIN_ROUNDS = 30  # rounds before an acceptance length is believed
+KNOWN_SHARE = 0.5  # of the rounds must have both costs, or the whole is unknown
+PAYS = 1.05  # below, speculation is called not worth it
+LOSES = 0.97  # below, it is called a loss
 
-Tally = Counter[tuple[int, int]]  # (drafted, accepted) -> rounds, as in AcceptanceStatistics
+_NOTES = yaml.safe_load((resources.files(__package__) / "notes.yaml").read_text(encoding="utf-8"))
 Shape = tuple[int, int]  # of a round: batch, depth
 
 
-def by_context(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, Tally]]:
+def _acceptances() -> defaultdict[Any, AcceptanceStatistics]:
+    return defaultdict(AcceptanceStatistics)
+
+
+def by_context(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, AcceptanceStatistics]]:
     """Split a request's rounds, which are in order, by the length of the context they drafted from."""
-    outcome = itemgetter(1, 2)
     begin = 0
-    for bucket, edge in zip(CONTEXT_BUCKETS, (*CONTEXT_EDGES, None), strict=True):
-        end = len(rounds) if edge is None else bisect_left(rounds, edge + 1, key=lambda record: record.start)
+    for bucket, edge in zip(CONTEXT_BUCKETS, (*CONTEXT_EDGES, math.inf), strict=True):
+        end = bisect_right(rounds, edge, key=lambda record: record.start)
         if end > begin:
-            yield bucket, Counter(map(outcome, rounds[begin:end]))
+            yield bucket, AcceptanceStatistics(tally=Counter(map(itemgetter(1, 2), rounds[begin:end])))
         begin = end
 
 
@@ -41,7 +59,7 @@ class HistoryInterval:
     prompt_tokens: int = 0
     output_tokens: int = 0
     request_seconds: float = 0.0  # that requests spent in rounds, added up
-    tally: Tally = field(default_factory=Counter)
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     rounds: Counter[Shape] = field(default_factory=Counter)
     round_tokens: Counter[Shape] = field(default_factory=Counter)  # what streaming users see
     phase_seconds: Counter[str] = field(default_factory=Counter)
@@ -52,63 +70,32 @@ class HistoryInterval:
     kv_use: float = 0.0
     ttft_sum: float = 0.0
     ttft_count: int = 0
-    templates: dict[Template, Tally] = field(default_factory=dict)
-    contexts: dict[str, Tally] = field(default_factory=dict)
+    templates: defaultdict[Template, AcceptanceStatistics] = field(default_factory=_acceptances)
+    contexts: defaultdict[str, AcceptanceStatistics] = field(default_factory=_acceptances)
     requests_by_template: Counter[Template] = field(default_factory=Counter)
 
     @classmethod
     def sum(cls, parts: Iterable["HistoryInterval"]) -> "HistoryInterval":
         """Several intervals as one, which shares nothing with them."""
         total = cls(intervals=0)
-        for part in parts:
-            total._add(part)
-        return total
-
-    def _add(self, other: "HistoryInterval") -> None:
-        for name in (one.name for one in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Counter):
+        for part, name in itertools.product(parts, (one.name for one in fields(cls))):
+            mine, theirs = getattr(total, name), getattr(part, name)
+            if isinstance(mine, AcceptanceStatistics):
+                mine.tally.update(theirs.tally)
+            elif isinstance(mine, Counter):
                 mine.update(theirs)
             elif isinstance(mine, dict):
-                for key, tally in theirs.items():
-                    mine.setdefault(key, Counter()).update(tally)
+                for key, acceptance in theirs.items():
+                    mine[key].tally.update(acceptance.tally)
             else:
                 is_gauge = name in ("number", "running", "waiting", "kv_use")
-                setattr(self, name, theirs if is_gauge else mine + theirs)
-
-    def add_round(self, report: RoundReport) -> None:
-        shape = (report.batch, report.verify)
-        self.rounds[shape] += 1
-        self.round_tokens[shape] += report.tokens
-        if report.seconds is not None:
-            self.phase_seconds.update(report.seconds._asdict())
-
-    def add_finished(self, template: Template, metrics: RequestMetrics, contexts: Iterable[tuple[str, Tally]]) -> None:
-        self.requests_by_template[template] += 1
-        self.templates.setdefault(template, Counter()).update(metrics.acceptance.tally)
-        for bucket, tally in contexts:
-            self.contexts.setdefault(bucket, Counter()).update(tally)
-        if metrics.time_to_first_token is not None:
-            self.ttft_sum += metrics.time_to_first_token
-            self.ttft_count += 1
-
-    def set_gauges(self, stats: EngineStats) -> None:
-        self.running, self.waiting = stats.running, stats.waiting
-        self.kv_use = stats.kv_used / stats.kv_capacity if stats.kv_capacity else 0.0
+                setattr(total, name, theirs if is_gauge else mine + theirs)
+        return total
 
     @property
-    def acceptance(self) -> AcceptanceStatistics:
-        return AcceptanceStatistics(tally=self.tally)
-
-    @property
-    def acceptance_by_template(self) -> dict[Template, AcceptanceStatistics]:
-        return {key: AcceptanceStatistics(tally=tally) for key, tally in self.templates.items()}
-
-    @property
-    def acceptance_by_context(self) -> dict[str, AcceptanceStatistics]:
+    def contexts_in_order(self) -> dict[str, AcceptanceStatistics]:
         """Shortest contexts first."""
-        known = [bucket for bucket in CONTEXT_BUCKETS if bucket in self.contexts]
-        return {bucket: AcceptanceStatistics(tally=self.contexts[bucket]) for bucket in known}
+        return {bucket: self.contexts[bucket] for bucket in CONTEXT_BUCKETS if bucket in self.contexts}
 
     @property
     def fallback_ratio(self) -> float | None:
@@ -131,12 +118,12 @@ class History:
     def current(self) -> HistoryInterval:
         """The interval that now belongs to; closes those before it."""
         number = int((time.monotonic() - self._began) / self.interval_seconds)
-        if number > self._current.number:
-            last = self._current
-            self._closed.append(last)
-            for skipped in range(max(last.number + 1, number - self.kept), number):
-                self._closed.append(self._after(last, skipped))
-            self._current = self._after(last, number)
+        last = self._current
+        for following in range(max(last.number + 1, number - self.kept), number + 1):
+            self._closed.append(self._current)
+            self._current = HistoryInterval(
+                number=following, running=last.running, waiting=last.waiting, kv_use=last.kv_use
+            )
         return self._current
 
     def closed(self) -> list[HistoryInterval]:
@@ -153,6 +140,116 @@ class History:
             self._sums[intervals] = known
         return HistoryInterval.sum([known[1], current])
 
-    @staticmethod
-    def _after(last: HistoryInterval, number: int) -> HistoryInterval:
-        return HistoryInterval(number=number, running=last.running, waiting=last.waiting, kv_use=last.kv_use)
+
+class SpeedUp(NamedTuple):
+    """Tokens per second of decoding, over what it would be without speculation."""
+
+    value: float | None = None  # None: unknown
+    tokens_per_round: float | None = None  # of one request, rounds without drafts of its own included
+    break_even: float | None = None  # tokens per round at which speculation costs as much as it saves
+    batch: int = 0  # the typical batch
+    depth: int = 0
+
+
+def speed_up(seen: HistoryInterval, costs: CostTable) -> SpeedUp:
+    """Estimate the speed-up of the speculation rounds that were seen. Plain steps among them are left out."""
+    speculative = {shape: count for shape, count in seen.rounds.items() if shape[1] > 0 and count > 0}
+    total = sum(speculative.values())
+    if total == 0:
+        return SpeedUp()
+    rows = sum(batch * count for (batch, _), count in speculative.items())
+    estimate = SpeedUp(
+        tokens_per_round=sum(seen.round_tokens[shape] for shape in speculative) / rows,
+        batch=round(rows / total),
+        depth=max(speculative, key=lambda shape: speculative[shape])[1],
+    )
+    spent = plain = break_even = 0.0
+    known_rounds = known_rows = 0
+    for shape, count in speculative.items():
+        step, cost = costs.cost(shape[0], 0), costs.cost(*shape)
+        if step is not None and cost is not None and step > 0:
+            spent += count * cost
+            plain += seen.round_tokens[shape] / shape[0] * step
+            break_even += count * shape[0] * cost / step
+            known_rounds += count
+            known_rows += count * shape[0]
+    if known_rounds < KNOWN_SHARE * total or spent <= 0:
+        return estimate
+    return estimate._replace(value=plain / spent, break_even=break_even / known_rows)
+
+
+class SpeculationNote(NamedTuple):
+    """One sentence or two for people, the most important first."""
+
+    level: str  # good, info, warning or bad
+    text: str
+
+
+def explain(
+    seen: HistoryInterval, costs: CostTable, *, has_drafter: bool = True, fallback: bool = False
+) -> list[SpeculationNote]:
+    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why."""
+    if not has_drafter or fallback:
+        return [_note("failed" if has_drafter else "no_drafter")]
+    acceptance = seen.acceptance
+    length = acceptance.acceptance_length
+    if length is None:
+        return [_note("only_plain" if seen.rounds.total() else "idle")]
+    rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
+    dead = [_note("dead_drafter", rate=rates[0])] if is_certain and rates[0] < 0.05 else []
+    estimate = speed_up(seen, costs)
+    value, break_even = estimate.value, estimate.break_even
+    if value is None or break_even is None:
+        return [_note("unknown", length=length, batch=estimate.batch), *dead]
+    name = "pays" if value >= PAYS else "loses" if value < LOSES else "hardly_pays"
+    verdict = _note(name, value=value, per_round=estimate.tokens_per_round, break_even=break_even)
+    if value >= PAYS:
+        return [verdict, *_slow_parts(seen, break_even)]
+    useful = sum(rate >= 0.1 for rate in rates)
+    is_too_deep = is_certain and 0 < useful < len(rates) and break_even >= PAYS
+    depth = [_note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
+    return [verdict, *dead, *_batch(length, costs, estimate), *_slow_parts(seen, break_even), *depth]
+
+
+def _note(which: str, **figures: Any) -> SpeculationNote:
+    level, text = _NOTES[which]
+    return SpeculationNote(level, text.format(**figures))
+
+
+def _batch(length: float, costs: CostTable, estimate: SpeedUp) -> list[SpeculationNote]:
+    """The drafts are good enough for small batches, but not for these."""
+    batch, depth = estimate.batch, estimate.depth
+    smallest = costs.smallest_batch(depth)
+    at_smallest = None if smallest is None else costs.ratio(smallest, depth)
+    here = costs.ratio(batch, depth) or estimate.break_even
+    if smallest is None or at_smallest is None or here is None:
+        return []
+    if batch < 2 * smallest or not at_smallest * PAYS <= length < here * PAYS:
+        return []
+    ratios = {"here": here, "at_smallest": at_smallest, "smallest": smallest}
+    return [_note("batch", batch=batch, busy=max(2, batch // 2), length=length, **ratios)]
+
+
+def _slow_parts(seen: HistoryInterval, break_even: float) -> list[SpeculationNote]:
+    """The templates and context lengths that lie below the break-even."""
+    low, fine = _divide({template.label: part for template, part in seen.templates.items()}, break_even)
+    best = max(fine.values(), default=0.0)
+    notes = [
+        _note("template" if fine else "traffic", name=name, length=length, break_even=break_even, best=best)
+        for name, length in list(low.items())[:3]
+    ]
+    if len(low) > 3:
+        notes.append(_note("more_templates", count=len(low) - 3))
+    low, fine = _divide(seen.contexts_in_order, break_even)
+    if low and fine:
+        (name, length), (reference, best) = list(low.items())[-1], next(iter(fine.items()))
+        notes.append(_note("context", name=name, length=length, break_even=break_even, fine=reference, best=best))
+    return notes
+
+
+def _divide(parts: Mapping[str, AcceptanceStatistics], break_even: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Split parts with enough rounds into those below the break-even and the others, with their acceptance lengths."""
+    lengths = {name: part.acceptance_length for name, part in parts.items() if part.rounds >= MIN_ROUNDS}
+    known = {name: length for name, length in lengths.items() if length is not None}
+    low = {name: length for name, length in known.items() if length < break_even}
+    return low, {name: length for name, length in known.items() if name not in low}

@@ -1,4 +1,4 @@
-"""The settings of a service, beside those of its engine: what clients may send, and who may send it."""
+"""The settings of a service, beside those of its engine, and who may use it."""
 
 import hashlib
 import hmac
@@ -12,22 +12,6 @@ from fledge.server.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestLimits:
-    """Bounds on requests. What they protect is other people's rounds, memory and the log."""
-
-    max_body_bytes: int = 8 * 2**20
-    max_nesting: int = 64
-    max_answers: int = 128  # prompts times n
-    max_n: int = 16
-    max_messages: int = 2048
-    max_stop_strings: int = 16
-    max_stop_length: int = 256
-    max_stop_token_ids: int = 256
-    max_logit_bias: int = 1024
-    max_template_bytes: int = 64 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """How a service behaves. Names as in `vllm serve` where it has the same."""
 
@@ -35,7 +19,6 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None  # the template's text; None: the tokenizer's own
     chat_template_name: str | None = None  # for metrics
-    enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None  # a name, "auto" or None
     reasoning_parser: str | None = None  # a name, "auto" or None
     allow_client_templates: bool = False
@@ -46,16 +29,14 @@ class ServeOptions:
     drain_timeout: float = 30.0
     default_sampling: dict[str, float | int] = field(default_factory=dict)  # the model's generation_config.json
     seed: int = 0
-    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
         if not self.served_model_names:
             raise ConfigError("--served-model-name: at least one name is needed")
         for name in ("request_timeout", "drain_timeout"):
             if not 0 < getattr(self, name) <= 86400:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}: found {getattr(self, name)}, allowed is above 0 to 86400"
-                )
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option}: found {getattr(self, name)}, allowed is above 0 to 86400")
         if self.max_queue < 0:
             raise ConfigError(f"--max-queue: found {self.max_queue}, allowed is 0 or more")
 
@@ -72,27 +53,17 @@ class ApiKeys:
             raise ConfigError("--api-key: a key must not be empty")
         self._digests = tuple(_digest(key) for key in keys)
 
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
     def match(self, key: str) -> bool:
         """Compare with every key, each in constant time: how long it takes says nothing about any of them."""
-        offered, found = _digest(key), False
-        for digest in self._digests:
-            found |= hmac.compare_digest(digest, offered)
-        return found
+        offered = _digest(key)
+        return sum(hmac.compare_digest(digest, offered) for digest in self._digests) > 0
 
     async def check(self, request: Request) -> None:
         """Raise RequestError (401) unless the request carries a key."""
-        if not self._digests:
-            return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not self.match(key.strip()):
-            raise RequestError(
-                "this server needs an API key: send the header 'Authorization: Bearer KEY'",
-                status=401,
-                code="invalid_api_key",
-            )
+        if self._digests and (scheme.lower() != "bearer" or not self.match(key.strip())):
+            message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
+            raise RequestError(message, status=401, code="invalid_api_key")
 
 
 def _digest(key: str) -> bytes:

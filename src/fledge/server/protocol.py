@@ -1,69 +1,34 @@
 """The fields of a request: OpenAI's, vLLM's extra ones, and ours (`speculation`).
 
-A field that is here is honoured, one in `_REFUSED` gets a 400 that says why, and any other is ignored and named in the
-request's log line: clients send fields that are younger than any server.
+A field that is here is honoured, one that fields.yaml refuses gets a 400 that says why, and any other is ignored and
+named in the request's log line: clients send fields that are younger than any server.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
+from importlib import resources
 from typing import Annotated, Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
 from fledge.engine.config import MAX_DEPTH
 from fledge.server.errors import RequestError
-from fledge.server.options import RequestLimits
 
 _M = TypeVar("_M", bound="ApiModel")
 
+# Bounds on requests. What they protect is other people's rounds, memory and the log.
+MAX_ANSWERS = 128  # prompts times n
+MAX_N = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
 MAX_IGNORED = 16  # names of unknown fields that are noted
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
-# What these servers are asked for elsewhere and cannot do; harmless values (null, false, zero) pass.
-_REFUSED = {
-    "audio": "this server answers in text only",
-    "modalities": "this server answers in text only",
-    "functions": "use 'tools'",
-    "function_call": "use 'tool_choice'",
-    "web_search_options": "there is no web search here",
-    "best_of": "ask for 'n' answers and choose among them",
-    "suffix": "text cannot be inserted; give a prompt that the answer continues",
-    "prompt_logprobs": "log-probabilities are given for answers only",
-    "use_beam_search": "beam search is not available",
-    "length_penalty": "beam search is not available",
-    "allowed_token_ids": "use a grammar or a regular expression ('structured_outputs')",
-    "bad_words": "use 'logit_bias'",
-    "logits_processors": "code from clients is not run here",
-    "kv_transfer_params": "run a disaggregated service with vLLM, which loads the same checkpoints",
-    "prompt_embeds": "prompts are text or token ids",
-    "cache_salt": "the prefix cache is shared by all clients of this server; turn it off when starting the server",
-    "guided_decoding_backend": "there is one backend, llguidance",
-    "guided_whitespace_pattern": "use a grammar or a regular expression ('structured_outputs')",
-    "mm_processor_kwargs": "this server reads text only",
-}
-_HARMLESS: dict[str, Any] = {
-    "modalities": ["text"],
-    "best_of": 1,
-    "length_penalty": 1.0,
-    "guided_decoding_backend": "llguidance",
-}
-# Known, and of no consequence for what is answered.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "verbosity",
-        "prediction",
-        "priority",
-        "request_id",
-        "spaces_between_special_tokens",
-        "early_stopping",
-    }
-)
+_FIELDS = yaml.safe_load((resources.files(__package__) / "fields.yaml").read_text(encoding="utf-8"))
 
 # Lists from clients may be long: the first wrong entry is enough.
 _Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -130,9 +95,7 @@ class SamplingRequest(ApiModel):
     @property
     def speculation_depth(self) -> int | None:
         """0: none; None: as the server drafts."""
-        asked = self.speculation
-        if asked is None:
-            return None
+        asked = self.speculation or SpeculationOptions()
         return asked.depth if asked.enabled else 0
 
     @property
@@ -148,65 +111,55 @@ class SamplingRequest(ApiModel):
     def wants_continuous_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def structured_fields(self) -> dict[str, Any]:
-        """For `structured.read_format`."""
-        names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-        return {name: getattr(self, name) for name in (*names, "guided_grammar")}
-
-    def ignored_fields(self) -> list[str]:
-        extra = [name for name in self.model_extra or {} if name not in _WITHOUT_EFFECT and name not in _REFUSED]
-        return [name[:64] for name in sorted(extra)[:MAX_IGNORED]]
-
-    def sampling_params(
-        self, defaults: Mapping[str, float | int], *, max_tokens: int | None, logprobs: int | None
-    ) -> SamplingParams:
-        """Return the parameters of one answer. `defaults` stand in for what the request leaves out.
-
-        Raises ConfigError, which names the field.
-        """
-        given = {
-            name: getattr(self, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            if getattr(self, name) is not None
-        }
-        others = {
-            name: getattr(self, name)
-            for name in (
-                "presence_penalty",
-                "frequency_penalty",
-                "logit_bias",
-                "seed",
-                "min_tokens",
-                "stop",
-                "stop_token_ids",
-                "ignore_eos",
-                "include_stop_str_in_output",
-                "skip_special_tokens",
-            )
-            if getattr(self, name) is not None
-        }
-        return SamplingParams(**{**defaults, **given}, **others, max_tokens=max_tokens, logprobs=logprobs)
-
     @property
     def answers(self) -> int:
         return 1 if self.n is None else self.n
 
-    def check_sizes(self, limits: RequestLimits) -> None:
+    @property
+    def most_tokens(self) -> int | None:
+        """Of one answer; None: as many as there is room for."""
+        return self.max_tokens
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """Likeliest tokens to give with each token; None: no log-probabilities."""
+        return None
+
+    def structured_fields(self) -> dict[str, Any]:
+        """For `structured.read_format`."""
+        guided = {f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")}
+        return self.model_dump(include={"response_format", "structured_outputs", *guided})
+
+    def ignored_fields(self) -> list[str]:
+        known = {*_FIELDS["without_effect"], *_FIELDS["refused"]}
+        return [name[:64] for name in sorted(set(self.model_extra or {}) - known)[:MAX_IGNORED]]
+
+    def sampling_params(self, defaults: Mapping[str, float | int]) -> SamplingParams:
+        """Return the parameters of one answer. `defaults` stand in for what the request leaves out.
+
+        Raises ConfigError, which names the field.
+        """
+        ours: dict[str, Any] = {"n": 1, "max_tokens": self.most_tokens, "logprobs": self.logprobs_wanted}
+        names = [field.name for field in fields(SamplingParams) if field.name not in ours]
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return SamplingParams(**{**defaults, **given, **ours})
+
+    def check_sizes(self) -> None:
         """Raise RequestError if something is more than this server takes."""
-        if not 1 <= self.answers <= limits.max_n:
-            _out_of_bounds("n", self.answers, f"1 to {limits.max_n}")
-        stops = [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
-        if len(stops) > limits.max_stop_strings:
-            _out_of_bounds("stop", f"{len(stops)} strings", f"at most {limits.max_stop_strings}")
-        if any(len(stop) > limits.max_stop_length for stop in stops):
-            _out_of_bounds("stop", "a longer string", f"at most {limits.max_stop_length} characters")
-        if len(self.stop_token_ids or ()) > limits.max_stop_token_ids:
-            _out_of_bounds("stop_token_ids", len(self.stop_token_ids or ()), f"at most {limits.max_stop_token_ids}")
-        if len(self.logit_bias or ()) > limits.max_logit_bias:
-            _out_of_bounds("logit_bias", f"{len(self.logit_bias or ())} tokens", f"at most {limits.max_logit_bias}")
-        for bias in (self.logit_bias or {}).values():
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-                _out_of_bounds("logit_bias", "another value", "a number from -100 to 100")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stop_ids, biases = len(self.stop_token_ids or ()), (self.logit_bias or {}).values()
+        are_numbers = all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in biases)
+        for param, found, is_allowed, allowed in (
+            ("n", self.answers, 1 <= self.answers <= MAX_N, f"1 to {MAX_N}"),
+            ("stop", f"{len(stops)} strings", len(stops) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS}"),
+            ("stop", "a longer string", all(len(stop) <= MAX_STOP_LENGTH for stop in stops),
+             f"at most {MAX_STOP_LENGTH} characters"),
+            ("stop_token_ids", stop_ids, stop_ids <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS}"),
+            ("logit_bias", f"{len(biases)} tokens", len(biases) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS}"),
+            ("logit_bias", "another value", are_numbers, "a number from -100 to 100"),
+        ):  # fmt: skip
+            if not is_allowed:
+                _out_of_bounds(param, found, allowed)
 
 
 class ChatRequest(SamplingRequest):
@@ -228,8 +181,11 @@ class ChatRequest(SamplingRequest):
     documents: _Objects | None = None
 
     @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def logprobs_wanted(self) -> int | None:
-        """Likeliest tokens to give with each token; None: no log-probabilities."""
         top = self.top_logprobs
         if top is not None and not self.logprobs and top != 0:
             raise RequestError("top_logprobs: needs 'logprobs' to be true", param="top_logprobs")
@@ -244,6 +200,14 @@ class CompletionRequest(SamplingRequest):
     prompt: str | _Strings | _Integers | Annotated[list[_Integers], Field(fail_fast=True)]
     logprobs: int | None = None
     echo: bool | None = False
+
+    @property
+    def most_tokens(self) -> int:
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -280,9 +244,9 @@ class DetokenizeRequest(ApiModel):
 
 def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
     """Check a body's fields. Raises RequestError, which names the first field that is wrong and quotes no value."""
-    for name, reason in _REFUSED.items():
+    for name, reason in _FIELDS["refused"].items():
         value = body.get(name)
-        if name not in kind.model_fields and value and value != _HARMLESS.get(name):
+        if name not in kind.model_fields and value and value != _FIELDS["harmless"].get(name):
             raise RequestError(f"{name}: not available here; {reason}", param=name, code="unsupported_parameter")
     try:
         return kind.model_validate(dict(body))
@@ -290,16 +254,10 @@ def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
         found = error.errors(include_input=False, include_url=False, include_context=False)
         field = str(found[0]["loc"][0]) if found[0]["loc"] else None
         same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
-        if len({one["loc"] for one in same}) > 1 and len(same) > 1:  # the members of a union, each with its complaint
-            said = " or ".join(dict.fromkeys(_lower(one["msg"]) for one in same[:4]))
-            message = f"{field}: {said}"
-        else:
-            message = f"{'.'.join(str(part) for part in found[0]['loc'])}: {_lower(found[0]['msg'])}"
-        raise RequestError(message, param=field) from None
-
-
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]
+        is_union = len({one["loc"] for one in same}) > 1  # each of its members with its complaint
+        where = field if is_union else ".".join(map(str, found[0]["loc"]))
+        said = dict.fromkeys(one["msg"][:1].lower() + one["msg"][1:] for one in same[: 4 if is_union else 1])
+        raise RequestError(f"{where}: {' or '.join(said)}", param=field) from None
 
 
 def _out_of_bounds(param: str, found: object, allowed: str) -> None:

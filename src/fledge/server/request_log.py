@@ -43,8 +43,9 @@ class RequestLogEntry:
         if (metrics := generation.metrics) is None:
             return
         self.cached_tokens = metrics.cached_tokens
-        self.ttft_ms = _milliseconds(metrics.time_to_first_token)
-        self.tpot_ms = _milliseconds(metrics.time_per_output_token(self.output_tokens // max(self.answers, 1)))
+        ttft = metrics.time_to_first_token
+        tpot = metrics.time_per_output_token(self.output_tokens // max(self.answers, 1))
+        self.ttft_ms, self.tpot_ms = (None if time is None else round(time * 1e3, 3) for time in (ttft, tpot))
         self.rounds = metrics.acceptance.rounds
         length = metrics.acceptance.acceptance_length
         self.acceptance_length = None if length is None else round(length, 4)
@@ -57,10 +58,6 @@ class RequestLogEntry:
         if not self.ignored:
             del values["ignored"]
         logger.info("request", extra={"fields": values})
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)
 
 
 class JsonFormatter(logging.Formatter):
@@ -85,11 +82,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         fields = getattr(record, "fields", {})
-        told = [
-            record.getMessage(),
-            *(f"{name}={_spell(value)}" for name, value in fields.items() if value not in (None, [])),
-        ]
-        line = f"{moment} {record.levelname.lower():8} {' '.join(told)}"
+        told = "".join(f" {name}={_spell(value)}" for name, value in fields.items() if value not in (None, []))
+        line = f"{moment} {record.levelname.lower():8} {record.getMessage()}{told}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -1,231 +1,243 @@
 """Answers in OpenAI's shapes, whole or as server-sent events: of chats, and of plain completions."""
 
+import functools
+import itertools
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fledge.engine.outputs import TokenLogprobs
 from fledge.server.async_engine import Generation, TextDelta
-from fledge.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from fledge.server.parsers import AnswerParser, Delta, whole_message
 from fledge.server.protocol import ChatRequest, CompletionRequest, SamplingRequest
-from fledge.server.reasoning import AnswerParser
-from fledge.server.tools import Delta, whole_message
+from fledge.server.request_log import RequestLogEntry
 
 DONE = b"data: [DONE]\n\n"
-
-
-def to_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+LOWEST = -9999.0  # stands in for minus infinity, which JSON does not have
+# How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 def event(value: Any) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + to_json(value) + b"\n\n"
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return b"data: " + text.encode() + b"\n\n"
 
 
-@dataclass(kw_only=True)
-class Choice:
-    """One answer so far: what has not been told yet, or all of it if nothing is told before the end."""
+TokenTexts = Callable[[int], tuple[str, list[int]]]  # the text and the bytes of single tokens
 
-    text: str = ""
-    deltas: list[Delta] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    pieces: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+
+def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
+    """`as_ids`: tokens are written "token_id:123"."""
+
+    @functools.cache
+    def look_up(token: int) -> tuple[str, list[int]]:
+        if as_ids or tokenizer is None:
+            text = f"token_id:{token}"
+            return text, list(text.encode())
+        text = str(tokenizer.decode([token]))
+        spelled = None
+        if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character: its bytes are in the vocabulary's spelling
+            spelled = _bytes_of(str(tokenizer.convert_ids_to_tokens(token)))
+        return text, spelled or list(text.encode())
+
+    return look_up
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a chat answer."""
+    return {
+        "content": [
+            _entry(one.token, one.logprob, texts) | {"top_logprobs": [_entry(*other, texts) for other in one.top]}
+            for one in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, offset: int) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a completion; `offset` characters came before."""
+    tokens = [texts(one.token)[0] for one in logprobs]
+    return {
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
+        "token_logprobs": [_finite(one.logprob) for one in logprobs],
+        "tokens": tokens,
+        "top_logprobs": [  # the chosen token is among them, as at OpenAI
+            {texts(token)[0]: _finite(value) for token, value in ((one.token, one.logprob), *one.top)}
+            for one in logprobs
+        ],
+    }
+
+
+def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    text, spelled = texts(token)
+    return {"token": text, "logprob": _finite(logprob), "bytes": spelled}
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else LOWEST
+
+
+def _bytes_of(spelled: str) -> list[int] | None:
+    if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):  # SentencePiece's byte fallback
+        return [int(spelled[3:5], 16)]
+    return [_ALPHABET[character] for character in spelled] if set(spelled) <= _ALPHABET.keys() else None
+
+
+class Choice(ABC):
+    """One answer: what has not been told yet, or all of it if nothing is told before the end."""
+
+    objects: ClassVar[tuple[str, str]]  # OpenAI's names of the whole response, and of a chunk of it
+
+    def __init__(self, number: int, request: SamplingRequest, texts: TokenTexts) -> None:
+        self._number = number
+        self._request = request
+        self._texts = texts
+        self._logprobs: list[TokenLogprobs] = []
+        self._token_ids: list[int] = []
+        self._pieces: list[dict[str, Any]] = []
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
 
     def take(self, delta: TextDelta) -> None:
-        self.logprobs += delta.logprobs
-        self.token_ids += delta.token_ids
-        self.pieces += [piece._asdict() for piece in delta.pieces]
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        """Add what is new."""
+        self._logprobs += delta.logprobs
+        self._token_ids += delta.token_ids
+        self._pieces += [piece._asdict() for piece in delta.pieces]
+        self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer: an entry of `choices`."""
+
+    @abstractmethod
+    def chunks(self) -> list[dict[str, Any]]:
+        """Return what can be told now: entries of `choices`, each for a chunk of its own."""
+
+    def _figures(self) -> dict[str, Any]:
+        """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
+        figures: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            figures["token_ids"], self._token_ids = self._token_ids, []
+        if self._request.wants_report:
+            figures["fledge"], self._pieces = {"pieces": self._pieces}, []
+        return figures
+
+    def _entry(self, name: str, content: Any, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        ending = {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
+        return {"index": self._number, name: content, "logprobs": logprobs, **ending, **self._figures()}
 
 
-class OpenAIResponse(ABC):
+class ChatChoice(Choice):
+    """An answer of `/v1/chat/completions`. It goes through a parser of its own."""
+
+    objects = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(self, number: int, request: ChatRequest, texts: TokenTexts, parser: AnswerParser) -> None:
+        super().__init__(number, request, texts)
+        self._shows_reasoning = request.include_reasoning is not False
+        self._shows_logprobs = bool(request.logprobs)
+        self._parser = parser
+        self._deltas: list[Delta] = []
+        self._has_begun = False
+        self._has_calls = False
+
+    def take(self, delta: TextDelta) -> None:
+        super().take(delta)
+        found = self._parser.feed(delta.text, final=delta.finish_reason is not None)
+        self._has_calls |= any("tool_calls" in one for one in found)
+        if self._has_calls and delta.finish_reason == "stop":
+            self._finish_reason = "tool_calls"
+        self._deltas += [one for one in found if self._shows_reasoning or "reasoning_content" not in one]
+
+    def whole(self) -> dict[str, Any]:
+        logprobs = chat_logprobs(self._logprobs, self._texts) if self._shows_logprobs else None
+        return self._entry("message", whole_message(self._deltas), logprobs)
+
+    def chunks(self) -> list[dict[str, Any]]:
+        deltas, self._deltas = self._deltas, []
+        if not deltas and self._request.wants_report and self._pieces:
+            deltas = [{}]  # what was drafted is told even where a parser holds the text back
+        opening: list[Delta] = [] if self._has_begun else [{"role": "assistant", "content": ""}]
+        self._has_begun = True
+        chunks: list[dict[str, Any]] = [
+            {"index": self._number, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in (*opening, *deltas, *([] if self._finish_reason is None else [{}]))
+        ]
+        if self._finish_reason is not None:
+            chunks[-1] |= {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
+        if deltas or self._finish_reason is not None:  # with one of these, what there is to say of the tokens
+            told = chunks[len(opening) + len(deltas) - 1 if deltas else -1]
+            told |= self._figures()
+            if self._shows_logprobs and self._logprobs:
+                told["logprobs"], self._logprobs = chat_logprobs(self._logprobs, self._texts), []
+        return chunks
+
+
+class CompletionChoice(Choice):
+    """An answer of `/v1/completions`. It begins with `echo`: the prompt's text, or nothing."""
+
+    objects = ("text_completion", "text_completion")
+
+    def __init__(self, number: int, request: CompletionRequest, texts: TokenTexts, echo: str) -> None:
+        super().__init__(number, request, texts)
+        self._text = echo
+        self._offset = 0  # of the text whose log-probabilities have been told
+
+    def take(self, delta: TextDelta) -> None:
+        super().take(delta)
+        self._text += delta.text
+
+    def whole(self) -> dict[str, Any]:
+        text, self._text = self._text, ""
+        logprobs = None
+        if self._request.logprobs_wanted is not None:
+            logprobs = completion_logprobs(self._logprobs, self._texts, self._offset)
+            self._offset += sum(map(len, logprobs["tokens"]))
+            self._logprobs = []
+        return self._entry("text", text, logprobs)
+
+    def chunks(self) -> list[dict[str, Any]]:
+        wanted = self._request.logprobs_wanted is not None or self._request.return_token_ids
+        return [self.whole()] if self._text or self._finish_reason is not None or wanted else []
+
+
+class OpenAIResponse:
     """The response to one request, from the deltas of its generation."""
 
-    whole_object: str
-    chunk_object: str
-
     def __init__(
-        self, request: SamplingRequest, generation: Generation, *, request_id: str, model: str, texts: TokenTexts
+        self, request: SamplingRequest, generation: Generation, entry: RequestLogEntry, choices: Sequence[Choice]
     ) -> None:
         self.generation = generation
         self._request = request
-        self._texts = texts
-        self._head = {"id": request_id, "object": self.chunk_object, "created": int(time.time()), "model": model}
+        self._choices = choices
+        self._whole_object, chunk_object = choices[0].objects
+        self._head = {"id": entry.id, "object": chunk_object, "created": int(time.time()), "model": entry.model}
 
     async def whole(self) -> dict[str, Any]:
         """Wait for all answers and return the response."""
         async for number, delta in self.generation.deltas():
-            self._take(number, delta)
-        choices = [self._choice(number) for number in range(self.generation.answers)]
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
+            self._choices[number].take(delta)
+        choices = [choice.whole() for choice in self._choices]
+        return {**self._head, "object": self._whole_object, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""
         async for number, delta in self.generation.deltas():
-            self._take(number, delta)
-            chunks = self._chunks(number)
-            if chunks:
-                yield b"".join(event(self._chunk(choice)) for choice in chunks)
+            self._choices[number].take(delta)
+            if chunks := self._choices[number].chunks():
+                usage = self.generation.usage() if self._request.wants_continuous_usage else None
+                told = {"usage": usage} if self._request.wants_stream_usage else {}
+                yield b"".join(event({**self._head, "choices": [choice], **told}) for choice in chunks)
         tail = event({**self._head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""
         yield tail + DONE
-
-    @abstractmethod
-    def _take(self, number: int, delta: TextDelta) -> None:
-        """Add to an answer."""
-
-    @abstractmethod
-    def _choice(self, number: int) -> dict[str, Any]:
-        """Return a whole answer: an entry of `choices`."""
-
-    @abstractmethod
-    def _chunks(self, number: int) -> list[dict[str, Any]]:
-        """Return what can be told of an answer now: entries of `choices`, each for a chunk of its own."""
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        body = {**self._head, "choices": [choice]}
-        if self._request.wants_continuous_usage:
-            body["usage"] = self.generation.usage()
-        elif self._request.wants_stream_usage:
-            body["usage"] = None
-        return body
 
     def _usage(self) -> dict[str, Any]:
         depth = self._request.speculation_depth
         wanted = {"enabled": depth != 0, "depth": depth} if self._request.wants_report else None
         return self.generation.usage(speculation=wanted)
-
-    def _figures(self, choice: Choice) -> dict[str, Any]:
-        """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
-        figures: dict[str, Any] = {}
-        if self._request.return_token_ids:
-            figures["token_ids"], choice.token_ids = choice.token_ids, []
-        if self._request.wants_report:
-            figures["fledge"], choice.pieces = {"pieces": choice.pieces}, []
-        return figures
-
-
-class ChatResponse(OpenAIResponse):
-    """`/v1/chat/completions`. Each answer goes through a parser of its own."""
-
-    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
-    _request: ChatRequest
-
-    def __init__(
-        self,
-        request: ChatRequest,
-        generation: Generation,
-        *,
-        request_id: str,
-        model: str,
-        texts: TokenTexts,
-        new_parser: Callable[[], AnswerParser],
-    ) -> None:
-        super().__init__(request, generation, request_id=request_id, model=model, texts=texts)
-        self._parsers = [new_parser() for _ in range(self.generation.answers)]
-        self._choices = [Choice() for _ in self._parsers]
-        self._has_begun = [False] * len(self._parsers)
-        self._has_calls = [False] * len(self._parsers)
-
-    def _take(self, number: int, delta: TextDelta) -> None:
-        choice, parser = self._choices[number], self._parsers[number]
-        choice.take(delta)
-        found = parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            found += parser.finish()
-        self._has_calls[number] |= any("tool_calls" in one for one in found)
-        if self._has_calls[number] and delta.finish_reason == "stop":
-            choice.finish_reason = "tool_calls"
-        shows_reasoning = self._request.include_reasoning is not False
-        choice.deltas += [one for one in found if shows_reasoning or "reasoning_content" not in one]
-
-    def _choice(self, number: int) -> dict[str, Any]:
-        choice = self._choices[number]
-        return {
-            "index": number,
-            "message": whole_message(choice.deltas),
-            "logprobs": chat_logprobs(choice.logprobs, self._texts) if self._request.logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **self._figures(choice),
-        }
-
-    def _chunks(self, number: int) -> list[dict[str, Any]]:
-        choice = self._choices[number]
-        deltas, choice.deltas = choice.deltas, []
-        chunks: list[dict[str, Any]] = []
-
-        def add(delta: Delta) -> None:
-            chunks.append({"index": number, "delta": delta, "logprobs": None, "finish_reason": None})
-
-        if not self._has_begun[number]:
-            self._has_begun[number] = True
-            add({"role": "assistant", "content": ""})
-        if not deltas and self._request.wants_report and choice.pieces:
-            deltas = [{}]  # what was drafted is told even where a parser holds the text back
-        for delta in deltas:
-            add(delta)
-        told = chunks[-1] if deltas else None  # with this, what there is to say of the tokens
-        if choice.finish_reason is not None:
-            add({})
-            chunks[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-            told = told or chunks[-1]
-        if told is not None:
-            told |= self._figures(choice)
-            if self._request.logprobs and choice.logprobs:
-                told["logprobs"], choice.logprobs = chat_logprobs(choice.logprobs, self._texts), []
-        return chunks
-
-
-class CompletionResponse(OpenAIResponse):
-    """`/v1/completions`."""
-
-    whole_object = chunk_object = "text_completion"
-    _request: CompletionRequest
-
-    def __init__(
-        self,
-        request: CompletionRequest,
-        generation: Generation,
-        *,
-        request_id: str,
-        model: str,
-        texts: TokenTexts,
-        echoes: Sequence[str],
-    ) -> None:
-        """`echoes` begin the answers to each prompt: the prompts' texts, or nothing."""
-        super().__init__(request, generation, request_id=request_id, model=model, texts=texts)
-        self._choices = [Choice(text=echo) for echo in echoes for _ in range(self.generation.n)]
-        self._offsets = [0] * len(self._choices)  # of the text whose log-probabilities have been told
-
-    def _take(self, number: int, delta: TextDelta) -> None:
-        self._choices[number].take(delta)
-        self._choices[number].text += delta.text
-
-    def _choice(self, number: int) -> dict[str, Any]:
-        choice = self._choices[number]
-        text, choice.text = choice.text, ""
-        logprobs = None
-        if self._request.logprobs is not None:
-            logprobs = completion_logprobs(choice.logprobs, self._texts, self._offsets[number])
-            self._offsets[number] += sum(len(token) for token in logprobs["tokens"])
-            choice.logprobs = []
-        return {
-            "index": number,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **self._figures(choice),
-        }
-
-    def _chunks(self, number: int) -> list[dict[str, Any]]:
-        choice = self._choices[number]
-        wanted = self._request.logprobs is not None or self._request.return_token_ids
-        return [self._choice(number)] if choice.text or choice.finish_reason is not None or wanted else []

@@ -18,7 +18,7 @@ from fledge.errors import PromptError
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
 from fledge.server.engine_process import AddRequest
 from fledge.server.errors import RequestError
-from fledge.server.grammar import Grammar, GrammarCompiler, GrammarLimits
+from fledge.server.grammar import Grammar, GrammarCompiler
 from fledge.server.prompts import Template
 from fledge.server.structured import read_format
 from tests.serving import EngineThread, make_llm
@@ -379,7 +379,7 @@ def test_compiling_a_grammar_holds_up_nobody_and_has_an_end(monkeypatch: pytest.
     monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
 
     async def test(engine: AsyncEngine) -> None:
-        engine._grammar_limits = GrammarLimits(compile_seconds=0.3)
+        engine.compile_seconds = 0.3
         jobs = [asyncio.ensure_future(engine.compile(grammar(regex))) for regex in ("a", "b", "c")]
         tokens, _, _ = await collect(engine.generate([PROMPTS[0]], GREEDY, request_id="beside"))
         assert len(tokens) == 24

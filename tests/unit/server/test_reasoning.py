@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.errors import ConfigError
-from fledge.server.reasoning import AnswerParser, ReasoningParser, detect_reasoning_parser, get_reasoning_parser
-from fledge.server.tools import get_parser, whole_message
+from fledge.server.parsers import AnswerParser, ReasoningParser, reasoning_parser, whole_message
+from fledge.server.tool_parsers import HermesParser
 
 CASES = [
     ("<think>\nhm, so\n</think>\n\nYes.\n", False, "hm, so", "Yes.\n"),
@@ -57,14 +57,15 @@ def test_any_split_gives_what_the_whole_gives(
     pieces: list[str], data: st.DataObject, opened: bool, tools: bool
 ) -> None:
     def parser() -> AnswerParser:
-        made = get_parser("hermes")(new_id=lambda: "id") if tools else None
-        return AnswerParser(reasoning=ReasoningParser(opened=opened), tools=made)
+        made = HermesParser(new_id=lambda: "id") if tools else None
+        return AnswerParser(ReasoningParser(opened=opened), made)
 
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
     one, whole = parser(), parser()
-    deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])] + one.finish()
-    assert whole_message(deltas) == whole_message([*whole.feed(text), *whole.finish()])
+    deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])]
+    deltas += one.feed("", final=True)
+    assert whole_message(deltas) == whole_message(whole.feed(text, final=True))
 
 
 def test_calls_in_reasoning_are_thoughts() -> None:
@@ -72,21 +73,22 @@ def test_calls_in_reasoning_are_thoughts() -> None:
         '<think>maybe <tool_call>{"name": "a"}</tool_call>?</think>\n'
         'Ok. <tool_call>{"name": "b", "arguments": {}}</tool_call>'
     )
-    parser = AnswerParser(reasoning=ReasoningParser(), tools=get_parser("hermes")())
-    answer = whole_message([*parser.feed(text), *parser.finish()])
+    parser = AnswerParser(ReasoningParser(), HermesParser())
+    answer = whole_message(parser.feed(text, final=True))
     assert answer["reasoning_content"] == 'maybe <tool_call>{"name": "a"}</tool_call>?'
     assert (answer["content"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("Ok.", ["b"])
     plain = AnswerParser()
-    assert [*plain.feed(text), *plain.finish()] == [{"content": text}]
+    assert plain.feed(text, final=True) == [{"content": text}]
 
 
 def test_parsers_are_found_and_know_what_the_template_opened() -> None:
-    assert get_reasoning_parser("qwen3").markers(opened=True).end == "</think>"
+    assert reasoning_parser("qwen3") is ReasoningParser
+    assert ReasoningParser.markers(opened=True).end == "</think>"
     with pytest.raises(ConfigError, match=r"unknown reasoning parser 'qwen4'\. Did you mean 'qwen3'"):
-        get_reasoning_parser("qwen4")
-    assert detect_reasoning_parser(None) is None
-    assert detect_reasoning_parser("{{ messages }}") is None
-    parser = detect_reasoning_parser("{{ content.split('</think>') }}")
+        reasoning_parser("qwen4")
+    assert reasoning_parser(None, None) is None
+    assert reasoning_parser(None, "{{ messages }}") is None
+    parser = reasoning_parser(None, "{{ content.split('</think>') }}")
     assert parser is not None
     assert parser.opened_by("<|im_start|>assistant\n<think>\n")
     assert not parser.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fledge.engine.constraint import ConstraintFactory, TokenConstraint
 from fledge.server.errors import RequestError
-from fledge.server.grammar import ConstraintFailed, Grammar, GrammarCompiler, GrammarLimits
-from fledge.server.reasoning import ReasoningParser
-from fledge.server.structured import read_format
-from fledge.server.tools import call_grammar, get_parser, read_tools
+from fledge.server.grammar import PARSER_LIMITS, ConstraintFailed, Grammar, GrammarCompiler
+from fledge.server.parsers import ReasoningParser
+from fledge.server.structured import call_grammar, read_format, read_tools
+from fledge.server.tool_parsers import TOOL_PARSERS
 from tests.parsing import parse_whole
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|tool_calls_section_begin|>")
@@ -52,9 +52,10 @@ def make_tokenizer(markers: tuple[str, ...]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
 
 
-def make_compiler(tokenizer: Any, limits: GrammarLimits | None = None) -> GrammarCompiler:
+def make_compiler(tokenizer: Any, *, max_cached: int = 64, **limits: int) -> GrammarCompiler:
     eos = tokenizer.eos_token_id
-    return GrammarCompiler(tokenizer, vocab_size=len(tokenizer) + PADDED, eos_ids=[eos], limits=limits)
+    options: dict[str, Any] = {"vocab_size": len(tokenizer) + PADDED, "eos_ids": [eos], "max_cached": max_cached}
+    return GrammarCompiler(tokenizer, **options, limits=PARSER_LIMITS | limits)
 
 
 TOKENIZERS = {"plain": make_tokenizer(()), "special": make_tokenizer((*MARKERS, *KIMI))}
@@ -267,13 +268,13 @@ def test_whatever_is_asked_for_works_or_is_refused(field: str, value: Any) -> No
 
 def test_expensive_grammars_meet_the_limits() -> None:
     costly = "start: " + " ".join(["part"] * 40) + "\npart: " + " | ".join(f'"w{i}"' for i in range(2000))
-    compiler = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_grammar_size=1000))
+    compiler = make_compiler(TOKENIZERS["plain"], max_grammar_size=1000)
     with pytest.raises(RequestError, match="guided_grammar"):
         compiler.compile(Grammar(source={"lark_grammar": costly}, param="guided_grammar"))
     # One step of this automaton may need thousands of states: it is stopped, and its request alone ends.
     grammar = read_format(guided_regex="(.*a.{40}){3}")
     assert grammar is not None
-    limited = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_lexer_states=300))
+    limited = make_compiler(TOKENIZERS["plain"], max_lexer_states=300)
     constraint = limited.compile(grammar)()
     token = TOKENIZERS["plain"].encode("a")
 
@@ -287,10 +288,7 @@ def test_expensive_grammars_meet_the_limits() -> None:
 
 
 def test_compiled_grammars_are_kept_and_constraints_are_independent() -> None:
-    compiler = make_compiler(TOKENIZERS["plain"], GrammarLimits(max_cached=2))
-    made: list[str] = []
-    original = compiler._compile
-    compiler._compile = lambda text, param: (made.append(text), original(text, param))[1]  # type: ignore[method-assign]
+    compiler = make_compiler(TOKENIZERS["plain"], max_cached=2)
 
     def constraint(regex: str) -> TokenConstraint:
         grammar = read_format(guided_regex=regex)
@@ -298,7 +296,7 @@ def test_compiled_grammars_are_kept_and_constraints_are_independent() -> None:
         return compiler.compile(grammar)()
 
     first, again = constraint("a+b"), constraint("a+b")
-    assert len(made) == 1
+    assert compiler._compiled.cache_info().misses == 1
     first.accept(TOKENIZERS["plain"].encode("ab"))
     assert first.is_complete
     assert not again.is_complete
@@ -307,9 +305,9 @@ def test_compiled_grammars_are_kept_and_constraints_are_independent() -> None:
     constraint("a+b")  # used: the other one is the oldest now
     constraint("d")
     constraint("a+b")
-    assert len(made) == 3
+    assert compiler._compiled.cache_info().misses == 3
     constraint("c")
-    assert len(made) == 4
+    assert compiler._compiled.cache_info().misses == 4
 
 
 TOOLS = [
@@ -325,7 +323,7 @@ def test_calls_that_must_come_do_in_the_models_own_syntax(kind: str, name: str, 
     asked = {"type": "function", "function": {"name": "ping"}} if choice == "named" else "required"
     request = read_tools(TOOLS, asked, choice != "single")
     assert request is not None
-    parser, compiler = get_parser(name), COMPILERS[kind]
+    parser, compiler = TOOL_PARSERS[name], COMPILERS[kind]
     grammar = call_grammar(parser, request)
     assert grammar is not None
     factory = compiler.compile(grammar)
@@ -344,12 +342,12 @@ def test_calls_that_must_come_do_in_the_models_own_syntax(kind: str, name: str, 
 def test_nothing_is_enforced_where_the_model_may_choose_and_bad_schemas_are_refused() -> None:
     auto = read_tools(TOOLS)
     assert auto is not None
-    assert call_grammar(get_parser("hermes"), auto) is None
+    assert call_grammar(TOOL_PARSERS["hermes"], auto) is None
     for parameters in ({"type": "frob"}, nested(3000)):
         bad = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
         assert bad is not None
         with pytest.raises(RequestError, match="tools: ") as raised:
-            COMPILERS["plain"].compile(call_grammar(get_parser("hermes"), bad))  # type: ignore[arg-type]
+            COMPILERS["plain"].compile(call_grammar(TOOL_PARSERS["hermes"], bad))  # type: ignore[arg-type]
         assert raised.value.status == 400
 
 

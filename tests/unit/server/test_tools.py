@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
-from fledge.server.tools import PARSERS, ToolChoice, detect_parser, get_parser, read_tools, whole_message
-from fledge.server.tools.base import new_call_id
+from fledge.server.parsers import whole_message
+from fledge.server.structured import read_tools
+from fledge.server.tool_parsers import TOOL_PARSERS, new_call_id, tool_parser
 from tests.parsing import Calls, assembled, parse_whole
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
@@ -26,7 +27,7 @@ def ids() -> Any:
 
 
 def parse(name: str, text: str, **more: Any) -> tuple[str | None, Calls]:
-    return parse_whole(get_parser(name)(new_id=ids(), **more), text)
+    return parse_whole(TOOL_PARSERS[name](new_id=ids(), **more), text)
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -156,7 +157,7 @@ def test_whole_answers(name: str, text: str, content: str | None, calls: list[tu
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_character_by_character(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    parser = get_parser(name)(new_id=ids())
+    parser = TOOL_PARSERS[name](new_id=ids())
     deltas = [delta for character in text for delta in parser.feed(character)] + parser.finish()
     assert assembled(deltas) == (content, calls)
     announced = set()
@@ -212,7 +213,7 @@ def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str, pa
     pieces = st.sampled_from(_FRAGMENTS[name] + _NOISE + _FRAGMENTS[name])
     text = "".join(data.draw(st.lists(pieces, max_size=10)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
-    parser = get_parser(name)(parallel=parallel, new_id=ids())
+    parser = TOOL_PARSERS[name](parallel=parallel, new_id=ids())
     chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.finish()
     assert assembled(deltas) == parse(name, text, parallel=parallel)
@@ -263,18 +264,19 @@ def test_without_parallel_calls_the_first_counts() -> None:
 def test_ids_are_openais_or_the_models_own() -> None:
     assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", new_call_id())
     assert new_call_id() != new_call_id()
-    message = whole_message(get_parser("hermes")().feed(f"<tool_call>{call('a', '{}')}</tool_call>"))
+    message = whole_message(TOOL_PARSERS["hermes"]().feed(f"<tool_call>{call('a', '{}')}</tool_call>"))
     assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", message["tool_calls"][0]["id"])
     text = KIMI.format(KIMI_CALL.format("functions.get_x:3", "{}"))
-    message = whole_message(get_parser("kimi_k2")().feed(text))
+    message = whole_message(TOOL_PARSERS["kimi_k2"]().feed(text))
     function = {"name": "get_x", "arguments": "{}"}
     assert message["tool_calls"] == [{"id": "functions.get_x:3", "type": "function", "function": function}]
 
 
 def test_parsers_are_found_by_name_and_by_template() -> None:
-    assert {get_parser(name) for name in PARSERS} == set(PARSERS.values())
+    assert {tool_parser(name) for name in TOOL_PARSERS} == set(TOOL_PARSERS.values())
+    assert tool_parser("none", "<tool_call>") is None
     with pytest.raises(ConfigError, match=r"unknown tool parser 'hermès'\. Did you mean 'hermes'"):
-        get_parser("hermès")
+        tool_parser("hermès")
     templates = {
         "{{ '<tool_call>' }}": "hermes",
         '<|start_header_id|> {"name": function name, "parameters": dictionary}': "llama3_json",
@@ -284,9 +286,9 @@ def test_parsers_are_found_by_name_and_by_template() -> None:
         "{{ messages }}": None,
     }
     for template, name in templates.items():
-        found = detect_parser(template)
+        found = tool_parser(None, template)
         assert (None if found is None else found.name) == name
-    assert detect_parser(None) is None
+    assert tool_parser(None) is None
 
 
 def tool(name: str, **function: Any) -> dict[str, Any]:
@@ -299,22 +301,19 @@ def test_requests_for_tools_are_read() -> None:
     assert read_tools([], "none") is None
     auto = read_tools(tools)
     assert auto is not None
-    assert (auto.choice, auto.must_call, auto.parallel, auto.is_active) == (ToolChoice.AUTO, (), True, True)
+    assert (auto.must_call, auto.parallel) == ({}, True)
     required = read_tools(tools, "required", False)
     assert required is not None
-    assert ([one.name for one in required.must_call], required.parallel) == (["a", "b-2"], False)
+    assert (list(required.must_call), required.parallel) == (["a", "b-2"], False)
     named = read_tools(tools, {"type": "function", "function": {"name": "b-2"}})
     assert named is not None
-    assert ([one.name for one in named.must_call], named.parallel) == (["b-2"], False)
-    none = read_tools(tools, "none")
-    assert none is not None
-    assert not none.is_active
+    assert (list(named.must_call), named.parallel) == (["b-2"], False)
+    assert read_tools(tools, "none") is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("x",), "tools: expected a list"),
         (([1],), r"tools\[0\]: expected"),
         (([{"type": "function"}],), r"tools\[0\]: expected"),
         (([tool("")],), r"tools\[0\].function.name: expected"),
@@ -326,7 +325,6 @@ def test_requests_for_tools_are_read() -> None:
         (([tool("a")], {"type": "function", "function": {}}), "tool_choice: expected"),
         (([tool("alpha")], {"type": "function", "function": {"name": "alpa"}}), "Did you mean 'alpha'"),
         ((None, "required"), "there are no 'tools'"),
-        (([tool("a")], None, "yes"), "parallel_tool_calls: expected true or false"),
     ],
 )
 def test_bad_requests_for_tools_are_refused(arguments: tuple[Any, ...], message: str) -> None:

@@ -6,7 +6,7 @@ Serves the page, its few files and its numbers. All addresses are relative: a pa
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Any
 
@@ -14,9 +14,8 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.server.errors import RequestError
-from fledge.server.estimates import SpeedUp, explain, speed_up
-from fledge.server.history import HistoryInterval
-from fledge.server.metrics import RECENT_INTERVALS, Metrics
+from fledge.server.history import HistoryInterval, SpeedUp, explain, speed_up
+from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
 
@@ -39,41 +38,36 @@ _TYPES = {
 }
 FILES = ("page.css", "page.js", "charts.js", "chat.js", "icon.svg")
 
-Authorize = Callable[[Request], Awaitable[Any]]
 
-
-class StaticFile:
-    def __init__(self, name: str) -> None:
-        self.body = (resources.files(__package__) / "static" / name).read_bytes()
-        tag = hashlib.blake2b(self.body, digest_size=8).hexdigest()
-        self.headers = {**_HEADERS, "Content-Type": _TYPES[name.rsplit(".", 1)[1]], "ETag": f'"{tag}"'}
-
-    def answer(self, request: Request) -> Response:
-        if request.headers.get("if-none-match") == self.headers["ETag"]:
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.body, headers=self.headers)
-
-
-def router(metrics: Metrics, *, authorize: Authorize | None = None) -> APIRouter:
+def router(metrics: Metrics, *, authorize: Callable[[Request], Awaitable[Any]] | None = None) -> APIRouter:
     """Return the routes of the page. `authorize` refuses a request for numbers by raising; the page itself is open."""
     routes = APIRouter(include_in_schema=False)
-    guards: Sequence[Any] = () if authorize is None else (Depends(authorize),)
-    index = StaticFile("index.html")
 
-    @routes.get("/")
-    async def page(request: Request) -> Response:
-        return index.answer(request)
-
-    @routes.get("/dashboard/data", dependencies=guards)
+    @routes.get("/dashboard/data", dependencies=[] if authorize is None else [Depends(authorize)])
     async def data(response: Response, after: str = "-1") -> dict[str, Any]:
         if not re.fullmatch(r"-1|[0-9]{1,15}", after):
             raise RequestError("after: expected the number of an interval", param="after")
         response.headers["Cache-Control"] = "no-store"
         return snapshot(metrics, int(after))
 
+    routes.add_api_route("/", _static_file("index.html"), methods=["GET"], response_class=Response)
     for name in FILES:
-        routes.add_api_route(f"/dashboard/{name}", StaticFile(name).answer, methods=["GET"], response_class=Response)
+        routes.add_api_route(f"/dashboard/{name}", _static_file(name), methods=["GET"], response_class=Response)
     return routes
+
+
+def _static_file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that sends a file of the page."""
+    body = (resources.files(__package__) / "static" / name).read_bytes()
+    tag = hashlib.blake2b(body, digest_size=8).hexdigest()
+    headers = {**_HEADERS, "Content-Type": _TYPES[name.rsplit(".", 1)[1]], "ETag": f'"{tag}"'}
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers)
+
+    return answer
 
 
 def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
@@ -82,10 +76,10 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
     window = recent if recent.rounds else whole
-    estimate = speed_up(window.rounds, window.round_tokens, stats.costs)
+    estimate = speed_up(window, stats.costs)
     seconds = history.interval_seconds
-    fallback = stats.drafter_failure is not None
-    notes = explain(window, stats.costs, has_drafter=metrics.has_drafter, fallback=fallback)
+    has_failed = stats.drafter_failure is not None
+    notes = explain(window, stats.costs, has_drafter=metrics.has_drafter, fallback=has_failed)
     return {
         "server": {
             "model": metrics.model_name,
@@ -107,10 +101,10 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
                 "requests": whole.requests_by_template[template],
                 **_acceptance(part, estimate),
             }
-            for template, part in sorted(whole.acceptance_by_template.items(), key=lambda item: -item[1].rounds)
+            for template, part in sorted(whole.templates.items(), key=lambda item: -item[1].rounds)
         ],
         "contexts": [
-            {"name": bucket, **_acceptance(part, estimate)} for bucket, part in whole.acceptance_by_context.items()
+            {"name": bucket, **_acceptance(part, estimate)} for bucket, part in whole.contexts_in_order.items()
         ],
         "points": [_point(interval, seconds) for interval in closed if interval.number > after],
     }
@@ -135,7 +129,7 @@ def _tiles(
         "fallback": stats.drafter_failure is not None,
         "running": stats.running,
         "waiting": stats.waiting,
-        "kv_use": stats.kv_used / stats.kv_capacity if stats.kv_capacity else 0.0,
+        "kv_use": kv_use(stats),
         "prefix_hit_rate": _ratio(stats.prefix_hits, stats.prefix_queries),
         "preemptions": stats.preemptions,
         "rejected": metrics.rejected,
@@ -162,7 +156,7 @@ def _point(interval: HistoryInterval, seconds: float) -> dict[str, Any]:
         "ttft": _ratio(interval.ttft_sum, interval.ttft_count),
         "length": interval.acceptance.acceptance_length,
         "depths": [round(rate, 4) for rate in interval.acceptance.rate_by_depth],
-        "phases": [interval.phase_seconds[phase] for phase in ("verify", "accept", "draft")],
+        "phases": [interval.phase_seconds[phase] for phase in PHASES],
         "running": interval.running,
         "waiting": interval.waiting,
         "kv": interval.kv_use,

@@ -5,8 +5,7 @@ import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.controller import MIN_SAMPLES, CostTable
-from fledge.server.estimates import SpeculationNote, SpeedUp, explain, speed_up
-from fledge.server.history import HistoryInterval, Shape
+from fledge.server.history import HistoryInterval, Shape, SpeculationNote, SpeedUp, explain, speed_up
 from fledge.server.prompts import Template
 
 
@@ -31,8 +30,14 @@ Rounds = Mapping[Shape, tuple[int, int]]  # (batch, depth) -> rounds, tokens
 
 
 def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
-    counts = {shape: count for shape, (count, _) in rounds.items()}
-    return speed_up(counts, {shape: tokens for shape, (_, tokens) in rounds.items()}, costs)
+    return speed_up(_seen(rounds), costs)
+
+
+def _seen(rounds: Rounds) -> HistoryInterval:
+    seen = HistoryInterval()
+    for shape, (count, tokens) in rounds.items():
+        seen.rounds[shape], seen.round_tokens[shape] = count, tokens
+    return seen
 
 
 def _explain(
@@ -44,12 +49,10 @@ def _explain(
     **options: bool,
 ) -> list[SpeculationNote]:
     """What is said after this was seen of late."""
-    seen = HistoryInterval()
-    for shape, (count, tokens) in (rounds or {}).items():
-        seen.rounds[shape], seen.round_tokens[shape] = count, tokens
-    seen.tally.update(acceptance.tally if acceptance is not None else {})
-    seen.templates = {Template(name, ""): part.tally for name, part in (templates or {}).items()}
-    seen.contexts = {name: part.tally for name, part in (contexts or {}).items()}
+    seen = _seen(rounds or {})
+    seen.acceptance = acceptance or AcceptanceStatistics()
+    seen.templates.update({Template(name, ""): part for name, part in (templates or {}).items()})
+    seen.contexts.update(contexts or {})
     return explain(seen, costs or CostTable(), **options)
 
 

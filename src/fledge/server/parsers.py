@@ -1,0 +1,182 @@
+"""What models write, read back into OpenAI's shape as it comes: reasoning, content and tool calls.
+
+A parser reads the text of one answer and gives OpenAI's `delta` objects. Text that may still turn out to be a marker is
+held back; a call is announced (index, id, name) as soon as it is certain to be one, and its arguments follow as they
+come. What looks like a call but is none is content. Once a call has been announced it cannot be taken back: arguments
+that then break off or are no JSON are passed on as they are, as OpenAI does.
+
+Everything is decided character by character, so how the text is cut into pieces changes nothing.
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from fledge.errors import ConfigError, nearest_name_hint
+from fledge.server.grammar import ReasoningMarkers
+
+# OpenAI's: {"content": ...}, {"reasoning_content": ...}, or {"tool_calls": [{"index": ..., ...}]} with a call's id and
+# name first and then its arguments in any number of pieces.
+Delta = dict[str, Any]
+_P = TypeVar("_P", bound="StreamParser")
+
+
+class StreamParser(ABC):
+    """Reads one answer. `_read` is a generator over `_buffer` that yields when it needs more text."""
+
+    def __init__(self) -> None:
+        self._buffer = ""  # not understood yet
+        self._is_final = False  # no more will come: nothing is waited for
+        self._deltas: list[Delta] = []
+        self._reading = self._read()
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take in more text; return what has become certain."""
+        self._buffer += text
+        next(self._reading, None)
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """Return what is left when the answer has ended."""
+        self._is_final = True
+        return self.feed("")
+
+    @abstractmethod
+    def _read(self) -> Generator[None]:
+        """Understand the buffer."""
+
+    def _pass_until(self, markers: Sequence[str], hand_on: Callable[[str], None]) -> Generator[None, None, str | None]:
+        """Hand on text up to the first of `markers` and consume that; None: the answer ended without one."""
+        while True:
+            end, marker = self._find(markers)
+            hand_on(self._buffer[:end])
+            self._buffer = self._buffer[end + len(marker or "") :]
+            if marker is not None or self._is_final:
+                return marker
+            yield
+
+    def _skip(self, *markers: str) -> Generator[None, None, str | None]:
+        """Consume one of `markers` and the white space before it, and return it; None: something else comes."""
+        while True:
+            following = self._buffer.lstrip()
+            for marker in markers:
+                if following.startswith(marker):
+                    self._buffer = following[len(marker) :]
+                    return marker
+            if self._is_final or not any(marker.startswith(following) for marker in markers):
+                return None
+            yield
+
+    def _find(self, markers: Sequence[str]) -> tuple[int, str | None]:
+        """Return where the first marker is, and which; without any, where the text ends that cannot become one."""
+        text = self._buffer
+        found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+        if found or self._is_final:
+            return min(found, default=(len(text), None))
+        longest = min(len(text), max(map(len, markers), default=1) - 1)
+        held = (length for length in range(longest, 0, -1) if any(m.startswith(text[-length:]) for m in markers))
+        return len(text) - next(held, 0), None
+
+
+class Trimmer:
+    """Text without the white space around it, as it comes."""
+
+    def __init__(self) -> None:
+        self.has_text = False
+        self._space = ""  # that the text so far ends with
+
+    def __call__(self, text: str) -> str:
+        text = self._space + text
+        text = text if self.has_text else text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        self.has_text = self.has_text or bool(kept)
+        return kept
+
+
+class ReasoningParser(StreamParser):
+    """What a model writes between `<think>` and `</think>` before its answer, split from the answer.
+
+    The model opens it, or the chat template has (`opened`): then the prompt ends with `<think>` and only the close
+    appears. Which of the two is known from the prompt, never guessed from the answer. White space around the reasoning
+    is dropped. Reasoning counts against `max_tokens` like everything else. Structured output and forced tool calls
+    apply to what comes after it (`Grammar.reasoning`).
+    """
+
+    BEGIN, END = "<think>", "</think>"
+
+    def __init__(self, *, opened: bool = False) -> None:
+        self._opened = opened
+        super().__init__()
+
+    @classmethod
+    def opened_by(cls, prompt: str) -> bool:
+        """Whether a prompt, as text with its special tokens, ends inside reasoning."""
+        return prompt.rstrip().endswith(cls.BEGIN)
+
+    @classmethod
+    def markers(cls, *, opened: bool) -> ReasoningMarkers:
+        """For a grammar that is to begin after the reasoning."""
+        return ReasoningMarkers(begin=cls.BEGIN, end=cls.END, opened=opened)
+
+    def _read(self) -> Generator[None]:
+        if self._opened or (yield from self._skip(self.BEGIN)):
+            trimmed = Trimmer()
+            yield from self._pass_until((self.END,), lambda text: self._tell("reasoning_content", trimmed(text)))
+            while not self._buffer.lstrip() and not self._is_final:
+                yield
+            self._buffer = self._buffer.lstrip()
+        yield from self._pass_until((), lambda text: self._tell("content", text))
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._deltas += [{kind: text}] if text else []
+
+
+class AnswerParser:
+    """Reasoning, then content and tool calls: each parser reads the content that the one before it gives."""
+
+    def __init__(self, *parsers: StreamParser | None) -> None:
+        self._parsers = [parser for parser in parsers if parser is not None]
+
+    def feed(self, text: str, *, final: bool = False) -> list[Delta]:
+        """Take in more text; return what has become certain, and all that is left when the answer has ended."""
+        deltas: list[Delta] = [{"content": text}] if text else []
+        for parser in self._parsers:
+            parts = [parser.feed(delta["content"]) if "content" in delta else [delta] for delta in deltas]
+            deltas = [*itertools.chain(*parts), *(parser.finish() if final else ())]
+        return deltas
+
+
+def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Put deltas together: OpenAI's message with `content` and, where there are any, reasoning and calls."""
+    content = "".join(delta.get("content", "") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls: list[dict[str, Any]] = []
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        function = part["function"]
+        if "id" in part:
+            calls.append({"id": part["id"], "type": "function", "function": dict(function)})
+        else:
+            calls[-1]["function"]["arguments"] += function["arguments"]
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+
+
+# vLLM's names for --reasoning-parser; all of them write the same markers.
+REASONING_PARSERS = dict.fromkeys(("think", "deepseek_r1", "qwen3", "kimi_k2"), ReasoningParser)
+
+
+def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:
+    """Return the parser of that name; None or "auto": if the chat template knows about reasoning; "none": none."""
+    if name in (None, "auto"):
+        return ReasoningParser if ReasoningParser.END in (template or "") else None
+    return named_parser("reasoning", str(name), REASONING_PARSERS)
+
+
+def named_parser(kind: str, name: str, known: Mapping[str, type[_P]]) -> type[_P] | None:
+    """Return the parser of that name; "none": none. Raises ConfigError."""
+    if name != "none" and name not in known:
+        raise ConfigError(f"unknown {kind} parser '{name}'.{nearest_name_hint(name, known)}")
+    return known.get(name)

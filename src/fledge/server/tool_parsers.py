@@ -1,0 +1,378 @@
+"""Tool calls as model families write them: JSON objects in Hermes, Qwen and Llama 3, sections in Kimi K2."""
+
+import json
+import re
+import secrets
+import string
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jiter
+
+from fledge.server.parsers import StreamParser, Trimmer, named_parser
+
+SPACE = " \t\r\n"
+_MEMBERS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "type": None, "id": None}
+_DECODER = json.JSONDecoder()
+
+
+class CallObject:
+    """A call `{"name": ..., "arguments": {...}}` being read. Once it `is_call` there is no way back.
+
+    jiter says whether what has come so far can still become JSON, the standard library where a value ends. The
+    arguments are handed on as written.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""  # all that was read
+        self.name: str | None = None
+        self.arguments: str | None = None  # as far as they have come
+        self.is_done = False
+        self.is_bad = False  # it is no call, or breaks off
+
+    @property
+    def is_call(self) -> bool:
+        return self.name is not None and self.arguments is not None
+
+    def feed(self, text: str) -> str:
+        """Read on; return what follows the place where the call ended, or where it turned out to be none."""
+        whole = self.text + text
+        valid = valid_prefix(whole)
+        end = self._read(whole[:valid])
+        if end is None and valid < len(whole):
+            self.is_bad, end = True, valid
+        self.text = whole[:end]
+        return "" if end is None else whole[end:]
+
+    def _read(self, text: str) -> int | None:
+        """Read the members of an object from its beginning; return where it ended, None if it has not."""
+        self.name = self.arguments = None
+        at = _skip_space(text, 0)
+        if text[at : at + 1] != "{":
+            self.is_bad = at < len(text)
+            return at if self.is_bad else None
+        at = _skip_space(text, at + 1)
+        while at < len(text) and text[at] != "}":
+            key, end = _read_value(text, at)
+            if end is None:
+                return None
+            # After a call has been announced, what else it has is skipped.
+            member = None if self.is_call else _MEMBERS.get(key, "")
+            if member is not None and getattr(self, member, "") is not None:
+                self.is_bad = True
+                return end
+            value_at = _skip_space(text, _skip_space(text, end) + 1)  # behind the colon
+            if value_at >= len(text):
+                return None
+            value, end = _read_value(text, value_at)
+            if member is not None:
+                self._take(member, value, text[value_at:end], is_complete=end is not None)
+            if end is None or self.is_bad:
+                return end
+            at = _skip_space(text, end)
+            if text[at : at + 1] == ",":
+                at = _skip_space(text, at + 1)
+        if at >= len(text):
+            return None
+        self.is_bad = self.name is None
+        self.is_done = not self.is_bad
+        self.arguments = "{}" if self.arguments is None else self.arguments
+        return at + 1
+
+    def _take(self, member: str, value: Any, written: str, *, is_complete: bool) -> None:
+        if member == "arguments" and written.startswith("{"):
+            self.arguments = written
+        elif member == "arguments" and is_complete and value is None:
+            self.arguments = "{}"  # some models write null for none
+        elif is_complete:
+            self.is_bad = not isinstance(value, str) or (member == "name" and not value)
+            setattr(self, member, value or None if member == "name" else value)  # arguments: the object as a string
+
+
+def valid_prefix(text: str) -> int:
+    """Return how many characters of the text are, or may become, a JSON value and whatever follows it."""
+
+    def is_invalid(length: int) -> bool:
+        try:
+            jiter.from_json(text[:length].encode(), partial_mode=True)
+        except ValueError:
+            return bool(text[:length].strip(SPACE))
+        return False
+
+    if not is_invalid(len(text)):
+        return len(text)
+    return bisect_left(range(len(text)), True, key=lambda length: is_invalid(length + 1))
+
+
+def _skip_space(text: str, at: int) -> int:
+    return len(text) - len(text[at:].lstrip(SPACE))
+
+
+def _read_value(text: str, at: int) -> tuple[Any, int | None]:
+    """Return the JSON value at a place of the text and where it ends; None: not within the text so far."""
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, None
+    may_go_on = end == len(text) and text[at] not in '{["'  # a number or a word
+    return value, None if may_go_on else end
+
+
+def _call_rules(tools: Sequence[str], arguments_key: str) -> tuple[str, list[str]]:
+    """Return what matches a call of any of the tools, and the Lark rules for that."""
+    rules = []
+    for number, tool in enumerate(tools):
+        before = json.dumps(f'{{"name": {json.dumps(tool)}, "{arguments_key}": ')
+        rules.append(f'call_{number}: {before} @arguments_{number} "}}"')
+    return " | ".join(f"call_{number}" for number in range(len(tools))), rules
+
+
+def new_call_id() -> str:
+    """Return an id as OpenAI makes them."""
+    return "call_" + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(24))
+
+
+class ToolParser(StreamParser):
+    """One model family's way of writing tool calls.
+
+    White space next to a call is dropped; between content before and after it there is a line break.
+    """
+
+    name: ClassVar[str]
+    special_markers: ClassVar[bool]  # they are special tokens: decode with skip_special_tokens=False
+    markers: ClassVar[Mapping[str, str]]  # the text of those that `grammar` uses, by the name of their rule
+
+    def __init__(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> None:
+        """Without `parallel`, calls after the first are dropped."""
+        super().__init__()
+        self.calls = 0
+        self._parallel = parallel
+        self._new_id = new_id
+        self._space = ""  # white space that the content so far ends with
+        self._has_content = False
+        self._after_call = False  # no content since the last call
+
+    @classmethod
+    @abstractmethod
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
+        """Return Lark rules, beginning with `start`, of answers that are calls of these tools and nothing else.
+
+        The arguments of tool i are a grammar of their own, `@arguments_i`; `markers` are rules that others add.
+        """
+
+    @abstractmethod
+    def _read_calls(self) -> Generator[None]:
+        """Tell content and calls. What is left in the buffer at the end is content."""
+
+    def _read(self) -> Generator[None]:
+        yield from self._read_calls()
+        if self._space and not self._after_call:
+            self._deltas.append({"content": self._space})
+
+    def _content(self, text: str) -> None:
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if self._after_call:
+            kept = kept.lstrip()
+        if kept:
+            between = "\n" if self._after_call and self._has_content else ""
+            self._deltas.append({"content": between + kept})
+            self._after_call, self._has_content = False, True
+
+    def _begin_call(self, name: str, call_id: str | None = None) -> None:
+        self._space = ""
+        self._after_call = True
+        self.calls += 1
+        self._call_delta({"id": call_id or self._new_id(), "type": "function"}, {"name": name, "arguments": ""})
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._call_delta({}, {"arguments": text})
+
+    def _call_delta(self, call: dict[str, Any], function: dict[str, Any]) -> None:
+        if self.calls == 1 or self._parallel:
+            self._deltas.append({"tool_calls": [{"index": self.calls - 1, **call, "function": function}]})
+
+    def _read_object(self, marker: str) -> Generator[None, None, CallObject]:
+        """Read a call written as a JSON object; with `marker`, which came before, it is content if it is no call."""
+        call = CallObject()
+        told: int | None = None  # characters of the arguments, once the call is announced
+        while True:
+            self._buffer = call.feed(self._buffer)
+            if call.name is not None and call.arguments is not None:
+                if told is None:
+                    self._begin_call(call.name)
+                self._arguments(call.arguments[told or 0 :])
+                told = len(call.arguments)
+            if call.is_done or call.is_bad or self._is_final:
+                break
+            yield
+        if not call.is_call:
+            self._content(marker + call.text)
+        return call
+
+
+class HermesParser(ToolParser):
+    """`<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>`, any number of times."""
+
+    name = "hermes"
+    special_markers = False  # in Qwen's tokenizers they are tokens, but not special ones
+    markers: ClassVar = {"begin": "<tool_call>", "end": "</tool_call>"}
+
+    @classmethod
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
+        calls, rules = _call_rules(tools, "arguments")
+        start = 'start: call ("\\n" call)*' if parallel else "start: call"
+        return "\n".join([start, f'call: begin "\\n" ({calls}) "\\n" end', *rules])
+
+    def _read_calls(self) -> Generator[None]:
+        begin, end = self.markers["begin"], self.markers["end"]
+        while (yield from self._pass_until((begin,), self._content)):
+            call = yield from self._read_object(begin)
+            if call.is_call and call.is_bad:  # after what cannot be JSON, all up to the end marker is arguments
+                yield from self._pass_until((end,), self._arguments)
+            elif call.is_call:
+                yield from self._skip(end)
+
+
+class Llama3Parser(ToolParser):
+    """{"name": ..., "parameters": {...}}, as the whole answer or after `<|python_tag|>`; `;` between several.
+
+    Without the tag only what the answer begins with can be a call: elsewhere it is JSON that the text quotes.
+    """
+
+    TAG = "<|python_tag|>"
+    name = "llama3_json"
+    special_markers = True
+    markers: ClassVar = {}  # the tag is for code; calls are plain JSON
+
+    @classmethod
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
+        calls, rules = _call_rules(tools, "parameters")
+        start = 'start: call ("; " call)*' if parallel else "start: call"
+        return "\n".join([start, f"call: {calls}", *rules])
+
+    def _read_calls(self) -> Generator[None]:
+        may_begin = True  # nothing but white space and calls so far
+        while True:
+            marker = (yield from self._begin()) if may_begin else None
+            if marker is None:
+                marker = yield from self._pass_until((self.TAG,), self._content)
+            if marker is None:
+                return
+            call = yield from self._read_object(marker)
+            may_begin = call.is_done
+
+    def _begin(self) -> Generator[None, None, str | None]:
+        """If the answer begins, or goes on after a call, with a call, consume and return what comes before it."""
+        while True:
+            following = self._buffer.lstrip(SPACE + ";" if self.calls else SPACE)
+            if following.startswith((self.TAG, "{")):
+                # White space before an object is content if the object is no call.
+                before = len(self._buffer) - len(following)
+                marker = self._buffer[:before] if following[0] == "{" else self.TAG
+                self._buffer = following.removeprefix(self.TAG)
+                return marker
+            if self._is_final and not following and self.calls:
+                self._buffer = ""
+            if self._is_final or not self.TAG.startswith(following):
+                return None
+            yield
+
+
+class KimiK2Parser(ToolParser):
+    """A section of calls, each `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}`.
+
+    All markers are special tokens, so none of them can be part of the arguments. The id is the one the model wrote.
+    """
+
+    # The plural is the documented form; fine-tuned models also write the singular.
+    SECTION_BEGINS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+    SECTION_ENDS = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
+    BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    LONGEST_ID = 256  # characters; beyond that nobody waits for the call to begin
+    _ID = re.compile(r"\s*((?:functions\.)?([\w.-]+):\d+)\s*")
+    _ALL = (*SECTION_BEGINS, *SECTION_ENDS, BEGIN, ARGUMENTS, END)
+
+    name = "kimi_k2"
+    special_markers = True
+    markers: ClassVar = {
+        "begin_section": SECTION_BEGINS[0],
+        "end_section": SECTION_ENDS[0],
+        "begin": BEGIN,
+        "begin_arguments": ARGUMENTS,
+        "end": END,
+    }
+
+    @classmethod
+    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
+        calls = " | ".join(f"call_{number}" for number in range(len(tools)))
+        index = "/[0-9]{1,3}/" if parallel else '"0"'
+        rules = [
+            f'call_{number}: "functions.{tool}:" {index} begin_arguments @arguments_{number}'
+            for number, tool in enumerate(tools)
+        ]
+        start = f"start: begin_section {'call+' if parallel else 'call'} end_section"
+        return "\n".join([start, f"call: begin ({calls}) end", *rules])
+
+    def _read_calls(self) -> Generator[None]:
+        while marker := (yield from self._pass_until(self.SECTION_BEGINS, self._content)):
+            while (found := (yield from self._skip(self.BEGIN, *self.SECTION_ENDS))) == self.BEGIN:
+                call = yield from self._read_id()
+                if call is None:  # the markers that led here are content, and what follows is text again
+                    self._content(marker + self.BEGIN)
+                    break
+                marker = ""
+                self._begin_call(call[2], call_id=call[1])
+                yield from self._read_arguments()
+            else:
+                if found is None and self._buffer.strip():
+                    self._content(marker)
+
+    def _read_id(self) -> Generator[None, None, re.Match[str] | None]:
+        while True:
+            end, marker = self._find(self._ALL)
+            if marker is not None or end > self.LONGEST_ID or self._is_final:
+                break
+            yield
+        found = self._ID.fullmatch(self._buffer[:end]) if marker == self.ARGUMENTS and end <= self.LONGEST_ID else None
+        if found is not None:
+            self._buffer = self._buffer[end + len(self.ARGUMENTS) :]
+        return found
+
+    def _read_arguments(self) -> Generator[None]:
+        trimmed = Trimmer()
+        marker = yield from self._pass_until(self._ALL, lambda text: self._arguments(trimmed(text)))
+        if not trimmed.has_text:
+            self._arguments("{}")
+        if marker in (self.BEGIN, *self.SECTION_ENDS):  # they end the call all the same
+            self._buffer = f"{marker}{self._buffer}"
+
+
+# Under vLLM's names for --tool-call-parser, and what else people call them.
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "qwen": HermesParser,
+    "llama3_json": Llama3Parser,
+    "llama3": Llama3Parser,
+    "kimi_k2": KimiK2Parser,
+}
+
+
+def tool_parser(name: str | None, template: str | None = None) -> type[ToolParser] | None:
+    """Return the parser of that name; None or "auto": for what the chat template tells its model to write, if it is
+    one that we know; "none": none. Raises ConfigError.
+    """
+    if name not in (None, "auto"):
+        return named_parser("tool", str(name), TOOL_PARSERS)
+    template = template or ""
+    if "<|tool_calls_section_begin|>" in template:
+        return KimiK2Parser
+    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML inside
+        return HermesParser
+    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
+        return Llama3Parser
+    return None

@@ -16,6 +16,7 @@ from fledge.server.app import create_app  # noqa: E402
 from fledge.server.options import ServeOptions  # noqa: E402
 from fledge.server.service import Service  # noqa: E402
 from tests.page_service import ANSWER, DRAFTED, THINK, PageService, running  # noqa: E402
+from tests.serving import EngineThread  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -225,7 +226,7 @@ def test_the_real_service_behind_the_page(page: Page):
         max_model_len=256,
         speculative_config={"model": "fledgling-eagle3.1", "num_speculative_tokens": 3},
     )
-    app = create_app(Service(llm, ServeOptions(served_model_names=("fledgling",), api_keys=("secret",))))
+    app = create_app(Service(EngineThread(llm), ServeOptions(served_model_names=("fledgling",), api_keys=("secret",))))
     with running(app) as port:
         page.goto(f"http://127.0.0.1:{port}/")
         page.fill("#key", "secret")

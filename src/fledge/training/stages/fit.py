@@ -175,7 +175,7 @@ def compute_dtype(fit: FitSection, device: torch.device) -> torch.dtype:
 
 STAGE = Stage(
     name="fit",
-    version=1,
+    version=2,  # 2: resume.pt holds other fields
     depends_on=("prepare", "regenerate", "vocab", "capture"),
     settings=_settings,
     run=_run,

@@ -16,7 +16,8 @@ from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
 from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.engine.controller import CostTable
+from fledge.engine.controller import DepthPolicy
+from fledge.engine.costs import CostTable
 from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
@@ -122,6 +123,7 @@ def make_engine(
     graphs: bool = False,
     tree: TreeShape | None = None,
     sample_drafts: bool = False,
+    policy: DepthPolicy | None = None,
     **settings: object,
 ) -> LLMEngine:
     """Build an engine on the tiny target. `graphs`: rounds go through (a stand-in for) captured graphs."""
@@ -129,7 +131,8 @@ def make_engine(
     deepest = max_depth if max_depth is not None else depth if isinstance(depth, int) else 4
     if drafts is not None:
         values["speculative_config"] = speculation(max(deepest, 1), tree=tree, sample_drafts=sample_drafts)
-    policy = AnyDepth(depth) if callable(depth) else AnyDepth(lambda _: 0) if depth == 0 else None
+    if policy is None and (callable(depth) or depth == 0):
+        policy = AnyDepth(depth if callable(depth) else lambda _: 0)
     engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
         sizes = engine.config.cudagraph_capture_sizes or batch_sizes(engine.config.max_num_seqs)
@@ -142,6 +145,7 @@ def speculation(depth: int, *, tree: TreeShape | None = None, sample_drafts: boo
     return SpeculativeConfig(
         model="given",
         num_speculative_tokens=depth,
+        adaptive=False,
         tree_width=None if tree is None else tree.width,
         tree_budget=60 if tree is None else tree.budget,
         draft_sample_method="probabilistic" if sample_drafts else "greedy",
@@ -151,9 +155,17 @@ def speculation(depth: int, *, tree: TreeShape | None = None, sample_drafts: boo
 class AnyDepth:
     """A depth policy from a function of the number of requests; no more than some request wants."""
 
+    choice = None
+
     def __init__(self, depth: Callable[[int], int], depths: Sequence[int] = ()) -> None:
         self._depth = depth
         self.depths = depths
+
+    def observe(self, request: Request, *, drafted: int, accepted: int) -> None:
+        pass
+
+    def observe_round(self, *, depth: int, seconds: float) -> None:
+        pass
 
     def depth(self, requests: Collection[Request], costs: CostTable) -> int:
         wanted = max((request.draft_limit for request in requests if request.draft_until), default=0)

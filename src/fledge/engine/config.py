@@ -22,11 +22,12 @@ _ANOTHER_ENGINE = "run this pair with vLLM, which loads the same checkpoints"
 @refuses_unknown_names("speculative_config key")
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """What to draft with and how. vLLM's names; `tree_width` and `tree_budget` are ours, as vLLM has no trees."""
+    """What to draft with and how. vLLM's names; `adaptive`, `tree_width` and `tree_budget` are ours."""
 
     model: str
     method: str | None = None  # "eagle", "eagle3"; None: whatever the checkpoint is
-    num_speculative_tokens: int = DEFAULT_DEPTH
+    num_speculative_tokens: int = DEFAULT_DEPTH  # the most that are drafted, if adaptive
+    adaptive: bool = True  # draft as deep as pays, or not at all; no: always as deep as this says
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
     max_model_len: int | None = None  # no drafting beyond this position
@@ -46,6 +47,7 @@ class SpeculativeConfig:
         _one_of("quantization", self.quantization, (None,), _ANOTHER_ENGINE)
         _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DEPTH)
         _within("max_model_len", self.max_model_len, 1)
+        _one_of("adaptive", self.adaptive, (True, False))
         _within("tree_width", self.tree_width, 1, 64)
         _within("tree_budget", self.tree_budget, 1, 1024)
         if self.tree_width is not None and self.draft_sample_method != "greedy":
@@ -81,6 +83,11 @@ class SpeculativeConfig:
         """The deepest `depth_at` can answer."""
         table = self.num_speculative_tokens_per_batch_size or ()
         return max(self.num_speculative_tokens, *(row[2] for row in table), 0)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the engine chooses the depth: not if a table says it."""
+        return self.adaptive and not self.num_speculative_tokens_per_batch_size
 
     def depth_at(self, batch_size: int) -> int:
         """Return how deep to draft for a batch; 0 means not at all."""

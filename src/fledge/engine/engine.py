@@ -23,7 +23,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
-from fledge.engine.controller import DepthPolicy, FixedDepth
+from fledge.engine.controller import DepthPolicy, make_policy
 from fledge.engine.device_state import DeviceState
 from fledge.engine.outputs import RequestUpdate, RoundRecord
 from fledge.engine.passes import DrafterError
@@ -38,6 +38,7 @@ from fledge.native import accelerate
 
 RECENT_ROUNDS = 16
 MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
+MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
 NOT_FINITE = "the target computed values that are not finite"
 
 _log = logging.getLogger("fledge.engine")
@@ -64,7 +65,7 @@ class LLMEngine:
         self.config = config = replace(config, max_model_len=config.max_model_len or target.config.max_positions)
         self.requests: dict[str, Request] = {}  # those that have not ended
         self._stats = EngineStats()
-        self._depth_policy = depth_policy or FixedDepth(config.speculative_config, config.max_num_seqs)
+        self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
@@ -84,6 +85,7 @@ class LLMEngine:
             max_prefill_tokens=config.max_num_batched_tokens,
             max_depth=config.max_depth,
             lookahead=state.lookahead,
+            trees=state.tree is not None,
         )
         graphs = None
         if on_gpu and not config.enforce_eager:
@@ -108,19 +110,32 @@ class LLMEngine:
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda _done, _all: None, *, plain: bool = False) -> None:
-        graphs = self.runner.graphs
-        if graphs is None:
-            return
+        graphs, largest = self.runner.graphs, self.config.max_num_seqs
         depths = set(self._depth_policy.depths) if self.runner.state.drafter is not None else {0}
-        programs = graphs.missing(
-            depths | ({0} if plain else set()),
-            max_batch=self.config.max_num_seqs,
-            max_tokens=self.config.max_num_batched_tokens,
-        )
+        depths |= {0} if plain else set()
+        programs = []
+        if graphs is not None:
+            programs = graphs.missing(depths, max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
+        sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
+        rounds = [(batch, depth) for batch in sizes for depth in sorted(depths)] if len(depths) > 1 else []
         for done, program in enumerate(programs):
-            progress(done, len(programs))
+            progress(done, len(programs) + len(rounds))
+            assert graphs is not None
             graphs.capture(program)
-        progress(len(programs), len(programs))
+        self._measure_rounds(rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds)))
+
+    def _measure_rounds(self, rounds: Sequence[tuple[int, int]], progress: Callable[[int], None]) -> None:
+        """Time rounds of these sizes and depths, small ones first, as far as `MEASURING_SECONDS` go."""
+        started = time.perf_counter()
+        for done, (batch, depth) in enumerate(rounds):
+            progress(done)
+            if depth == 0 and time.perf_counter() - started > MEASURING_SECONDS:
+                break
+            for first in (True, False, False, False):
+                seconds = self.runner.time_round(batch, depth)
+                if not first:
+                    self._stats.costs.add(batch=batch, depth=depth, seconds=seconds)
+        progress(len(rounds))
 
     def add_request(
         self,
@@ -165,6 +180,7 @@ class LLMEngine:
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
             costs=self._stats.costs.copy(),
+            choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_used=self.block_manager.used,
@@ -246,9 +262,10 @@ class LLMEngine:
         if report is not None:
             stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]
             stats.num_rounds += 1
-            stats.timed_rounds += report.seconds is not None
-            if report.seconds is not None and report.verify == report.draft:  # others change the depth: no one's cost
-                stats.costs.add(batch=report.batch, depth=report.verify, seconds=sum(report.seconds))
+            seconds = sum(report.seconds)
+            if report.verify == report.draft:  # others change the depth: no one's cost
+                stats.costs.add(batch=report.batch, depth=report.verify, seconds=seconds)
+            self._depth_policy.observe_round(depth=report.draft, seconds=seconds)
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
 
@@ -263,12 +280,14 @@ class LLMEngine:
         request.first_token_at = request.first_token_at or now
         for tally in (request.acceptance, self._stats.acceptance):
             tally.add(drafted=result.drafted, accepted=result.accepted)
+        in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
+        self._depth_policy.observe(request, drafted=result.drafted * in_step, accepted=result.accepted)
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
         self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.
-        if (drafted or self.runner.state.drafter is None) and request.settled >= known - 1:
+        if (drafted or self.runner.state.drafter is None) and in_step:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.block_manager.commit(request.table, request.tokens, request.settled)
         if known > len(request.prompt):  # not its first token: a round has gone well

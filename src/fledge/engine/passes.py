@@ -55,16 +55,15 @@ class PassOutcome:
     health: Tensor  # [rows, width (+ 1 if it drafted)] sums of hidden states: finite where the models work
     accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
     drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
-    stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None if it is not timed
+    stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None of prompts
     logprobs: LogprobsTensors | None = None  # if somebody asked for them
 
 
 class RoundClock:
     """The times of one round's parts, by the device's own clock. Nobody waits: stamps travel with the results."""
 
-    def __init__(self, device: torch.device, *, timed: bool) -> None:
-        self._timed = timed
-        on_gpu = timed and device.type != "cpu"
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type != "cpu"
         self._on_device = torch.zeros(4, dtype=torch.int64, device=device) if on_gpu else None
         self._on_host: list[int] = []  # writing a number into a tensor takes twenty times as long as this
 
@@ -75,18 +74,18 @@ class RoundClock:
         self._on_host.append(time.perf_counter_ns())
 
     @property
-    def stamps(self) -> Tensor | None:
-        """[4] nanoseconds; None if nobody wants to know."""
-        return self._on_device if self._on_device is not None or not self._timed else torch.tensor(self._on_host)
+    def stamps(self) -> Tensor:
+        """[4] nanoseconds."""
+        return torch.tensor(self._on_host) if self._on_device is None else self._on_device
 
 
-def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int, timed: bool = False) -> PassOutcome:
+def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) -> PassOutcome:
     """Verify `verify` drafts (levels of a tree) of each of the sampler's rows, then draft `draft` more.
 
     Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
     """
     rows, width = sampler.rows, verify + 1
-    clock = RoundClock(rows.device, timed=timed)
+    clock = RoundClock(rows.device)
     clock.mark()
     opened = open_round(rows, state, verify=verify, block_size=state.block_size)
     tree = state.drafted(rows, verify) if verify and state.tree is not None else None

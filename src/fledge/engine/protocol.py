@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.constraint import TokenConstraint
-from fledge.engine.controller import CostTable
+from fledge.engine.controller import DepthChoice
+from fledge.engine.costs import CostTable
 from fledge.engine.outputs import RequestUpdate
 from fledge.errors import ConfigError, ContextLengthError, FledgeError, PromptError
 
@@ -66,13 +67,13 @@ class PhaseSeconds(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """One round of a batch, as it was read: how large, how deep, what it gave, and how long it took if timed."""
+    """One round of a batch, as it was read: how large, how deep, what it gave, and how long it took."""
 
     batch: int  # requests in it
     verify: int  # drafts that were up for acceptance, in each request that had any; 0: a plain step
     draft: int  # tokens drafted for the next round
     tokens: int  # chosen in it, in all
-    seconds: PhaseSeconds | None
+    seconds: PhaseSeconds
 
 
 @dataclass(kw_only=True)
@@ -92,9 +93,9 @@ class EngineStats:
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     drafter_failure: str | None = None  # why the engine goes on without its drafter
     num_rounds: int = 0  # of batches
-    timed_rounds: int = 0  # on a GPU one in sixteen of a warmed-up engine's
     rounds: tuple[RoundReport, ...] = ()  # the latest few
     costs: CostTable = field(default_factory=CostTable)
+    choice: DepthChoice | None = None  # of the controller, the latest
     schedule_seconds: float = 0.0  # planning
     launch_seconds: float = 0.0  # queueing work; on a CPU also doing it
     read_seconds: float = 0.0  # waiting for the device and digesting its results
@@ -147,7 +148,7 @@ class Engine(Protocol):
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] = ..., *, plain: bool = False) -> None:
-        """Do now what would hold up the first requests (capturing graphs). `progress` is told done and all.
+        """Do now what would hold up the first requests: capture graphs, time rounds. `progress` is told done and all.
 
         `plain`: for steps without speculation too, which a request may ask for.
         """

@@ -52,6 +52,8 @@ class Request:
 
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     rounds: list[RoundRecord] = field(default_factory=list)  # what `acceptance` counts, one by one
+    drafts_expected: float = 0.0  # to be accepted of its latest drafts, by what is accepted of others'
+    drafts_accepted: float = 0.0  # of those: the controller's business, both of them
     cached_tokens: int = 0  # of the prompt, found in the pool when it was admitted
     preemptions: int = 0
     arrived: float = field(default_factory=time.perf_counter)

@@ -22,10 +22,11 @@ from fledge.engine.request import Request
 from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk, ScheduledBatch
 
-TIMED_ROUND = 16  # of rounds that are replayed from graphs, every so many are timed
 MAX_GRAPHS = 512  # a bound on graph memory; what comes after it runs without
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)  # of which one at least is padding
 PROMPT_CHUNKS = (1, 4, 16)
+USUAL_DEPTH = 3
+COARSE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 LEAST_TOKENS_PER_CHUNK = 16  # a graph is not captured ahead of time for shorter ones
 
 
@@ -36,7 +37,6 @@ class RoundProgram(NamedTuple):
     verify: int
     draft: int
     sampling: SamplingMode
-    timed: bool = False
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
         """Return their rows, and the padding row up to the batch's size."""
@@ -47,7 +47,7 @@ class RoundProgram(NamedTuple):
         sampler = Sampler(state, rows, self.sampling)
         if on_host:
             sampler = HostSampler(on_host, state, state.drafted(rows, self.verify))
-        return run_round(state, sampler, verify=self.verify, draft=self.draft, timed=self.timed)
+        return run_round(state, sampler, verify=self.verify, draft=self.draft)
 
 
 class PromptProgram(NamedTuple):
@@ -87,19 +87,17 @@ class GraphRunner:
     def __init__(self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS) -> None:
         """`sizes`: the batch sizes of rounds, in order; the last is the largest there can be."""
         self.sizes = sizes
+        self.coarse = False
+        self.prompt_depths: Sequence[int] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], PassOutcome]]] = {}  # inputs and replay
         self._state = state
         self._capacity = capacity
         self._pool: Any = None  # of graph memory; torch gives its type no public name
 
     def round(self, program: RoundProgram, requests: Sequence[Request]) -> PassOutcome:
-        """Run a round; in its outcome, rows of padding come after the others.
-
-        A round is timed if its timed graph is there already: nobody waits for a capture to learn how fast a round is.
-        """
-        padded = program._replace(batch=next(size for size in self.sizes if size >= program.batch))
-        if padded not in self.captured:
-            padded = padded._replace(timed=False)
+        """Run a round; in its outcome, rows of padding come after the others."""
+        sizes = self._round_sizes(program.draft)
+        padded = program._replace(batch=next(size for size in sizes if size >= program.batch))
         outcome = self._replay(padded, requests)
         return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
 
@@ -109,7 +107,10 @@ class GraphRunner:
         count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
         if not count or not tokens:
             return None
-        return self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens), chunks)
+        depth = program.depth
+        if depth and self.prompt_depths and depth not in self.prompt_depths:
+            depth = self.prompt_depths[-1]
+        return self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens, depth=depth), chunks)
 
     def missing(self, depths: Collection[int], *, max_batch: int, max_tokens: int) -> list[Program]:
         """Return the greedy rounds and prompts of all sizes that the bounds fit and that are not captured.
@@ -120,16 +121,30 @@ class GraphRunner:
         programs: list[Program] = []
         for depth in sorted(depths):
             programs += (
-                RoundProgram(size, depth, depth, greedy, timed)
-                for size in reversed(self.sizes)
+                RoundProgram(size, depth, depth, greedy)
+                for size in reversed(self._round_sizes(depth))
                 if size <= max_batch
-                for timed in (False, True)
             )
-            programs += (
-                PromptProgram(tokens, chunks, tokens, depth, has_drafter, greedy)
-                for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
-            )
+        self.prompt_depths = self._prompt_depths(depths)
+        self.coarse = len(depths) > 2
+        programs += (
+            PromptProgram(tokens, chunks, tokens, depth, has_drafter, greedy)
+            for depth in self.prompt_depths
+            for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
+        )
         return [program for program in programs if program not in self.captured]
+
+    def _prompt_depths(self, depths: Collection[int]) -> list[int]:
+        """The depths that prompts draft to: the round after it verifies what there is of a chain, so one will do."""
+        if self._state.tree is not None or len(depths) <= 2:
+            return sorted(depths)
+        return [0, min(USUAL_DEPTH, max(depths))]
+
+    def _round_sizes(self, depth: int) -> Sequence[int]:
+        """The batch sizes of rounds: where many depths are captured, fewer of those that draft."""
+        if not depth or not self.coarse:
+            return self.sizes
+        return [size for size in self.sizes if size in COARSE_SIZES or size == self.sizes[-1]]
 
     def capture(self, program: Program) -> bool:
         """Capture a program if it is not yet; False: there is no more room."""
@@ -228,7 +243,6 @@ class Runner:
     def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
         self.graphs = graphs
-        self._rounds = 0
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Launch:
@@ -244,6 +258,18 @@ class Runner:
             arrived.record()
         return Launch(batch, decoded, prefilled, arrived)
 
+    @torch.inference_mode()
+    def time_round(self, batch: int, depth: int) -> float:
+        """Seconds of a round of nobody's: `batch` times the padding row, greedy."""
+        program = RoundProgram(batch, depth, depth, SamplingMode.GREEDY)
+        if self.graphs is not None:
+            stamps = self.graphs.round(program, []).stamps
+        else:
+            stamps = program.run(self.state, program.inputs(self.state, [])).stamps
+            self.state.reset_padding()
+        assert stamps is not None
+        return float(stamps[3] - stamps[0]) * 1e-9
+
     def read(self, launch: Launch) -> StepResults:
         """Wait for a launch and return its results."""
         batch, results = launch.batch, StepResults()
@@ -252,7 +278,8 @@ class Runner:
         if launch.round is not None:
             self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
             stamps = launch.round.stamps
-            seconds = None if stamps is None else PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
+            assert stamps is not None
+            seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
             chosen = sum(len(result.tokens) for result in results.requests)
             results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds)
         if launch.prefill is not None:
@@ -280,11 +307,10 @@ class Runner:
 
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         requests = batch.decoding
-        program = RoundProgram(len(requests), batch.verify, batch.draft, SamplingMode.needed_by(requests), timed=True)
+        program = RoundProgram(len(requests), batch.verify, batch.draft, SamplingMode.needed_by(requests))
         needs_host = any(request.needs_host for request in requests)
         if self.graphs is not None and not needs_host:
-            self._rounds += 1  # stamps cost a few microseconds in a round of perhaps a thousand
-            return self.graphs.round(program._replace(timed=self._rounds % TIMED_ROUND == 0), requests)
+            return self.graphs.round(program, requests)
         return program.run(self.state, program.inputs(self.state, requests), requests if needs_host else ())
 
     def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:

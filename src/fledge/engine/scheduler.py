@@ -58,10 +58,12 @@ class Scheduler:
         max_prefill_tokens: int,
         max_depth: int,
         lookahead: int,
+        trees: bool = False,
     ) -> None:
         """`lookahead`: slots that a request needs beyond its known tokens (`DeviceState`)."""
         self.block_manager = block_manager
         self.lookahead = lookahead
+        self._trees = trees
         self.max_prefill_tokens = max_prefill_tokens
         self.max_depth = max_depth
         self.waiting: deque[Request] = deque()
@@ -91,7 +93,9 @@ class Scheduler:
             if self._last_draft == 0 and any(request.in_flight for request in self.running):
                 raise MustSettle  # the drafter has missed tokens that nobody knows yet
             self._catch_up()
-        verify = self._last_draft
+        # Drafts are verified as far as they are drafted now: some are left out if that is less than last time, and
+        # places stay empty if it is more. A tree is laid out for the depth it was drafted to.
+        verify = self._last_draft if self._trees and depth else depth
         decoding = [r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight]
         for request in decoding:
             if request.phase is Phase.DECODE:  # not preempted by an earlier one in this loop

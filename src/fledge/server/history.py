@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.controller import CostTable
+from fledge.engine.costs import CostTable
 from fledge.engine.outputs import RoundRecord
 from fledge.server.prompts import Template
 

@@ -103,7 +103,7 @@ class Metrics(Collector):
             for report in rounds:
                 interval.rounds[report.batch, report.verify] += 1
                 interval.round_tokens[report.batch, report.verify] += report.tokens
-                for phase, spent in {} if report.seconds is None else report.seconds._asdict().items():
+                for phase, spent in report.seconds._asdict().items():
                     interval.phase_seconds[phase] += spent
                     self._count("spec_decode_phase_seconds", spent, phase)
 
@@ -178,7 +178,7 @@ class Metrics(Collector):
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),
             "spec_decode_num_accepted_tokens": sum(accepted),
-            "spec_decode_timed_rounds": stats.timed_rounds,
+            "spec_decode_timed_rounds": stats.num_rounds,
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.output_tokens,
             "prefix_cache_queries": stats.prefix_queries,

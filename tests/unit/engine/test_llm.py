@@ -55,7 +55,8 @@ def test_drafters_are_exchanged_on_a_loaded_target(pair: Path, plain: LLM) -> No
     llm = LLM(pair / "target")
     target = llm.target
     for name, depth in (("eagle3.1", 4), ("eagle3.1", 1), ("eagle1", 3), (None, 0)):
-        llm.set_speculation(None if name is None else {"model": str(pair / name), "num_speculative_tokens": depth})
+        speculation = {"model": str(pair / (name or "")), "num_speculative_tokens": depth, "adaptive": False}
+        llm.set_speculation(None if name is None else speculation)
         outputs = llm.generate(["Hello", "more"], GREEDY)
         assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
         assert max(o.metrics.acceptance.depth for o in outputs) == depth

@@ -10,9 +10,9 @@ from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 DEPTH = 1  # lookahead is 6 tokens
 
 
-def make(*, blocks: int = 100, size: int = 2, requests: int = 4, budget: int = 100) -> Scheduler:
+def make(*, blocks: int = 100, size: int = 2, requests: int = 4, budget: int = 100, trees: bool = False) -> Scheduler:
     pool = BlockManager(blocks + 1, size)
-    return Scheduler(pool, max_requests=requests, max_prefill_tokens=budget, max_depth=DEPTH, lookahead=6)
+    return Scheduler(pool, max_requests=requests, max_prefill_tokens=budget, max_depth=DEPTH, lookahead=6, trees=trees)
 
 
 def ask(scheduler: Scheduler, name: str, length: int, draft_until: int = 64) -> Request:
@@ -76,15 +76,20 @@ def test_decoding_requests_take_from_the_budget_but_never_all_of_it() -> None:
     assert spans(second) == [("c", 0, 1, False)]  # 4 - 2 * (1 + 1) leaves nothing; one token moves on all the same
 
 
-def test_what_was_drafted_is_what_is_verified() -> None:
-    scheduler = make()
+@pytest.mark.parametrize(
+    ("trees", "steps"),
+    [(False, [(1, 1), (0, 0), (0, 0), (1, 1), (1, 1)]), (True, [(0, 1), (0, 0), (0, 0), (0, 1), (1, 1)])],
+    ids=["chains as far as they are drafted now", "trees as they were drafted"],
+)
+def test_what_is_verified(trees: bool, steps: list[tuple[int, int]]) -> None:
+    scheduler = make(trees=trees)
     ask(scheduler, "a", 2)
     seen = []
     for depth in (1, 0, 0, 1, 1):
         plan = scheduler.schedule(depth)
         read(plan)
         seen.append((plan.verify, plan.draft))
-    assert seen == [(0, 1), (1, 0), (0, 0), (0, 1), (1, 1)]
+    assert seen == steps
 
 
 def test_blocks_are_there_ahead_of_need() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.controller import MIN_SAMPLES, CostTable
+from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.server.history import HistoryInterval, Shape, SpeculationNote, SpeedUp, explain, speed_up
 from fledge.server.prompts import Template
 

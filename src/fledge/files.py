@@ -56,13 +56,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[IO[str]]:
-    """Yield a text file that takes its name when the block ends without an error."""
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        yield file
-
-
-@contextmanager
 def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new directory beside `path` that takes its name when the block ends without an error.
 
@@ -92,11 +85,6 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content)
-
-
 def read_bytes(path: Path) -> bytes:
     """The content of a file, decompressed if it is an .xz or .gz. ValueError for one that is damaged."""
     try:
@@ -111,9 +99,8 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_json_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
-    with atomic_file(path) as file:
-        for value in values:
-            file.write(json_line(value))
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(map(json_line, values))
 
 
 def json_line(value: Mapping[str, Any]) -> str:

@@ -12,8 +12,15 @@ from torch import Tensor
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding, Severity
 from fledge.checkpoints.formats.dense import DENSE, Placement
-from fledge.checkpoints.formats.drafter_config import Format, TargetReference, write_config
-from fledge.checkpoints.formats.names import D2T, EAGLE_3, T2D, reading_table
+from fledge.checkpoints.formats.drafter_config import (
+    D2T,
+    EAGLE_3,
+    T2D,
+    Format,
+    TargetReference,
+    reading_table,
+    write_config,
+)
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import write_model
@@ -90,7 +97,7 @@ def save_drafter(
     shared = ([] if config.own_embedding else ["embed_tokens."]) + ([] if config.own_head else ["lm_head."])
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(shared))}
     fields = write_config(config, to, target, num_speculative_tokens)
-    _write_drafter(directory, config, to, fields, tensors, provenance or {})
+    _write_drafter(directory, config, fields, tensors, provenance or {})
 
 
 def convert_drafter(
@@ -125,7 +132,7 @@ def convert_drafter(
     if config.reduced_vocab:
         tensors[D2T] = tensors[D2T].to(torch.int64)
     fields = write_config(config, to, reference, num_speculative_tokens)
-    _write_drafter(destination, config, to, fields, tensors, {**(checkpoint.provenance or {}), **provenance})
+    _write_drafter(destination, config, fields, tensors, {**(checkpoint.provenance or {}), **provenance})
     remaining = check(read_drafter(destination), target_config)
     names = {finding.name for finding in remaining}
     return [finding for finding in findings if finding.name not in names], remaining
@@ -134,29 +141,21 @@ def convert_drafter(
 def _write_drafter(
     directory: Path,
     config: DrafterConfig,
-    to: Format,
     fields: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Write tensors, which have our names before joining, bit for bit."""
-    tensors = {**tensors, **_implied_tensors(config, tensors)}
-    table = EAGLE_3 if to == "speculators" else reading_table(config.architecture)
-    files = {"config.json": fields, PROVENANCE_FILE: {**provenance, "fledge_version": __version__}}
-    write_model(directory, {table.to_theirs(name): tensor for name, tensor in tensors.items()}, files)
-
-
-def _implied_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that follow from others, for readers that want them spelt out."""
-    implied: dict[str, Tensor] = {}
+    """Write tensors, which have our names before joining, bit for bit; and those that follow, for other readers."""
     if config.reduced_vocab:
         vocabulary = DraftVocabulary(config.draft_vocab_size, config.vocab_size)
         vocabulary.d2t.copy_(tensors[D2T])
-        implied[T2D] = vocabulary.in_draft
+        tensors[T2D] = vocabulary.in_draft
     layer = config.layer
     if layer.qkv_bias and not layer.output_bias and not layer.qk_norm:
         # vLLM's Llama class has one flag for all attention biases, and leaves one that is not stored uninitialised.
         for i in range(config.num_layers):
             like = tensors[f"layers.{i}.self_attn.o_proj.weight"]
-            implied[f"layers.{i}.self_attn.o_proj.bias"] = like.new_zeros(layer.hidden_size)
-    return implied
+            tensors[f"layers.{i}.self_attn.o_proj.bias"] = like.new_zeros(layer.hidden_size)
+    table = EAGLE_3 if "speculators_config" in fields else reading_table(config.architecture)
+    files = {"config.json": fields, PROVENANCE_FILE: {**provenance, "fledge_version": __version__}}
+    write_model(directory, {table.to_theirs(name): tensor for name, tensor in tensors.items()}, files)

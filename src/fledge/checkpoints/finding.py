@@ -13,12 +13,12 @@ class Severity(StrEnum):
     WARNING = "warning"  # it works, but engines disagree about it or acceptance will suffer
 
 
-_ADVICE: dict[str, tuple[Severity, str]] = {
-    name: (Severity(severity), advice)
+_KNOWN: dict[str, dict[str, Any]] = {
+    name: {"severity": Severity(severity), **({"advice": texts} if isinstance(texts, str) else texts)}
     for severity, findings in yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text("utf-8")).items()
-    for name, advice in findings.items()
+    for name, texts in findings.items()
 }
-NAMES = tuple(_ADVICE)
+NAMES = tuple(_KNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +44,12 @@ class Finding:
         return {**asdict(self), "severity": str(self.severity), "message": self.message()}
 
 
-def finding(
-    name: str,
-    field: str,
-    found: object,
-    expected: str,
-    *,
-    file: str = "config.json",
-    fixed_by_convert: bool = False,
-    **details: object,
-) -> Finding:
-    """Make the finding of this name; `details` are what its advice leaves open."""
-    severity, advice = _ADVICE[name]
-    return Finding(
-        severity=severity,
-        name=name,
-        file=file,
-        field=field,
-        found=str(found),
-        expected=expected,
-        advice=advice.format(**details),
-        fixed_by_convert=fixed_by_convert,
-    )
+def finding(name: str, *, file: str = "config.json", fixed_by_convert: bool | None = None, **details: Any) -> Finding:
+    """Make the finding of this name; `details` are the parts, and words in parts, that findings.yaml leaves open."""
+    known = _KNOWN[name]
+    fixed = known.get("convert", False) if fixed_by_convert is None else fixed_by_convert
+    parts = {
+        part: known[part].format(**details) if part in known else str(details[part])
+        for part in ("field", "found", "expected", "advice")
+    }
+    return Finding(name=name, severity=known["severity"], file=file, fixed_by_convert=fixed, **parts)

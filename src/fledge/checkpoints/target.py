@@ -10,7 +10,7 @@ from fledge.checkpoints.tensors import TensorFiles, write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields, write_layer
+from fledge.models.hf_config import ConfigFields, write_layers
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 
@@ -77,12 +77,7 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
     """The fields of config.json."""
     values: dict[str, object] = {
         "architectures": [FAMILIES[config.family].architecture],
-        "model_type": config.family,
-        **write_layer(config.layer),
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tied_head,
+        **write_layers(config, config.family, tied_head=config.tied_head),
         "torch_dtype": dtype.removeprefix("torch."),
     }
     if config.bos_id is not None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from fledge.cli.command import leave, models, numbers, options
-from fledge.cli.options import INTERRUPTED
+from fledge.cli.command import INTERRUPTED, leave, models, numbers, options
 
 _WIDE = 160  # columns, where no terminal says how many it has
 

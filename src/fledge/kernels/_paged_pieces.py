@@ -13,14 +13,9 @@ from fledge.kernels._triton import softmax_step, tl, triton
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "row_blocks"])
 def piece_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    tables_ptr,
-    lengths_ptr,
+    attended,
+    results,
+    sequences,
     tree_ptr,
     depths_ptr,
     scale,
@@ -30,19 +25,11 @@ def piece_kernel(
     slots,
     min_split,
     row_blocks,
-    query_batch_stride,
-    query_stride,
-    query_head_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    query_strides,
+    key_strides,
+    value_strides,
     table_stride,
-    tree_batch_stride,
-    tree_row_stride,
-    tree_column_stride,
+    tree_strides,
     depth_batch_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -61,6 +48,13 @@ def piece_kernel(
 ):
     """Program (KV head and block of rows, unit): a unit is a piece of the keys of one sequence."""
     begin_overlapped(OVERLAP)
+    query_ptr, key_ptr, value_ptr = attended
+    out_ptr, partial_ptr, lse_ptr = results
+    tables_ptr, lengths_ptr = sequences
+    query_batch_stride, query_stride, query_head_stride = query_strides
+    key_block_stride, key_token_stride, key_head_stride = key_strides
+    value_block_stride, value_token_stride, value_head_stride = value_strides
+    tree_batch_stride, tree_row_stride, tree_column_stride = tree_strides
     kv_head = tl.program_id(0) // row_blocks
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(1)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints.contract import check, expected_shapes
 from fledge.checkpoints.drafter import convert_drafter, load_drafter, save_drafter
-from fledge.checkpoints.formats.names import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER
+from fledge.checkpoints.formats.drafter_config import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER
 from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.target import save_target
 from fledge.errors import CheckpointError

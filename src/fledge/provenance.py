@@ -53,13 +53,10 @@ def shown_path(path: str, base: Path) -> str:
 
 def shown_command(arguments: Sequence[str]) -> str:
     """The command line of a run, without the paths of the machine: alone, after `key=` and in lists."""
-    base = Path.cwd()
-
-    def shown(argument: str) -> str:
-        return re.sub(r"(?<![^=\[,\s\"'])/[^,\]\"']+", lambda found: shown_path(found[0], base), argument)
-
-    name = Path(arguments[0]).name
-    return shlex.join(["fledge" if name == "__main__.py" else name, *map(shown, arguments[1:])])  # python -m fledge
+    base, name = Path.cwd(), Path(arguments[0]).name
+    path = re.compile(r"(?<![^=\[,\s\"'])/[^,\]\"']+")
+    shown = [path.sub(lambda found: shown_path(found[0], base), argument) for argument in arguments[1:]]
+    return shlex.join(["fledge" if name == "__main__.py" else name, *shown])  # python -m fledge
 
 
 def git_commit() -> str | None:

@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from fledge.checkpoints.finding import Finding, Severity, finding
-from fledge.checkpoints.formats.dense import DENSE, WeightFormat
+from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.drafter_config import D2T, EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER, T2D, as_outputs
 from fledge.checkpoints.reading import DrafterCheckpoint
 from fledge.checkpoints.weights import stored_shapes
@@ -40,7 +39,7 @@ def check(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> 
         findings += [*_aux_findings(config, target), *_target_findings(checkpoint, target)]
     elif config.architecture is Architecture.EAGLE3 and config.aux_layer_ids is None:
         findings.append(finding("aux-ids-omitted", default="(2, L//2, L-3) of an L-layer target"))
-    return sorted(findings, key=lambda found: found.severity is not Severity.ERROR)
+    return sorted(findings, key=lambda found: found.severity != "error")
 
 
 def _config_findings(config: DrafterConfig) -> Iterator[Finding]:
@@ -91,14 +90,7 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
 
 def _rope_difference(rope: RopeConfig, other: RopeConfig) -> str:
     """What `rope` says in the fields in which the two differ."""
-    theirs = asdict(other)
-    return ", ".join(f"{field} {value}" for field, value in asdict(rope).items() if value != theirs[field])
-
-
-def expected_shapes(config: DrafterConfig, form: WeightFormat = DENSE) -> dict[str, tuple[int, ...]]:
-    """The tensors a config asks for, under our names before joining."""
-    with torch.device("meta"):
-        return stored_shapes(build(config), form)
+    return ", ".join(f"{field} {value}" for field, value in asdict(rope).items() if value != getattr(other, field))
 
 
 # Tensors that share a finding, by how their names begin; the first that fits is taken.
@@ -126,7 +118,8 @@ _MISSHAPEN = {
 
 def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     """Missing, unexpected and misshapen tensors; one finding for each kind, naming the first."""
-    expected = expected_shapes(checkpoint.config, checkpoint.weight_format)
+    with torch.device("meta"):
+        expected = stored_shapes(build(checkpoint.config), checkpoint.weight_format)
     stored = checkpoint.stored_names.keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
@@ -152,10 +145,10 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     for name, [(first, found, wanted), *others] in noticed.items():
         more = f" (and {len(others)} more like it)" if others else ""
         # A missing one is called as this checkpoint would call it.
-        field, file = table.to_theirs(first), checkpoint.files.files[0]
+        field, path = table.to_theirs(first), checkpoint.files.files[0]
         if first in stored:
-            field, file = checkpoint.stored_names[first], checkpoint.info(first).file
-        yield finding(name, field=field, found=found + more, expected=wanted, file=file.name)
+            field, path = checkpoint.stored_names[first], checkpoint.info(first).file
+        yield finding(name, field=field, found=found + more, expected=wanted, file=path.name)
 
 
 def _vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:

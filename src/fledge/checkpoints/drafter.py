@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.finding import Finding, Severity
+from fledge.checkpoints.finding import Finding
 from fledge.checkpoints.formats.dense import DENSE, Placement
 from fledge.checkpoints.formats.drafter_config import (
     D2T,
@@ -22,6 +22,7 @@ from fledge.checkpoints.formats.drafter_config import (
     write_config,
 )
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
+from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors
@@ -71,7 +72,7 @@ def load_drafter(
 
 def _raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
     """Raise the first error among `findings`, in one line that says how many more there are."""
-    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
+    errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more; run `fledge inspect`)" if len(errors) > 1 else ""
         raise CheckpointError(errors[0].message(checkpoint.directory) + more)
@@ -101,33 +102,31 @@ def save_drafter(
 
 
 def convert_drafter(
-    source: Path,
+    source: str | Path,
     destination: Path,
     *,
     to: Format,
-    target: Path | None = None,
-    source_name: str | None = None,
-    target_name: str | None = None,
+    target: str | Path | None = None,
     num_speculative_tokens: int = 3,
 ) -> tuple[list[Finding], list[Finding]]:
     """Write `source` in the format `to`, weights bit for bit. Raises for contract errors it cannot repair.
 
     Returns what is mended of the source's findings, and what is left.
-    With a target, layers that the source leaves to the default are written down. The names are what the result
-    records: where the user found source and target, as opposed to where they lie on this machine.
+    With a target, layers that the source leaves to the default are written down. The result records where the user
+    found source and target, as opposed to where they lie on this machine.
     """
-    checkpoint = read_drafter(source)
+    checkpoint = read_drafter(resolve(source))
     if checkpoint.weight_format is not DENSE:
         raise CheckpointError(f"{source}: quantised drafters are not converted; convert the unquantised one")
-    target_config = read_target_config(target) if target else None
+    target_config = read_target_config(resolve(target)) if target else None
     findings = check(checkpoint, target_config)
     _raise_errors(checkpoint, [finding for finding in findings if not finding.fixed_by_convert])
     config, reference = checkpoint.config, checkpoint.target
     if target_config is not None:
         config = config.resolved(target_config)
         architecture = FAMILIES[target_config.family].architecture
-        reference = TargetReference(name_or_path=target_name or str(target), architectures=(architecture,))
-    provenance = {"converted_from": source_name or str(source), "source_format": checkpoint.format}
+        reference = TargetReference(name_or_path=str(target), architectures=(architecture,))
+    provenance = {"converted_from": str(source), "source_format": checkpoint.format}
     tensors = {name: checkpoint.read(name) for name in checkpoint.weight_names}
     if config.reduced_vocab:
         tensors[D2T] = tensors[D2T].to(torch.int64)

@@ -1,20 +1,13 @@
 """What can be wrong, or suspicious, about a drafter's checkpoint. `findings.yaml` has every finding by its name."""
 
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-
-class Severity(StrEnum):
-    ERROR = "error"  # the checkpoint does not mean what its files say, or does not fit its target
-    WARNING = "warning"  # it works, but engines disagree about it or acceptance will suffer
-
-
 _KNOWN: dict[str, dict[str, Any]] = {
-    name: {"severity": Severity(severity), **({"advice": texts} if isinstance(texts, str) else texts)}
+    name: {"severity": severity, **({"advice": texts} if isinstance(texts, str) else texts)}
     for severity, findings in yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text("utf-8")).items()
     for name, texts in findings.items()
 }
@@ -25,7 +18,7 @@ NAMES = tuple(_KNOWN)
 class Finding:
     """What is wrong, where, what was expected and what to do."""
 
-    severity: Severity
+    severity: Literal["error", "warning"]  # it cannot work as it is, or it works, but perhaps not as meant
     name: str
     file: str  # within the checkpoint directory
     field: str  # a config field or a tensor name
@@ -41,7 +34,7 @@ class Finding:
         return f"{file}: {self.field}: found {self.found}, expected {self.expected}; {advice} [{self.name}]"
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "severity": str(self.severity), "message": self.message()}
+        return {**asdict(self), "message": self.message()}
 
 
 def finding(name: str, *, file: str = "config.json", fixed_by_convert: bool | None = None, **details: Any) -> Finding:

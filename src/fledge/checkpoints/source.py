@@ -32,8 +32,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     name = str(name_or_path)
     if path.exists():
         raise CheckpointError(f"{name}: is a file; name the directory that holds config.json and the weights")
-    bundled = bundled_directory(name)
-    if bundled is not None:
+    if (bundled := bundled_directory(name)) is not None:
         return bundled
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(

@@ -28,8 +28,6 @@ _Number = TypeVar("_Number", int, float)
 INTERRUPTED = 130  # exit status
 
 _HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
-_FIELDS = {one.name: one for one in fields(EngineConfig)}
-_TYPES = get_type_hints(EngineConfig)
 
 
 def options(verb: str) -> Callable[[_Command], _Command]:
@@ -64,15 +62,13 @@ Threads = Annotated[
 
 def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command these options of `EngineConfig`. It gets their values as one mapping, `engine`."""
-    added = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_FIELDS[name].default,
-            annotation=Annotated[_TYPES[name], _engine_option(name)],
-        )
-        for name in names
-    ]
+    flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
+    types, added = get_type_hints(EngineConfig), []
+    for field in (field for name in names for field in fields(EngineConfig) if field.name == name):
+        more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
+        option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
+        annotation, kind = Annotated[types[field.name], option], inspect.Parameter.KEYWORD_ONLY
+        added.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
@@ -101,31 +97,20 @@ def token_count(text: str) -> int | None:
         raise ConfigError(f"--max-model-len: found '{text}', expected a number, 4k or auto") from None
 
 
-def _engine_option(name: str) -> Any:
-    """The command-line option of a field of `EngineConfig`."""
-    flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
-    more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if name == "max_model_len" else {}
-    return typer.Option(*flags.get(name, ()), help=_FIELDS[name].metadata["help"], **more)
-
-
 def read_speculation(
     drafter: str | None, config: str | None, depth: int | None, tree: tuple[int, int] | None
 ) -> SpeculativeConfig | None:
     """Return vLLM's JSON `config`, or the options that stand for the usual parts of it, as a speculative config."""
+    width, budget = tree or (None, None)
+    values = {"model": drafter, "num_speculative_tokens": depth, "tree_width": width, "tree_budget": budget}
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and config is not None:
+        raise ConfigError("--speculative-config says it all; leave out --drafter, --depth and --tree")
+    if given and drafter is None:
+        raise ConfigError("--depth and --tree need a --drafter")
     if config is not None:
-        if drafter is not None or depth is not None or tree is not None:
-            raise ConfigError("--speculative-config says it all; leave out --drafter, --depth and --tree")
         return SpeculativeConfig.from_json(config)
-    if drafter is None:
-        if depth is not None or tree is not None:
-            raise ConfigError("--depth and --tree need a --drafter")
-        return None
-    values: dict[str, Any] = {"model": drafter}
-    if depth is not None:
-        values["num_speculative_tokens"] = depth
-    if tree is not None:
-        values |= {"tree_width": tree[0], "tree_budget": tree[1]}
-    return SpeculativeConfig.from_dict(values)
+    return SpeculativeConfig.from_dict(given) if given else None
 
 
 def numbers(

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fledge.engine.llm import LLM
     from fledge.engine.outputs import RequestOutput
 
-DRAFTED_STYLE = "green"
-
 
 @options("generate")
 @engine_options("dtype", "device", "max_model_len")
@@ -111,7 +109,7 @@ def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -
             console.rule(f"{number} of {len(requests)}", align="left")
         for event in llm.stream(request, params):
             for piece in event.pieces:
-                console.print(piece.text, style=DRAFTED_STYLE if piece.drafted else None, end="", markup=False)
+                console.print(piece.text, style="green" if piece.drafted else None, end="", markup=False)
             if event.output is not None:
                 answer = event.output.outputs[0]
                 if not event.pieces and not answer.text:  # a target without tokenizer

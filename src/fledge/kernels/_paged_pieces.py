@@ -59,7 +59,8 @@ def piece_kernel(
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(1)
 
-    numbers, cut = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    limits = (batch, num_queries, window, slots, min_split)
+    numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
     if sequence >= batch:
@@ -143,9 +144,7 @@ def piece_kernel(
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "num_rows"])
 def combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
+    results,
     lengths_ptr,
     window,
     batch,
@@ -166,9 +165,11 @@ def combine_kernel(
 ):
     """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
     begin_overlapped(OVERLAP)
+    out_ptr, partial_ptr, lse_ptr = results
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
-    numbers, cut = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    limits = (batch, num_queries, window, slots, min_split)
+    numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
     first_unit, pieces = _units_of(sequence, numbers, cut)
     if pieces == 1:
         return  # written already
@@ -209,21 +210,12 @@ def _units_of(owner, sequence, pieces):
 
 
 @triton.jit
-def _cut(
-    lengths_ptr,
-    batch,
-    num_queries,
-    window,
-    slots,
-    min_split,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+def _cut(lengths_ptr, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
     All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
     """
+    batch, num_queries, window, slots, min_split = limits
     sequence = tl.arange(0, BLOCK_B)
     context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
     _, span = _key_span(context, num_queries, window, BLOCK_N, WINDOW)

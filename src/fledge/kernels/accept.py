@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.argmax import argmax_rows_reference, chunk_maxima, first_of_chunks
+from fledge.kernels.argmax import argmax_rows, chunk_maxima, first_of_chunks
 
 PADDING = -1
 
@@ -60,8 +60,7 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
 def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
     """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
     if not runs_triton(logits):
-        native = cpu_kernel("accept_greedy", logits, drafts, draft_lengths)
-        return (native or accept_greedy_reference)(drafts, logits, draft_lengths=draft_lengths)
+        return accept_chain(drafts, argmax_rows(logits), draft_lengths=draft_lengths)
     batch, places, vocab = logits.shape
     values, indices = chunk_maxima(logits.reshape(batch * places, vocab))
     outcome = ChainOutcome.empty(batch, places, logits.device)
@@ -97,19 +96,9 @@ def accept_chain_reference(drafts: Tensor, choices: Tensor, *, draft_lengths: Te
     )
 
 
-def accept_greedy_reference(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
-    return accept_chain_reference(drafts, argmax_rows_reference(logits), draft_lengths=draft_lengths)
-
-
 @triton.jit
 def _accept_kernel(
-    drafts_ptr,
-    choices_ptr,
-    lengths_ptr,
-    outcome,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LENGTHS: tl.constexpr,
+    drafts_ptr, choices_ptr, lengths_ptr, outcome, PLACES: tl.constexpr, BLOCK: tl.constexpr, LENGTHS: tl.constexpr
 ):
     tokens_ptr, accepted_ptr, last_ptr = outcome
     row = tl.program_id(0).to(tl.int64)

@@ -65,9 +65,6 @@ def paged_attention(
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     rows = queries * group
-    assert heads == kv_heads * group
-    assert head_dim == key_cache.shape[3]
-    assert block_tables.shape[0] == batch
     if tree_mask is not None:
         assert queries <= 64, "a row of a tree mask is kept in 64 bits"
         assert tree_mask.shape[-2:] == (queries, queries)
@@ -133,9 +130,7 @@ def paged_attention(
         combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
         at_once = 64 if combined == 1 else 32 // combined
         combine_kernel[(-(-rows // combined), kv_heads, batch)](
-            partial,
-            partial_lse,
-            out,
+            (out, partial, partial_lse),
             context_lens,
             *cut,
             rows,

@@ -19,9 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
     if not runs_triton(x, weight):
         return rms_norm_reference(x, weight, eps)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    _launch(as_rows(x), None, weight, out, None, eps)
-    return out
+    return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -30,10 +28,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return add_rms_norm_reference(x, residual, weight, eps)
     assert x.shape == residual.shape
     assert x.dtype == residual.dtype
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(as_rows(x), as_rows(residual), weight, out, total, eps)
-    return out, total
+    return _launch(x, residual, weight, eps)
 
 
 def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
@@ -55,23 +50,22 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return rms_norm_reference(total, weight, eps), total
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """A whole row stays in registers. Short rows (heads) share a program, about 1,024 elements in each."""
-    rows, size = x.shape
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    total = out if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = as_rows(x)
+    added, (rows, size) = x if residual is None else as_rows(residual), x.shape
     if rows == 0:
-        return
+        return out, total
     block = next_power_of_two(size)
     rows_per_program = max(1, 1024 // block)
     num_warps = min(16, max(1, block * rows_per_program // 512))
     _rms_norm_kernel[(triton.cdiv(rows, rows_per_program),)](
-        x,
-        x if residual is None else residual,
-        weight,
-        out,
-        out if total is None else total,
+        (x, added, weight),
+        (out, total),
         rows,
-        x.stride(0),
-        x.stride(0) if residual is None else residual.stride(0),
+        (x.stride(0), added.stride(0)),
         eps,
         SIZE=size,
         BLOCK=block,
@@ -80,6 +74,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         num_warps=num_warps,
         **overlapping(x.device),
     )
+    return out, total
 
 
 def draft_input(
@@ -123,14 +118,10 @@ def draft_input_reference(
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    total_ptr,
+    given,
+    results,
     num_rows,
-    x_stride,
-    residual_stride,
+    strides,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -139,6 +130,9 @@ def _rms_norm_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
+    x_ptr, residual_ptr, weight_ptr = given
+    out_ptr, total_ptr = results
+    x_stride, residual_stride = strides
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < SIZE)
@@ -158,15 +152,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _draft_input_kernel(
-    tokens_ptr,
-    sides,
-    norms,
-    out_ptr,
-    strides,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    tokens_ptr, sides, norms, out_ptr, strides, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     begin_overlapped(OVERLAP)
     embedding_ptr, feature_ptr = sides

@@ -13,6 +13,11 @@ from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
 DTYPES = ("float32", "float16", "bfloat16")
+_ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
 
 
 @dataclass(frozen=True)
@@ -183,15 +188,11 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         fields["partial_rotary_factor"] = rope.partial_factor
     if rope.type == "default":
         return fields
-    named = {
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
-    }
     scaling = {
         "rope_type": rope.type,
         "factor": rope.factor,
         "original_max_position_embeddings": rope.original_max_positions,
-        **{field: getattr(rope, field) for field in named.get(rope.type, ())},
+        **{field: getattr(rope, field) for field in _ROPE_FIELDS[rope.type]},
     }
     return fields | {"rope_scaling": {field: value for field, value in scaling.items() if value is not None}}
 

@@ -30,6 +30,8 @@ _NONE = -1
 class NativeDrafter(Drafter):
     """The modules of a drafter; fusing, a pass over a paged cache and a whole chain of drafts are one call each."""
 
+    plain: Drafter
+
     def __init__(self, plain: Drafter, program: Any) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(vars(plain), plain=plain)  # by this way `plain` is no part of it
@@ -119,7 +121,7 @@ def lower_drafter(drafter: Drafter) -> NativeDrafter | None:
     lower: Any = {EagleDrafter: _lower_eagle, Eagle3Drafter: _lower_eagle3}.get(type(drafter))
     if lower is None or type(drafter.embed_tokens) is not nn.Embedding or not isinstance(drafter.lm_head, PackedLinear):
         return None
-    weight, layers = drafter.embed_tokens.weight, lower_layers(drafter.layers)
+    weight, layers = drafter.embed_tokens.weight, lower_layers(drafter.get_submodule("layers").children())
     if layers is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
         return None
     program = lower(drafter, layers, _operation(_EMBED, _NONE, _BOTH, size=weight.shape[1], weight=weight))

@@ -48,22 +48,23 @@ def required() -> ctypes.CDLL:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, or None where torch has to do: the reason is logged, once."""
-    if os.environ.get("FLEDGE_NATIVE") == "0":
-        return _unavailable("FLEDGE_NATIVE=0", logging.INFO)  # who switched it off knows
-    if sys.platform != "linux":
-        return _unavailable(f"they have been tried on Linux only, this is {sys.platform}")
-    compiler = os.environ.get("CC", "cc")
+    compiler, level = os.environ.get("CC", "cc"), logging.WARNING
     try:
+        if os.environ.get("FLEDGE_NATIVE") == "0":
+            level = logging.INFO  # who switched it off knows
+            raise OSError("FLEDGE_NATIVE=0")
+        if sys.platform != "linux":
+            raise OSError(f"they have been tried on Linux only, this is {sys.platform}")
         path = cache_directory() / "native" / f"{_key(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
         # torch is loaded already, and with it the one OpenMP whose threads both use.
         loaded = ctypes.CDLL(str(path))
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").strip().splitlines()
-        return _unavailable(f"{compiler}: {lines[0] if lines else error}")
     except (OSError, subprocess.SubprocessError) as error:
-        return _unavailable(str(error))
+        said = error.stderr.decode(errors="replace").strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        reason = f"{compiler}: {said.splitlines()[0]}" if said else error
+        _log.log(level, "CPU kernels of our own are not used, torch's are, which are slower: %s", reason)
+        return None
     for name, parameters in re.findall(r"^(?:void|int32_t) (fledge_\w+)\(([^)]*)\)", _declarations(), re.MULTILINE):
         getattr(loaded, name).argtypes = [kind for part in parameters.split(",") for _, kind in _declared(part)]
     for name in ("fledge_decode", "fledge_run", "fledge_draft"):
@@ -74,10 +75,6 @@ def library() -> ctypes.CDLL | None:
 def _check_memory(failed: int) -> None:
     if failed:
         raise MemoryError("no memory for the layers' scratch space")
-
-
-def _unavailable(reason: str, level: int = logging.WARNING) -> None:
-    _log.log(level, "CPU kernels of our own are not used, torch's are, which are slower: %s", reason)
 
 
 def _sources() -> dict[str, str]:

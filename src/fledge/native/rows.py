@@ -25,10 +25,6 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
     return outcome
 
 
-def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
-    return accept_chain(drafts, argmax_rows(logits), draft_lengths=draft_lengths)
-
-
 def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) -> OpenedRound:
     max_blocks = state.block_tables.shape[1]
     opened = OpenedRound.empty(rows, width=verify + 1, max_blocks=max_blocks)
@@ -83,5 +79,5 @@ def settle_round(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (argmax_rows, accept_chain, accept_greedy, open_round, settle_round)
+    function.__name__: function for function in (argmax_rows, accept_chain, open_round, settle_round)
 }

@@ -117,10 +117,9 @@ def read_config(
     if eagle3:
         draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
         target_hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
-        aux_ids = _read_aux_ids(fields, nested, notes)
-        # vLLM takes the number from the length of some lists.
+        # vLLM takes the number of aux states from the length of some lists.
         list_counts = qwen3 or (not is_speculators and AUX_IDS in nested)
-        num_aux = _read_num_aux(layers, aux_ids, list_counts, notes)
+        aux_ids, num_aux = _read_aux(fields, nested, layers, list_counts, notes)
         flags = _read_flags(fields, nested, notes)
     return DrafterConfig(
         architecture=architecture,
@@ -211,8 +210,10 @@ def _read_layer(
     return layer, fields.integer("max_position_embeddings")
 
 
-def _read_aux_ids(fields: ConfigFields, nested: ConfigFields, notes: list[Finding]) -> tuple[int, ...] | None:
-    """Return the ids as block inputs, or None when the config does not say."""
+def _read_aux(
+    fields: ConfigFields, nested: ConfigFields, layers: ConfigFields, list_counts: bool, notes: list[Finding]
+) -> tuple[tuple[int, ...] | None, int]:
+    """Return the ids as block inputs, or None when the config does not say, and how many aux states fc joins."""
     top = fields.integers(AUX_IDS) or None
     inner = nested.integers(AUX_IDS) or nested.integers("layer_ids") or None
     if top is not None and inner is not None and list(inner) not in (list(top), as_outputs(top)):
@@ -222,23 +223,15 @@ def _read_aux_ids(fields: ConfigFields, nested: ConfigFields, notes: list[Findin
         notes.append(finding("aux-ids-nested", found=list(inner), convention=convention, inputs=list(top)))
     if top is not None and list(top) != sorted(set(top)):
         notes.append(finding("aux-ids-order", found=list(top)))
-    return top
-
-
-def _read_num_aux(
-    fields: ConfigFields, aux_ids: tuple[int, ...] | None, list_counts: bool, notes: list[Finding]
-) -> int:
-    """How many aux states fc joins."""
-    listed = len(aux_ids) if aux_ids else _DEFAULT_NUM_AUX
-    for declared in (_NUM_AUX, "num_aux_layers"):
-        if declared in fields:
-            count = fields.integer(declared)
-            if aux_ids is not None and count != listed:
-                notes.append(finding("aux-count", field=declared, found=count, listed=listed))
-            return count
+    listed = len(top) if top else _DEFAULT_NUM_AUX
+    if (declared := next((field for field in (_NUM_AUX, "num_aux_layers") if field in layers), None)) is not None:
+        count = layers.integer(declared)
+        if top is not None and count != listed:
+            notes.append(finding("aux-count", field=declared, found=count, listed=listed))
+        return top, count
     if listed != _DEFAULT_NUM_AUX and not list_counts:
         notes.append(finding("aux-count-undeclared", expected=listed, assumed=_DEFAULT_NUM_AUX))
-    return listed
+    return top, listed
 
 
 def _read_flags(fields: ConfigFields, nested: ConfigFields, notes: list[Finding]) -> dict[str, bool]:

@@ -9,10 +9,11 @@ import json
 import lzma
 import os
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,10 +118,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number from 1, value) of a .jsonl, .jsonl.xz or .jsonl.gz file. Blank lines are passed over."""
+    """Yield (line number from 1, value) of a .jsonl, .xz or .gz file, or `-`, standard input; blank lines are not."""
     number = 0
     try:
-        with _open(path) as file:
+        opened: Any = nullcontext(sys.stdin) if str(path) == "-" else _open(path)
+        with opened as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, json.loads(line)

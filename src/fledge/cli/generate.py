@@ -88,7 +88,7 @@ def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[di
         return [{"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}]
     assert file is not None
     requests = []
-    for number, record in read_json_lines(Path("/dev/stdin") if str(file) == "-" else file):
+    for number, record in read_json_lines(file):
         keys = ("messages", "prompt", "prompt_token_ids")
         key = next((key for key in keys if isinstance(record, dict) and key in record), None)
         if key is None:

@@ -9,10 +9,11 @@ import json
 import lzma
 import os
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,13 +57,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[IO[str]]:
-    """Yield a text file that takes its name when the block ends without an error."""
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        yield file
-
-
-@contextmanager
 def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new directory beside `path` that takes its name when the block ends without an error.
 
@@ -92,11 +86,6 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content)
-
-
 def read_bytes(path: Path) -> bytes:
     """The content of a file, decompressed if it is an .xz or .gz. ValueError for one that is damaged."""
     try:
@@ -111,9 +100,8 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_json_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
-    with atomic_file(path) as file:
-        for value in values:
-            file.write(json_line(value))
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(map(json_line, values))
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -130,10 +118,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number from 1, value) of a .jsonl, .jsonl.xz or .jsonl.gz file. Blank lines are passed over."""
+    """Yield (line number from 1, value) of a .jsonl, .xz or .gz file, or `-`, standard input; blank lines are not."""
     number = 0
     try:
-        with _open(path) as file:
+        opened: Any = nullcontext(sys.stdin) if str(path) == "-" else _open(path)
+        with opened as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, json.loads(line)

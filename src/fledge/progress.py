@@ -33,18 +33,13 @@ class Progress:
                 task = bars.add_task(description, total=total, completed=done, note="")
                 yield lambda count=1, note="": bars.update(task, advance=count, note=note)
         else:
-            with self._lines(description, total, done) as advance:
-                yield advance
+            position, spoke = done, time.monotonic()
 
-    @contextmanager
-    def _lines(self, description: str, total: int, done: int, every: float = 20.0) -> Iterator[Advance]:
-        position, spoke = done, time.monotonic()
+            def advance(count: int = 1, note: str = "") -> None:
+                nonlocal position, spoke
+                position += count
+                if time.monotonic() - spoke >= 20 or position >= total:
+                    spoke = time.monotonic()
+                    self.say(f"{description}: {position} of {total} {note}".rstrip())
 
-        def advance(count: int = 1, note: str = "") -> None:
-            nonlocal position, spoke
-            position += count
-            if time.monotonic() - spoke >= every or position >= total:
-                spoke = time.monotonic()
-                self.say(f"{description}: {position} of {total} {note}".rstrip())
-
-        yield advance
+            yield advance

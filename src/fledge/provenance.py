@@ -26,7 +26,8 @@ def run_provenance() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": device_name(),
         "cpu": _cpu_name(),
-        "cpus": _usable_cpus(),
+        # Those that this process may run on, which a container or `taskset` can make fewer than the machine has.
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "platform": "-".join([platform.system(), platform.machine(), *filter(None, platform.libc_ver())]),
         "versions": {
@@ -37,23 +38,11 @@ def run_provenance() -> dict[str, Any]:
     }
 
 
-def _usable_cpus() -> int:
-    """Cores that this process may run on, which a container or `taskset` can make fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _cpu_name() -> str:
     """The processor's model where Linux tells it, or else its architecture."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: *(.*)", info.read_text(errors="replace") if info.exists() else "", re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def shown_path(path: str, base: Path) -> str:
@@ -64,13 +53,10 @@ def shown_path(path: str, base: Path) -> str:
 
 def shown_command(arguments: Sequence[str]) -> str:
     """The command line of a run, without the paths of the machine: alone, after `key=` and in lists."""
-    base = Path.cwd()
-
-    def shown(argument: str) -> str:
-        return re.sub(r"(?<![^=\[,\s\"'])/[^,\]\"']+", lambda found: shown_path(found[0], base), argument)
-
-    name = Path(arguments[0]).name
-    return shlex.join(["fledge" if name == "__main__.py" else name, *map(shown, arguments[1:])])  # python -m fledge
+    base, name = Path.cwd(), Path(arguments[0]).name
+    path = re.compile(r"(?<![^=\[,\s\"'])/[^,\]\"']+")
+    shown = [path.sub(lambda found: shown_path(found[0], base), argument) for argument in arguments[1:]]
+    return shlex.join(["fledge" if name == "__main__.py" else name, *shown])  # python -m fledge
 
 
 def git_commit() -> str | None:

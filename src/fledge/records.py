@@ -10,6 +10,7 @@ dataclasses of these. A field that may be left out has a default.
 import math
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -37,8 +38,7 @@ class Record:
 def encode(value: Any) -> Any:
     """Return JSON values: dataclasses as objects (by their own `to_dict` if they have one), tuples as lists."""
     if is_dataclass(value):
-        items = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return {name: _encoded_part(item) for name, item in items}
+        return {f.name: _encoded_part(getattr(value, f.name)) for f in fields(value)}
     return _encoded_part(value)
 
 
@@ -82,12 +82,8 @@ class _Decoder:
             if required and name not in values:
                 other = "" if self.strict else "; was it written by another version?"
                 raise ConfigError(f"{self.where}: '{prefix}{name}' is missing{other}")
-        parsed = {
-            name: self.value(hint, values[name], f"{prefix}{name}")
-            for name, (hint, _) in known.items()
-            if name in values
-        }
-        return cls(**parsed)
+        given = ((name, hint) for name, (hint, _) in known.items() if name in values)
+        return cls(**{name: self.value(hint, values[name], f"{prefix}{name}") for name, hint in given})
 
     def value(self, hint: Any, value: Any, key: str) -> Any:
         if is_dataclass(hint):
@@ -97,7 +93,9 @@ class _Decoder:
             inner = [argument for argument in arguments if argument is not types.NoneType]
             if value is None and len(inner) < len(arguments):
                 return None
-            return self.value(_fitting(inner, value), value, key)
+            # The first alternative whose plain type is the value's; else the first, which then says no.
+            fitting = next((one for one in inner if (get_origin(one) or one) is type(value)), inner[0])
+            return self.value(fitting, value, key)
         if origin is Literal:
             return self.literal(arguments, value, key)
         if origin is tuple:
@@ -109,10 +107,13 @@ class _Decoder:
             return {name: self.value(inner_hint, item, f"{key}.{name}") for name, item in value.items()}
         if hint is Any or hint is object:
             return value
-        if hint is float:
-            return self.number(value, key)
+        if hint is float and isinstance(value, (int | float | str) if self.strict else (int | float)):
+            with suppress(ValueError):
+                value = value if isinstance(value, bool) else float(value)
         if type(value) is not hint:
             raise self.error(key, value, f"expected {_TYPE_NAMES.get(hint, hint.__name__)}")
+        if hint is float and not self.strict and not math.isfinite(value):
+            raise self.error(key, value, "expected a finite number")
         return value
 
     def literal(self, allowed: tuple[Any, ...], value: Any, key: str) -> Any:
@@ -133,23 +134,6 @@ class _Decoder:
         if len(hints) != len(value):
             raise ConfigError(f"{self.where}: {key}: found {len(value)} values, expected {len(hints)}")
         return tuple(self.value(hint, item, key) for hint, item in zip(hints, value, strict=True))
-
-    def number(self, value: Any, key: str) -> float:
-        if self.strict and isinstance(value, str):
-            try:
-                return float(value)
-            except ValueError:
-                pass
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, value, "expected a number")
-        if not self.strict and not math.isfinite(value):
-            raise self.error(key, value, "expected a finite number")
-        return float(value)
-
-
-def _fitting(hints: list[Any], value: Any) -> Any:
-    """Of several alternatives the first whose plain type is the value's; else the first, which then says no."""
-    return next((hint for hint in hints if (get_origin(hint) or hint) is type(value)), hints[0])
 
 
 @cache

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.finding import Severity
 from fledge.checkpoints.formats.drafter_config import FLAGS, as_outputs
 from fledge.checkpoints.reading import DrafterCheckpoint
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
@@ -16,21 +15,16 @@ from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, TargetConfig
 from fledge.models.drafter.variants import name_of
 
-_PARTS = (  # prefix of our tensor names, what the part is called
-    ("fusion.", "fusion"),
-    ("fc.", "fusion"),
-    ("layers.", "layers"),
-    ("norm.", "norm"),
-    ("embed_tokens.", "embedding"),
-    ("lm_head.", "head"),
-)
+# What the parts are called, by how our tensor names begin.
+_PARTS = {"fusion": "fusion", "fc": "fusion", "layers": "layers", "norm": "norm"}
+_PARTS |= {"embed_tokens": "embedding", "lm_head": "head"}
 
 
 def describe_drafter(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> dict[str, Any]:
     config = checkpoint.config
     findings = check(checkpoint, target)
     stated, ids = config.aux_layer_ids is not None, (config.resolved(target) if target else config).aux_layer_ids
-    sound = not any(finding.severity is Severity.ERROR for finding in findings)
+    sound = not any(finding.severity == "error" for finding in findings)
     return {
         "kind": "drafter",
         "directory": str(checkpoint.directory),
@@ -97,7 +91,7 @@ def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:
     """Parameters (floating-point values) and bytes, in all and by part."""
     parts: dict[str, dict[str, int]] = {}
     for name, info in tensors:
-        part = next((part for prefix, part in _PARTS if name.startswith(prefix)), "vocabulary maps")
+        part = _PARTS.get(name.partition(".")[0], "vocabulary maps")
         count = math.prod(info.shape)
         sizes = parts.setdefault(part, {"parameters": 0, "bytes": 0})
         sizes["parameters"] += count if part != "vocabulary maps" else 0

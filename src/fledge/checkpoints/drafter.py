@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from fledge.checkpoints.contract import check
-from fledge.checkpoints.finding import Finding, Severity
+from fledge.checkpoints.finding import Finding
 from fledge.checkpoints.formats.dense import DENSE, Placement
-from fledge.checkpoints.formats.drafter_config import Format, TargetReference, write_config
-from fledge.checkpoints.formats.names import D2T, EAGLE_3, T2D, reading_table
+from fledge.checkpoints.formats.drafter_config import (
+    D2T,
+    EAGLE_3,
+    T2D,
+    Format,
+    TargetReference,
+    reading_table,
+    write_config,
+)
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
+from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors
@@ -64,7 +72,7 @@ def load_drafter(
 
 def _raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
     """Raise the first error among `findings`, in one line that says how many more there are."""
-    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
+    errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more; run `fledge inspect`)" if len(errors) > 1 else ""
         raise CheckpointError(errors[0].message(checkpoint.directory) + more)
@@ -90,42 +98,40 @@ def save_drafter(
     shared = ([] if config.own_embedding else ["embed_tokens."]) + ([] if config.own_head else ["lm_head."])
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(shared))}
     fields = write_config(config, to, target, num_speculative_tokens)
-    _write_drafter(directory, config, to, fields, tensors, provenance or {})
+    _write_drafter(directory, config, fields, tensors, provenance or {})
 
 
 def convert_drafter(
-    source: Path,
+    source: str | Path,
     destination: Path,
     *,
     to: Format,
-    target: Path | None = None,
-    source_name: str | None = None,
-    target_name: str | None = None,
+    target: str | Path | None = None,
     num_speculative_tokens: int = 3,
 ) -> tuple[list[Finding], list[Finding]]:
     """Write `source` in the format `to`, weights bit for bit. Raises for contract errors it cannot repair.
 
     Returns what is mended of the source's findings, and what is left.
-    With a target, layers that the source leaves to the default are written down. The names are what the result
-    records: where the user found source and target, as opposed to where they lie on this machine.
+    With a target, layers that the source leaves to the default are written down. The result records where the user
+    found source and target, as opposed to where they lie on this machine.
     """
-    checkpoint = read_drafter(source)
+    checkpoint = read_drafter(resolve(source))
     if checkpoint.weight_format is not DENSE:
         raise CheckpointError(f"{source}: quantised drafters are not converted; convert the unquantised one")
-    target_config = read_target_config(target) if target else None
+    target_config = read_target_config(resolve(target)) if target else None
     findings = check(checkpoint, target_config)
     _raise_errors(checkpoint, [finding for finding in findings if not finding.fixed_by_convert])
     config, reference = checkpoint.config, checkpoint.target
     if target_config is not None:
         config = config.resolved(target_config)
         architecture = FAMILIES[target_config.family].architecture
-        reference = TargetReference(name_or_path=target_name or str(target), architectures=(architecture,))
-    provenance = {"converted_from": source_name or str(source), "source_format": checkpoint.format}
+        reference = TargetReference(name_or_path=str(target), architectures=(architecture,))
+    provenance = {"converted_from": str(source), "source_format": checkpoint.format}
     tensors = {name: checkpoint.read(name) for name in checkpoint.weight_names}
     if config.reduced_vocab:
         tensors[D2T] = tensors[D2T].to(torch.int64)
     fields = write_config(config, to, reference, num_speculative_tokens)
-    _write_drafter(destination, config, to, fields, tensors, {**(checkpoint.provenance or {}), **provenance})
+    _write_drafter(destination, config, fields, tensors, {**(checkpoint.provenance or {}), **provenance})
     remaining = check(read_drafter(destination), target_config)
     names = {finding.name for finding in remaining}
     return [finding for finding in findings if finding.name not in names], remaining
@@ -134,29 +140,21 @@ def convert_drafter(
 def _write_drafter(
     directory: Path,
     config: DrafterConfig,
-    to: Format,
     fields: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Write tensors, which have our names before joining, bit for bit."""
-    tensors = {**tensors, **_implied_tensors(config, tensors)}
-    table = EAGLE_3 if to == "speculators" else reading_table(config.architecture)
-    files = {"config.json": fields, PROVENANCE_FILE: {**provenance, "fledge_version": __version__}}
-    write_model(directory, {table.to_theirs(name): tensor for name, tensor in tensors.items()}, files)
-
-
-def _implied_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that follow from others, for readers that want them spelt out."""
-    implied: dict[str, Tensor] = {}
+    """Write tensors, which have our names before joining, bit for bit; and those that follow, for other readers."""
     if config.reduced_vocab:
         vocabulary = DraftVocabulary(config.draft_vocab_size, config.vocab_size)
         vocabulary.d2t.copy_(tensors[D2T])
-        implied[T2D] = vocabulary.in_draft
+        tensors[T2D] = vocabulary.in_draft
     layer = config.layer
     if layer.qkv_bias and not layer.output_bias and not layer.qk_norm:
         # vLLM's Llama class has one flag for all attention biases, and leaves one that is not stored uninitialised.
         for i in range(config.num_layers):
             like = tensors[f"layers.{i}.self_attn.o_proj.weight"]
-            implied[f"layers.{i}.self_attn.o_proj.bias"] = like.new_zeros(layer.hidden_size)
-    return implied
+            tensors[f"layers.{i}.self_attn.o_proj.bias"] = like.new_zeros(layer.hidden_size)
+    table = EAGLE_3 if "speculators_config" in fields else reading_table(config.architecture)
+    files = {"config.json": fields, PROVENANCE_FILE: {**provenance, "fledge_version": __version__}}
+    write_model(directory, {table.to_theirs(name): tensor for name, tensor in tensors.items()}, files)

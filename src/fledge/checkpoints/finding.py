@@ -1,31 +1,24 @@
 """What can be wrong, or suspicious, about a drafter's checkpoint. `findings.yaml` has every finding by its name."""
 
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-
-class Severity(StrEnum):
-    ERROR = "error"  # the checkpoint does not mean what its files say, or does not fit its target
-    WARNING = "warning"  # it works, but engines disagree about it or acceptance will suffer
-
-
-_ADVICE: dict[str, tuple[Severity, str]] = {
-    name: (Severity(severity), advice)
+_KNOWN: dict[str, dict[str, Any]] = {
+    name: {"severity": severity, **({"advice": texts} if isinstance(texts, str) else texts)}
     for severity, findings in yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text("utf-8")).items()
-    for name, advice in findings.items()
+    for name, texts in findings.items()
 }
-NAMES = tuple(_ADVICE)
+NAMES = tuple(_KNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """What is wrong, where, what was expected and what to do."""
 
-    severity: Severity
+    severity: Literal["error", "warning"]  # it cannot work as it is, or it works, but perhaps not as meant
     name: str
     file: str  # within the checkpoint directory
     field: str  # a config field or a tensor name
@@ -41,28 +34,15 @@ class Finding:
         return f"{file}: {self.field}: found {self.found}, expected {self.expected}; {advice} [{self.name}]"
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "severity": str(self.severity), "message": self.message()}
+        return {**asdict(self), "message": self.message()}
 
 
-def finding(
-    name: str,
-    field: str,
-    found: object,
-    expected: str,
-    *,
-    file: str = "config.json",
-    fixed_by_convert: bool = False,
-    **details: object,
-) -> Finding:
-    """Make the finding of this name; `details` are what its advice leaves open."""
-    severity, advice = _ADVICE[name]
-    return Finding(
-        severity=severity,
-        name=name,
-        file=file,
-        field=field,
-        found=str(found),
-        expected=expected,
-        advice=advice.format(**details),
-        fixed_by_convert=fixed_by_convert,
-    )
+def finding(name: str, *, file: str = "config.json", fixed_by_convert: bool | None = None, **details: Any) -> Finding:
+    """Make the finding of this name; `details` are the parts, and words in parts, that findings.yaml leaves open."""
+    known = _KNOWN[name]
+    fixed = known.get("convert", False) if fixed_by_convert is None else fixed_by_convert
+    parts = {
+        part: known[part].format(**details) if part in known else str(details[part])
+        for part in ("field", "found", "expected", "advice")
+    }
+    return Finding(name=name, severity=known["severity"], file=file, fixed_by_convert=fixed, **parts)

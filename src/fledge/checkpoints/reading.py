@@ -1,7 +1,7 @@
 """Reading what a drafter's directory holds, whatever layout it has."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,22 @@ from torch import Tensor
 from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.dense import DENSE_DTYPES, WeightFormat
 from fledge.checkpoints.formats.drafter_config import (
+    D2T,
+    IGNORED,
+    T2D,
     Format,
     TargetReference,
-    architecture_names,
+    architecture_of,
     check_class,
     format_of,
     read_config,
     read_target_reference,
+    reading_table,
 )
-from fledge.checkpoints.formats.names import D2T, IGNORED, T2D, architecture_of, reading_table
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import weight_format
 from fledge.errors import CheckpointError
-from fledge.models.config import Architecture, DrafterConfig
+from fledge.models.config import DrafterConfig
 from fledge.models.hf_config import DTYPES, ConfigFields
 
 PROVENANCE_FILE = "fledge_provenance.json"
@@ -66,7 +69,13 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     bare = {stored: stored.removeprefix(_PREFIX) for stored in files.infos}
     check_class(fields, set(bare.values()), notes)
     form = weight_format(fields, files)
-    architecture = _architecture(fields, bare.values())
+    architecture = architecture_of(fields, bare.values())
+    if architecture is None:
+        family = fields.values.get("model_type", "unknown")
+        raise CheckpointError(
+            f"{fields.where}: not an EAGLE drafter (model_type '{family}', no fc, midlayer or d2t tensor); "
+            "if this is a target model, give it as --target"
+        )
     table = reading_table(architecture)
     stored_names: dict[str, str] = {}
     for stored, name in bare.items():
@@ -79,20 +88,24 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
             )
         stored_names[ours] = stored
     if prefixed := sorted(stored for stored in bare if stored.startswith(_PREFIX)):
-        found, file = f"{len(prefixed)} tensor names that begin with '{_PREFIX}'", files.infos[prefixed[0]].file.name
-        first = prefixed[0]
-        notes.append(finding("model-prefix", first, found, bare[first], file=file, fixed_by_convert=True))
+        first, found = prefixed[0], f"{len(prefixed)} tensor names that begin with '{_PREFIX}'"
+        file = files.infos[first].file.name
+        notes.append(finding("model-prefix", field=first, found=found, expected=bare[first], file=file))
     infos = {stored: files.infos[stored] for ours, stored in stored_names.items() if ours not in (D2T, T2D)}
     infos = {stored: info for stored, info in infos.items() if info.dtype in DENSE_DTYPES}
-    dtype = _stored_dtype(infos, directory)
+    if not infos:
+        raise CheckpointError(f"{directory}: holds no weights")
+    dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype  # going by the largest
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{directory}: its weights are {dtype}, expected one of {', '.join(DTYPES)}")
     config = read_config(fields, architecture, stored_names, dtype, notes)
     if others := sorted(stored for stored, info in infos.items() if info.dtype != dtype):
-        found = infos[others[0]].dtype + (f" (and {len(others) - 1} more tensors)" if len(others) > 1 else "")
-        expected, file = f"{dtype}, as the largest tensor", infos[others[0]].file.name
-        notes.append(finding("mixed-dtypes", others[0], found, expected, file=file))
+        other, more = infos[others[0]], f" (and {len(others) - 1} more tensors)" if len(others) > 1 else ""
+        found, file = other.dtype + more, other.file.name
+        notes.append(finding("mixed-dtypes", field=others[0], found=found, file=file, dtype=dtype))
     declared = fields.text("dtype", fields.text("torch_dtype", dtype)).removeprefix("torch.")
     if declared != dtype:
-        notes.append(finding("dtype-differs", "torch_dtype", declared, f"{dtype}, as the weights are stored"))
+        notes.append(finding("dtype-differs", found=declared, dtype=dtype))
     provenance = directory / PROVENANCE_FILE
     return DrafterCheckpoint(
         directory=directory,
@@ -111,32 +124,5 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
 def is_drafter(directory: Path) -> bool:
     """Tell a drafter's directory from a target's."""
     fields = ConfigFields.from_file(directory / "config.json")
-    if format_of(fields) == "speculators" or any("Eagle" in name for name in architecture_names(fields)):
-        return True
-    return architecture_of(name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos) is not None
-
-
-def _architecture(fields: ConfigFields, names: Iterable[str]) -> Architecture:
-    declared = architecture_names(fields)
-    if format_of(fields) == "speculators" or any("Eagle3" in name for name in declared):
-        return Architecture.EAGLE3
-    if any(name.startswith("Eagle") for name in declared):
-        return Architecture.EAGLE1
-    found = architecture_of(names)
-    if found is None:
-        family = fields.values.get("model_type", "unknown")
-        raise CheckpointError(
-            f"{fields.where}: not an EAGLE drafter (model_type '{family}', no fc, midlayer or d2t tensor); "
-            "if this is a target model, give it as --target"
-        )
-    return found
-
-
-def _stored_dtype(infos: Mapping[str, TensorInfo], where: Path) -> str:
-    """The dtype of the weights, going by the largest."""
-    if not infos:
-        raise CheckpointError(f"{where}: holds no weights")
-    dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{where}: its weights are {dtype}, expected one of {', '.join(DTYPES)}")
-    return dtype
+    names = (name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos)
+    return architecture_of(fields, names) is not None

@@ -32,8 +32,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     name = str(name_or_path)
     if path.exists():
         raise CheckpointError(f"{name}: is a file; name the directory that holds config.json and the weights")
-    bundled = bundled_directory(name)
-    if bundled is not None:
+    if (bundled := bundled_directory(name)) is not None:
         return bundled
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(
@@ -47,16 +46,12 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED))
     except errors.RepositoryNotFoundError:
-        raise CheckpointError(
-            f"{name}: no such directory, and no such model on the Hugging Face hub (private models need HF_TOKEN)"
-        ) from None
+        what = "no such directory, and no such model on the Hugging Face hub (private models need HF_TOKEN)"
     except errors.LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"{name}: no such directory, not in the local Hugging Face cache, and the hub cannot be reached"
-            + (" (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else " (no network?)")
-        ) from None
+        why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "no network?"
+        what = f"no such directory, not in the local Hugging Face cache, and the hub cannot be reached ({why})"
     except Exception as error:  # The hub client leaks its HTTP library's errors, whichever that is today.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         is_name = not isinstance(error, errors.HFValidationError)
         what = "fetching it from the Hugging Face hub failed" if is_name else "not a valid Hugging Face name"
-        raise CheckpointError(f"{name}: {what}: {reason}") from None
+        what += f": {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    raise CheckpointError(f"{name}: {what}")

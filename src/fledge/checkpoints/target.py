@@ -1,7 +1,9 @@
-"""Target models from Hugging Face directories, and back."""
+"""Target models from Hugging Face directories, and back; and what is read there without loading the model."""
 
+import hashlib
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,13 +11,27 @@ from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.tensors import TensorFiles, write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
+from fledge.files import digest, file_digest
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields, write_layer
+from fledge.models.hf_config import ConfigFields, write_layers
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 
 # Older checkpoints store the rope frequencies, which follow from the config.
 _IGNORED_TENSOR = "rotary_emb.inv_freq"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_SAMPLE_BYTES = 1 << 20
 
 
 def read_target_config(directory: Path) -> TargetConfig:
@@ -77,12 +93,7 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
     """The fields of config.json."""
     values: dict[str, object] = {
         "architectures": [FAMILIES[config.family].architecture],
-        "model_type": config.family,
-        **write_layer(config.layer),
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tied_head,
+        **write_layers(config, config.family, tied_head=config.tied_head),
         "torch_dtype": dtype.removeprefix("torch."),
     }
     if config.bos_id is not None:
@@ -90,3 +101,46 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
     if config.eos_ids:
         values["eos_token_id"] = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids)
     return values | FAMILIES[config.family].extra_fields(config)
+
+
+def tokenizer_digests(directory: Path) -> dict[str, str]:
+    """Sixteen hex digits each for the tokenizer's files and for the chat template's."""
+    config = _language_fields(directory / "tokenizer_config.json").values
+    template = [file_digest(directory / name) for name in _TEMPLATE_FILES if (directory / name).is_file()]
+    files = {name: file_digest(directory / name) for name in _TOKENIZER_FILES if (directory / name).is_file()}
+    return {"tokenizer": digest(files), "chat_template": digest([config.get("chat_template"), template])}
+
+
+def weights_digest(directory: Path) -> str:
+    """Sixteen hex digits that follow from the config and the weights: of large files, from size, start and end."""
+    parts: list[Any] = [file_digest(directory / "config.json") if (directory / "config.json").is_file() else None]
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _WEIGHT_SUFFIXES:
+            size, sha = path.stat().st_size, hashlib.sha256()
+            with path.open("rb") as file:
+                sha.update(file.read(_SAMPLE_BYTES))
+                file.seek(max(0, size - _SAMPLE_BYTES))
+                sha.update(file.read(_SAMPLE_BYTES))
+            parts.append([path.name, size, sha.hexdigest()])
+    return digest(parts)
+
+
+def stop_ids(directory: Path, tokenizer: Any = None) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of the config and the generation config, and the tokenizer's own."""
+    own = set() if tokenizer is None or tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    configs = [_language_fields(directory / name) for name in ("config.json", "generation_config.json")]
+    return tuple(sorted({token for config in configs for token in config.integers("eos_token_id") or ()} | own))
+
+
+def vocab_size(directory: Path) -> int:
+    """Return the size of the target's vocabulary (its head's rows, which may be more than the tokenizer's tokens)."""
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory}: has no config.json; target.path must name a model's directory")
+    return _language_fields(directory / "config.json").integer("vocab_size")
+
+
+def _language_fields(path: Path) -> ConfigFields:
+    """The fields of the language model, which multimodal models keep one level down; none if there is no such file."""
+    fields = ConfigFields.from_file(path) if path.is_file() else ConfigFields({}, str(path))
+    inner = fields.nested("text_config")
+    return fields if inner is None else ConfigFields({**inner.values, **fields.values}, fields.where)

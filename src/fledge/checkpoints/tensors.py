@@ -3,7 +3,7 @@
 import json
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,38 +42,34 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.files = _find_files(directory)
-        self._pickled: dict[str, Tensor] = {}
-        self._opened: dict[Path, Any] = {}
+        self._readers: dict[Path, Callable[[str], Tensor]] = {}
         self.infos: dict[str, TensorInfo] = {}
         for file in self.files:
-            for name, info in self._scan(file):
+            for name, dtype, shape in self._scan(file):
                 if name in self.infos:
                     raise CheckpointError(
                         f"{file}: tensor '{name}' is also in {self.infos[name].file.name}; remove one of the two"
                     )
-                self.infos[name] = info
+                self.infos[name] = TensorInfo(file, dtype, tuple(shape))
 
     def read(self, name: str) -> Tensor:
-        if name in self._pickled:
-            return self._pickled[name]
         file = self.infos[name].file
         with _errors_of(file):
-            tensor: Tensor = self._opened[file].get_tensor(name)
-        return tensor
+            return self._readers[file](name)
 
-    def _scan(self, file: Path) -> Iterator[tuple[str, TensorInfo]]:
+    def _scan(self, file: Path) -> Iterator[tuple[str, str, Sequence[int]]]:
         if file.suffix == ".bin":
-            for name, tensor in _read_pickle(file).items():
-                self._pickled[name] = tensor
-                yield name, TensorInfo(file, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            tensors = _read_pickle(file)
+            self._readers[file] = tensors.__getitem__
+            for name, tensor in tensors.items():
+                yield name, str(tensor.dtype).removeprefix("torch."), tensor.shape
             return
         with _errors_of(file):
             handle: Any = safe_open(str(file), framework="pt")
-            self._opened[file] = handle
+            self._readers[file] = handle.get_tensor
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 part = handle.get_slice(name)
-                dtype = part.get_dtype()
-                yield name, TensorInfo(file, _TORCH_NAMES.get(dtype, dtype), tuple(part.get_shape()))
+                yield name, _TORCH_NAMES.get(part.get_dtype(), part.get_dtype()), part.get_shape()
 
 
 def _find_files(directory: Path) -> list[Path]:

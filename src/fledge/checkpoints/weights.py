@@ -97,7 +97,7 @@ def load_weights(
     """
     _check_names(files, names, stored_shapes(model, form, stored=names, tied=tied))
     parts = _parts(model, names)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
     others = {
         name: dense_tensor([files.read(names[name])], like, placement)
         for name, like in model.state_dict().items()
@@ -105,8 +105,6 @@ def load_weights(
     }
     model.load_state_dict(others, strict=False, assign=True)
     for name, empty in linears.items():
-        if name in tied:
-            continue
         tensors = []
         for part, rows in parts[f"{name}.weight"].items():
             kinds = [*form.stored_shapes(part, rows, empty.in_features), *(["bias"] if empty.bias is not None else [])]

@@ -1,21 +1,23 @@
-"""What verbs share: options as help.toml describes them, how they are read, and how a run ends.
+"""What verbs share: options as help.toml and `EngineConfig` describe them, how they are read, and how a run ends.
 
 Importing this imports no torch: `--help` must be quick.
 """
 
+import functools
 import inspect
 import json
 import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import typer
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
-from fledge.cli.options import INTERRUPTED
+from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 _Number = TypeVar("_Number", int, float)
+INTERRUPTED = 130  # exit status
+
 _HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 
 
@@ -49,6 +53,64 @@ def options(verb: str) -> Callable[[_Command], _Command]:
         return command
 
     return decorate
+
+
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads; torch's choice if left out. Use 1 on a busy machine.", min=1)
+]
+
+
+def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these options of `EngineConfig`. It gets their values as one mapping, `engine`."""
+    flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
+    types, added = get_type_hints(EngineConfig), []
+    for field in (field for name in names for field in fields(EngineConfig) if field.name == name):
+        more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
+        option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
+        annotation, kind = Annotated[types[field.name], option], inspect.Parameter.KEYWORD_ONLY
+        added.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != "engine"]
+
+        @functools.wraps(command)
+        def with_engine(**given: Any) -> None:
+            engine = {name: given.pop(name) for name in names}
+            command(**given, engine=engine)
+
+        setattr(with_engine, "__signature__", signature.replace(parameters=[*own, *added]))  # noqa: B010
+        return with_engine
+
+    return decorate
+
+
+def token_count(text: str) -> int | None:
+    """Read vLLM's ways to write a length: 4096, 4k (4000), 4K (4096), auto."""
+    if text in ("auto", "-1"):
+        return None
+    factors = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+    number, factor = (text[:-1], factors[text[-1]]) if text[-1:] in factors else (text, 1)
+    try:
+        return int(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--max-model-len: found '{text}', expected a number, 4k or auto") from None
+
+
+def read_speculation(
+    drafter: str | None, config: str | None, depth: int | None, tree: tuple[int, int] | None
+) -> SpeculativeConfig | None:
+    """Return vLLM's JSON `config`, or the options that stand for the usual parts of it, as a speculative config."""
+    width, budget = tree or (None, None)
+    values = {"model": drafter, "num_speculative_tokens": depth, "tree_width": width, "tree_budget": budget}
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and config is not None:
+        raise ConfigError("--speculative-config says it all; leave out --drafter, --depth and --tree")
+    if given and drafter is None:
+        raise ConfigError("--depth and --tree need a --drafter")
+    if config is not None:
+        return SpeculativeConfig.from_json(config)
+    return SpeculativeConfig.from_dict(given) if given else None
 
 
 def numbers(

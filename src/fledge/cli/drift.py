@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.cli.command import leave, models, options
-from fledge.cli.options import INTERRUPTED
+from fledge.cli.command import INTERRUPTED, leave, models, options
 from fledge.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import typer
 
-from fledge.cli.command import leave, models, numbers, options
-from fledge.cli.options import INTERRUPTED
-
-_WIDE = 160  # columns, where no terminal says how many it has
+from fledge.cli.command import INTERRUPTED, leave, models, numbers, options
 
 
 @options("eval")
@@ -78,7 +75,7 @@ def evaluate(
     else:
         console = Console(highlight=False)
         if not console.is_terminal:
-            console.width = _WIDE
+            console.width = 160  # where no terminal says how many columns it has
         for table in report.tables(plus_minus):
             for part in table.to_rich(console.width):
                 console.print(part)

@@ -1,23 +1,20 @@
 """`fledge generate`: one-off generation from any target and any drafter."""
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.cli.command import options
-from fledge.cli.options import engine_options, read_speculation
+from fledge.cli.command import engine_options, options, read_speculation
 from fledge.errors import PromptError
+from fledge.files import read_json_lines
 
 if TYPE_CHECKING:
     from fledge.decoding.params import SamplingParams
     from fledge.engine.llm import LLM
     from fledge.engine.outputs import RequestOutput
-
-DRAFTED_STYLE = "green"
 
 
 @options("generate")
@@ -90,25 +87,16 @@ def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[di
     if prompt is not None:
         return [{"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}]
     assert file is not None
-    try:
-        lines = sys.stdin.read().splitlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    requests = [_parse_line(line, f"{file}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    requests = []
+    for number, record in read_json_lines(file):
+        keys = ("messages", "prompt", "prompt_token_ids")
+        key = next((key for key in keys if isinstance(record, dict) and key in record), None)
+        if key is None:
+            raise PromptError(f"{file}:{number}: expected an object with 'prompt', 'messages' or 'prompt_token_ids'")
+        requests.append({key: record[key]})
     if not requests:
         raise PromptError(f"{file}: no prompts in it")
     return requests
-
-
-def _parse_line(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where}: not valid JSON: {error}") from None
-    for key in ("messages", "prompt", "prompt_token_ids"):
-        if isinstance(record, dict) and key in record:
-            return {key: record[key]}
-    raise PromptError(f"{where}: expected an object with 'prompt', 'messages' or 'prompt_token_ids'")
 
 
 def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
@@ -121,7 +109,7 @@ def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -
             console.rule(f"{number} of {len(requests)}", align="left")
         for event in llm.stream(request, params):
             for piece in event.pieces:
-                console.print(piece.text, style=DRAFTED_STYLE if piece.drafted else None, end="", markup=False)
+                console.print(piece.text, style="green" if piece.drafted else None, end="", markup=False)
             if event.output is not None:
                 answer = event.output.outputs[0]
                 if not event.pieces and not answer.text:  # a target without tokenizer

@@ -6,12 +6,11 @@ import warnings
 import typer
 
 from fledge.cli.bench import bench
-from fledge.cli.convert import convert
+from fledge.cli.checkpoints import convert, inspect
 from fledge.cli.demo import demo
 from fledge.cli.drift import drift
 from fledge.cli.eval import evaluate
 from fledge.cli.generate import generate
-from fledge.cli.inspect import inspect
 from fledge.cli.serve import serve
 from fledge.cli.train import train
 from fledge.cli.vllm_options import ServeCommand

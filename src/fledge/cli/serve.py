@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.options import Threads, engine_options
+from fledge.cli.command import Threads, engine_options
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
 from fledge.files import read_json

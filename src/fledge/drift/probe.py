@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import tokenizer_digests, weights_digest
+from fledge.checkpoints.target import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.drift.metrics import DriftSums
 from fledge.drift.perturb import NotApplicableError, PerturbationContext

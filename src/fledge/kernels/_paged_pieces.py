@@ -13,14 +13,9 @@ from fledge.kernels._triton import softmax_step, tl, triton
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "row_blocks"])
 def piece_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    tables_ptr,
-    lengths_ptr,
+    attended,
+    results,
+    sequences,
     tree_ptr,
     depths_ptr,
     scale,
@@ -30,19 +25,11 @@ def piece_kernel(
     slots,
     min_split,
     row_blocks,
-    query_batch_stride,
-    query_stride,
-    query_head_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    query_strides,
+    key_strides,
+    value_strides,
     table_stride,
-    tree_batch_stride,
-    tree_row_stride,
-    tree_column_stride,
+    tree_strides,
     depth_batch_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -61,11 +48,19 @@ def piece_kernel(
 ):
     """Program (KV head and block of rows, unit): a unit is a piece of the keys of one sequence."""
     begin_overlapped(OVERLAP)
+    query_ptr, key_ptr, value_ptr = attended
+    out_ptr, partial_ptr, lse_ptr = results
+    tables_ptr, lengths_ptr = sequences
+    query_batch_stride, query_stride, query_head_stride = query_strides
+    key_block_stride, key_token_stride, key_head_stride = key_strides
+    value_block_stride, value_token_stride, value_head_stride = value_strides
+    tree_batch_stride, tree_row_stride, tree_column_stride = tree_strides
     kv_head = tl.program_id(0) // row_blocks
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(1)
 
-    numbers, cut = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    limits = (batch, num_queries, window, slots, min_split)
+    numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
     if sequence >= batch:
@@ -149,9 +144,7 @@ def piece_kernel(
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "num_rows"])
 def combine_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
+    results,
     lengths_ptr,
     window,
     batch,
@@ -172,9 +165,11 @@ def combine_kernel(
 ):
     """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
     begin_overlapped(OVERLAP)
+    out_ptr, partial_ptr, lse_ptr = results
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
-    numbers, cut = _cut(lengths_ptr, batch, num_queries, window, slots, min_split, BLOCK_B, BLOCK_N, WINDOW)
+    limits = (batch, num_queries, window, slots, min_split)
+    numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
     first_unit, pieces = _units_of(sequence, numbers, cut)
     if pieces == 1:
         return  # written already
@@ -215,21 +210,12 @@ def _units_of(owner, sequence, pieces):
 
 
 @triton.jit
-def _cut(
-    lengths_ptr,
-    batch,
-    num_queries,
-    window,
-    slots,
-    min_split,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+def _cut(lengths_ptr, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
     All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
     """
+    batch, num_queries, window, slots, min_split = limits
     sequence = tl.arange(0, BLOCK_B)
     context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
     _, span = _key_span(context, num_queries, window, BLOCK_N, WINDOW)

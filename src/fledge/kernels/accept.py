@@ -7,20 +7,19 @@
 step and the comparison are one kernel. All of it is integers and comparisons: kernel and reference agree exactly.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.argmax import argmax_rows_reference, chunk_maxima, first_of_chunks
+from fledge.kernels.argmax import argmax_rows, chunk_maxima, first_of_chunks
 
 PADDING = -1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChainOutcome:
+class ChainOutcome(NamedTuple):
     """What a round emits for each row of a batch."""
 
     tokens: Tensor  # [batch, depth + 1] int64: accepted drafts, then the target's own token, then PADDING
@@ -30,11 +29,8 @@ class ChainOutcome:
     @classmethod
     def empty(cls, batch: int, places: int, device: torch.device) -> "ChainOutcome":
         """Room for a kernel to write to."""
-        return cls(
-            tokens=torch.empty(batch, places, dtype=torch.int64, device=device),
-            accepted=torch.empty(batch, dtype=torch.int64, device=device),
-            last=torch.empty(batch, dtype=torch.int64, device=device),
-        )
+        shapes = ((batch, places), (batch,), (batch,))
+        return cls(*(torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes))
 
 
 def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
@@ -52,9 +48,7 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
         drafts,
         choices.contiguous(),
         drafts if draft_lengths is None else draft_lengths,
-        outcome.tokens,
-        outcome.accepted,
-        outcome.last,
+        tuple(outcome),
         PLACES=places,
         BLOCK=next_power_of_two(places),
         LENGTHS=draft_lengths is not None,
@@ -66,8 +60,7 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
 def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
     """`accept_chain` with the argmax of the target's logits [batch, depth + 1, vocab] for its choices."""
     if not runs_triton(logits):
-        native = cpu_kernel("accept_greedy", logits, drafts, draft_lengths)
-        return (native or accept_greedy_reference)(drafts, logits, draft_lengths=draft_lengths)
+        return accept_chain(drafts, argmax_rows(logits), draft_lengths=draft_lengths)
     batch, places, vocab = logits.shape
     values, indices = chunk_maxima(logits.reshape(batch * places, vocab))
     outcome = ChainOutcome.empty(batch, places, logits.device)
@@ -78,9 +71,7 @@ def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | Non
         values,
         indices,
         drafts if draft_lengths is None else draft_lengths,
-        outcome.tokens,
-        outcome.accepted,
-        outcome.last,
+        tuple(outcome),
         vocab,
         PLACES=places,
         CHUNKS=chunks,
@@ -105,22 +96,11 @@ def accept_chain_reference(drafts: Tensor, choices: Tensor, *, draft_lengths: Te
     )
 
 
-def accept_greedy_reference(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
-    return accept_chain_reference(drafts, argmax_rows_reference(logits), draft_lengths=draft_lengths)
-
-
 @triton.jit
 def _accept_kernel(
-    drafts_ptr,
-    choices_ptr,
-    lengths_ptr,
-    tokens_ptr,
-    accepted_ptr,
-    last_ptr,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LENGTHS: tl.constexpr,
+    drafts_ptr, choices_ptr, lengths_ptr, outcome, PLACES: tl.constexpr, BLOCK: tl.constexpr, LENGTHS: tl.constexpr
 ):
+    tokens_ptr, accepted_ptr, last_ptr = outcome
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     drafted = place < PLACES - 1
@@ -143,9 +123,7 @@ def _accept_greedy_kernel(
     values_ptr,
     indices_ptr,
     lengths_ptr,
-    tokens_ptr,
-    accepted_ptr,
-    last_ptr,
+    outcome,
     vocab,
     PLACES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -156,6 +134,7 @@ def _accept_greedy_kernel(
     """One warp walks the places of a row: each is a choice from the chunks' maxima, kept while the drafts stand."""
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
+    tokens_ptr, accepted_ptr, last_ptr = outcome
     row = tl.program_id(0).to(tl.int64)
     length = PLACES - 1
     if LENGTHS:

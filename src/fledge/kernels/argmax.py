@@ -24,34 +24,18 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
+    shared = {"OFFSETS": offsets is not None, **overlapping(logits.device)}
+    offsets = out if offsets is None else offsets
     if vocab <= CHUNK:  # one program has it all: nothing is left to reduce
         assert logits.stride(1) == 1
         _row_kernel[(rows,)](
-            logits,
-            out if offsets is None else offsets,
-            out,
-            vocab,
-            logits.stride(0),
-            BLOCK=next_power_of_two(vocab),
-            OFFSETS=offsets is not None,
-            num_warps=4,
-            **overlapping(logits.device),
+            logits, offsets, out, vocab, logits.stride(0), BLOCK=next_power_of_two(vocab), num_warps=4, **shared
         )
         return out
     values, indices = chunk_maxima(logits)
     chunks = values.shape[1]
-    _reduce_kernel[(rows,)](
-        values,
-        indices,
-        out if offsets is None else offsets,
-        out,
-        vocab,
-        OFFSETS=offsets is not None,
-        CHUNKS=chunks,
-        BLOCK=next_power_of_two(chunks),
-        num_warps=1,
-        **overlapping(logits.device),
-    )
+    block = next_power_of_two(chunks)
+    _reduce_kernel[(rows,)](values, indices, offsets, out, vocab, CHUNKS=chunks, BLOCK=block, num_warps=1, **shared)
     return out
 
 

@@ -96,14 +96,12 @@ def draft_loss(
         logits, overwrite = logits.contiguous(), False
     if target_logits.stride(1) != 1:
         target_logits = target_logits.contiguous()
+    weight = weight.detach().contiguous()
     # Where the compiler is at work it is told to leave this call alone; elsewhere it need not even be imported.
     call = torch.compiler.disable(_FusedLoss.apply) if torch.compiler.is_compiling() else _FusedLoss.apply
     total, row_loss, choice, overlap = call(
         logits,
-        target_logits.detach(),
-        target_rows.contiguous(),
-        target_log_total.detach().contiguous(),
-        weight.detach().contiguous(),
+        (target_logits.detach(), target_rows.contiguous(), target_log_total.detach().contiguous(), weight),
         kind,
         kl_weight,
         overwrite,
@@ -158,16 +156,13 @@ class _FusedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        target_logits: Tensor,
-        target_rows: Tensor,
-        log_total: Tensor,
-        weight: Tensor,
+        taught: tuple[Tensor, Tensor, Tensor, Tensor],
         kind: LossKind,
         kl_weight: float,
         overwrite: bool,
         num_warps: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows, vocab = logits.shape
+        (rows, vocab), (target_logits, _, _, weight) = logits.shape, taught
         row_loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
         choice = torch.empty(rows, dtype=torch.int64, device=logits.device)
         overlap = torch.empty_like(row_loss)
@@ -178,17 +173,10 @@ class _FusedLoss(torch.autograd.Function):
             _loss_kernel[(rows,)](
                 logits,
                 gradient,
-                target_logits,
-                target_rows,
-                log_total,
-                weight,
-                row_loss,
-                choice,
-                overlap,
+                taught,
+                (row_loss, choice, overlap),
                 vocab,
-                logits.stride(0),
-                gradient.stride(0),
-                target_logits.stride(0),
+                (logits.stride(0), gradient.stride(0), target_logits.stride(0)),
                 kl_weight,
                 OVERLAP_FLOOR,
                 KIND=kind,
@@ -211,24 +199,17 @@ class _FusedLoss(torch.autograd.Function):
         if rows > 0:
             _scale_kernel[(rows,)](gradient, scale.contiguous(), vocab, gradient.stride(0), BLOCK=4096, num_warps=8)
             increment_version(gradient)  # a second backward pass would scale it twice: let autograd refuse it
-        return gradient, *[None] * 8
+        return gradient, *[None] * 5
 
 
 @triton.jit
 def _loss_kernel(
     logits_ptr,
     gradient_ptr,
-    target_ptr,
-    target_rows_ptr,
-    log_total_ptr,
-    weight_ptr,
-    loss_ptr,
-    choice_ptr,
-    overlap_ptr,
+    taught,
+    results,
     vocab,
-    logits_stride,
-    gradient_stride,
-    target_stride,
+    strides,
     kl_weight,
     floor,
     KIND: tl.constexpr,
@@ -237,6 +218,9 @@ def _loss_kernel(
     PER_LANE: tl.constexpr,
 ):
     """One row. A lane holds PER_LANE neighbouring columns of every block; lanes meet once, after the last block."""
+    target_ptr, target_rows_ptr, log_total_ptr, weight_ptr = taught
+    loss_ptr, choice_ptr, overlap_ptr = results
+    logits_stride, gradient_stride, target_stride = strides
     second_read: tl.constexpr = "evict_last" if KIND == "lk" else "evict_first"
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weight_ptr + row)

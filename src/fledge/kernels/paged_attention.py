@@ -9,6 +9,7 @@ How the keys are cut into pieces, and why one captured grid serves all lengths, 
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,6 @@ class SplitLaunch:
     block_n: int  # keys of one step
     num_warps: int
     num_stages: int
-
-    def most_pieces(self, longest: int) -> int:
-        """Return the number of pieces of a sequence of `longest` keys, at most: `_pieces` of the kernel."""
-        return max(1, (2 * longest + self.min_split) // (2 * self.min_split))
 
 
 def paged_attention(
@@ -68,28 +65,18 @@ def paged_attention(
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     rows = queries * group
-    assert heads == kv_heads * group
-    assert head_dim == key_cache.shape[3]
-    assert block_tables.shape[0] == batch
     if tree_mask is not None:
         assert queries <= 64, "a row of a tree mask is kept in 64 bits"
         assert tree_mask.shape[-2:] == (queries, queries)
         assert sliding_window is None or query_depths is not None, "a window in a tree needs the depths"
     if max_context is None:
         max_context = block_tables.shape[1] * key_cache.shape[1]
-    if launch is None:
-        launch = choose_launch(
-            batch=batch,
-            rows=rows,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            element_size=query.element_size(),
-            processors=processors(query.device),
-        )
+    launch = launch or choose_launch(query, kv_heads)
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
     # The block in which a window begins is taken whole.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
-    most_pieces = launch.most_pieces(longest + queries)
+    # Of one sequence, as `_cut` of the kernel has it.
+    most_pieces = max(1, (2 * (longest + queries) + launch.min_split) // (2 * launch.min_split))
     units = min(launch.slots + batch, batch * most_pieces)
     direct = most_pieces == 1
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -98,51 +85,43 @@ def paged_attention(
         partial = torch.empty(units, kv_heads, rows, head_dim, dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(units, kv_heads, rows, dtype=torch.float32, device=query.device)
     row_blocks = -(-rows // launch.block_m)
-    window = 0 if sliding_window is None else sliding_window
+    cut = (sliding_window or 0, batch, queries, launch.slots, launch.min_split)
     # Few compiled variants for all batch sizes.
     block_b = next(size for size in (1, 64, 512, next_power_of_two(batch)) if size >= batch)
+    shared: dict[str, Any] = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_B": block_b,
+        "BLOCK_N": launch.block_n,
+        "WINDOW": sliding_window is not None,
+        **overlapping(query.device),
+    }
     piece_kernel[(kv_heads * row_blocks, units)](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        partial,
-        partial_lse,
-        block_tables,
-        context_lens,
+        (query, key_cache, value_cache),
+        (out, partial, partial_lse),
+        (block_tables, context_lens),
         query if tree_mask is None else tree_mask.view(torch.uint8),
         query if query_depths is None else query_depths,
         scale / math.log(2),
-        window,
-        batch,
-        queries,
-        launch.slots,
-        launch.min_split,
+        *cut,
         row_blocks,
-        *query.stride()[:3],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        query.stride()[:3],
+        key_cache.stride()[:3],
+        value_cache.stride()[:3],
         block_tables.stride(0),
-        0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
-        0 if tree_mask is None else tree_mask.stride(1),
-        0 if tree_mask is None else tree_mask.stride(2),
+        (0, 0, 0) if tree_mask is None else tree_mask.expand(batch, -1, -1).stride(),
         0 if query_depths is None or query_depths.shape[0] == 1 else query_depths.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
-        BLOCK_B=block_b,
         BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
         BLOCK_D=max(16, next_power_of_two(head_dim)),
         BLOCK_Q=next_power_of_two(queries) if tree_mask is not None else 1,
-        WINDOW=sliding_window is not None,
         TREE=tree_mask is not None,
         DIRECT=direct,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        **overlapping(query.device),
+        **shared,
     )
     if not direct:
         # As many rows to a program as leave enough programs: most sequences of a large batch have one piece and nothing
@@ -151,27 +130,15 @@ def paged_attention(
         combined = min(8, next_power_of_two(rows), next_power_of_two(per_program))
         at_once = 64 if combined == 1 else 32 // combined
         combine_kernel[(-(-rows // combined), kv_heads, batch)](
-            partial,
-            partial_lse,
-            out,
+            (out, partial, partial_lse),
             context_lens,
-            window,
-            batch,
-            queries,
-            launch.slots,
-            launch.min_split,
+            *cut,
             rows,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_B=block_b,
             BLOCK_D=next_power_of_two(head_dim),
-            BLOCK_N=launch.block_n,
             PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
             ROWS=combined,
-            WINDOW=sliding_window is not None,
             num_warps=4,
-            **overlapping(query.device),
+            **shared,
         )
     return out
 
@@ -227,9 +194,7 @@ def visible_keys(
     return visible
 
 
-def choose_launch(
-    *, batch: int, rows: int, kv_heads: int, head_dim: int, element_size: int, processors: int
-) -> SplitLaunch:
+def choose_launch(query: Tensor, kv_heads: int) -> SplitLaunch:
     """Cut the work into as many pieces as the multiprocessors hold at once: uneven filling costs up to a fifth.
 
     A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
@@ -237,13 +202,15 @@ def choose_launch(
     the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
     the GPU.
     """
+    batch, queries, heads, head_dim = query.shape
+    rows, element_size, available = queries * heads // kv_heads, query.element_size(), processors(query.device)
     block_m = min(64, max(16, next_power_of_two(rows)))
     large = block_m == 64
     block_n = max(16, min(128 if large else 64, 16384 // (max(16, next_power_of_two(head_dim)) * element_size)))
     programs_per_piece = kv_heads * -(-rows // block_m)
     return SplitLaunch(
-        slots=max(1, (2 if large else 4) * processors // programs_per_piece),
-        min_split=64 if not large else 128 if batch * programs_per_piece <= processors else 256,
+        slots=max(1, (2 if large else 4) * available // programs_per_piece),
+        min_split=64 if not large else 128 if batch * programs_per_piece <= available else 256,
         block_m=block_m,
         block_n=block_n,
         num_warps=4,

@@ -7,23 +7,12 @@ for each head would, and keeps tiles full for short chunks.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, softmax_step, tl, triton
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillLaunch:
-    """Tile sizes. `paged_prefill_attention` picks them by `choose_launch` unless they are given."""
-
-    block_m: int  # rows (tokens x heads that share a KV head) of one program
-    block_n: int  # keys of one step
-    num_warps: int
-    num_stages: int
 
 
 def paged_prefill_attention(
@@ -37,7 +26,6 @@ def paged_prefill_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    launch: PrefillLaunch | None = None,
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of chunks whose keys and values are stored already.
 
@@ -58,38 +46,30 @@ def paged_prefill_attention(
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     rows = max_query_len * group
-    if launch is None:
-        launch = choose_launch(rows=rows, head_dim=head_dim, element_size=query.element_size())
+    launch = choose_launch(rows=rows, head_dim=head_dim, element_size=query.element_size())
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    grid = (kv_heads * -(-rows // launch.block_m), context_lens.shape[0])
+    grid = (kv_heads * -(-rows // launch["BLOCK_M"]), context_lens.shape[0])
     if min(grid) == 0:
         return out
     _prefill_kernel[grid](
-        query,
-        key_cache,
-        value_cache,
+        (query, key_cache, value_cache),
         out,
-        block_tables,
-        query_starts,
-        context_lens,
+        (block_tables, query_starts, context_lens),
         scale / math.log(2),
         0 if sliding_window is None else sliding_window,
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        query.stride()[:2],
+        key_cache.stride()[:3],
+        value_cache.stride()[:3],
         block_tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
         BLOCK_D=max(16, next_power_of_two(head_dim)),
         WINDOW=sliding_window is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch,
     )
     return out
 
@@ -133,44 +113,36 @@ def paged_prefill_attention_reference(
     return out
 
 
-def choose_launch(*, rows: int, head_dim: int, element_size: int) -> PrefillLaunch:
+def choose_launch(*, rows: int, head_dim: int, element_size: int) -> dict[str, int]:
     """Tiles by head dimension, as measured on an H200 with causal chunks of 4,096 tokens.
 
+    BLOCK_M are the rows (tokens x heads that share a KV head) of one program, BLOCK_N the keys of one step.
     Large tiles where registers hold them: two warpgroups of 128 rows each for a head dimension of 128, of 64 rows
     for 64 (where more would spill) and for 256. Five stages are two steps in flight, since the block table is read
     one ahead. Chunks too short to fill several such tiles get one warpgroup; float32 is for checks and gets what fits.
     """
     if element_size > 2:
-        return PrefillLaunch(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     short = rows <= 512
     if head_dim > 128:
-        return PrefillLaunch(block_m=64 if short else 128, block_n=32, num_warps=4 if short else 8, num_stages=3)
+        return {"BLOCK_M": 64 if short else 128, "BLOCK_N": 32, "num_warps": 4 if short else 8, "num_stages": 3}
     if short:
-        return PrefillLaunch(block_m=64, block_n=64, num_warps=4, num_stages=2)
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
     if head_dim > 64:
-        return PrefillLaunch(block_m=256, block_n=64, num_warps=8, num_stages=5)
-    return PrefillLaunch(block_m=128, block_n=64, num_warps=8, num_stages=5)
+        return {"BLOCK_M": 256, "BLOCK_N": 64, "num_warps": 8, "num_stages": 5}
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 5}
 
 
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
+    attended,
     out_ptr,
-    tables_ptr,
-    starts_ptr,
-    lengths_ptr,
+    chunks,
     scale,
     window,
-    query_stride,
-    query_head_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    query_strides,
+    key_strides,
+    value_strides,
     table_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -183,6 +155,11 @@ def _prefill_kernel(
     PRECISION: tl.constexpr,
 ):
     """Program (KV head and tile of rows, chunk). The last tiles, which see most keys, start first."""
+    query_ptr, key_ptr, value_ptr = attended
+    tables_ptr, starts_ptr, lengths_ptr = chunks
+    query_stride, query_head_stride = query_strides
+    key_block_stride, key_token_stride, key_head_stride = key_strides
+    value_block_stride, value_token_stride, value_head_stride = value_strides
     kv_head = tl.program_id(0) % KV_HEADS
     chunk = tl.program_id(1)
     chunk_start = tl.load(starts_ptr + chunk).to(tl.int32)

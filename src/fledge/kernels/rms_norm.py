@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows, alone or fused with the residual addition before it.
+"""Root-mean-square normalisation of rows: alone, fused with the residual addition before it, or a drafter's input.
 
 Rounding follows `fledge.layers.norm.RMSNorm`: the row is normalised in float32, rounded to its dtype, then multiplied
 by the weight. The kernel sums the squares in another order than torch, so float32 results differ in the last bits
@@ -19,9 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x [..., size] and scale it by weight [size]. Heads of queries and keys too."""
     if not runs_triton(x, weight):
         return rms_norm_reference(x, weight, eps)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    _launch(as_rows(x), None, weight, out, None, eps)
-    return out
+    return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -30,10 +28,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return add_rms_norm_reference(x, residual, weight, eps)
     assert x.shape == residual.shape
     assert x.dtype == residual.dtype
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(as_rows(x), as_rows(residual), weight, out, total, eps)
-    return out, total
+    return _launch(x, residual, weight, eps)
 
 
 def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
@@ -55,23 +50,22 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return rms_norm_reference(total, weight, eps), total
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """A whole row stays in registers. Short rows (heads) share a program, about 1,024 elements in each."""
-    rows, size = x.shape
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    total = out if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = as_rows(x)
+    added, (rows, size) = x if residual is None else as_rows(residual), x.shape
     if rows == 0:
-        return
+        return out, total
     block = next_power_of_two(size)
     rows_per_program = max(1, 1024 // block)
     num_warps = min(16, max(1, block * rows_per_program // 512))
     _rms_norm_kernel[(triton.cdiv(rows, rows_per_program),)](
-        x,
-        x if residual is None else residual,
-        weight,
-        out,
-        out if total is None else total,
+        (x, added, weight),
+        (out, total),
         rows,
-        x.stride(0),
-        x.stride(0) if residual is None else residual.stride(0),
+        (x.stride(0), added.stride(0)),
         eps,
         SIZE=size,
         BLOCK=block,
@@ -80,18 +74,54 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         num_warps=num_warps,
         **overlapping(x.device),
     )
+    return out, total
+
+
+def draft_input(
+    tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
+) -> Tensor:
+    """What an EAGLE-3 drafter's first layer reads: the token's embedding and the feature, each normed, side by side.
+
+    In torch that is a lookup, two norms and a concatenation: four kernels that each move a few kilobytes, in every
+    draft step. Here they are one; a program has one row. Tokens [*lead], embedding [vocab, hidden], feature
+    [*lead, hidden] and the norms' weights [hidden] -> [*lead, 2 * hidden], the embedding first.
+    """
+    if not runs_triton(feature, embedding, embedding_norm, feature_norm) or embedding.dtype != feature.dtype:
+        return draft_input_reference(tokens, embedding, feature, embedding_norm, feature_norm, eps)
+    size, rows = feature.shape[-1], as_rows(feature)
+    dtype = torch.promote_types(feature.dtype, feature_norm.dtype)
+    out = torch.empty(*feature.shape[:-1], 2 * size, dtype=dtype, device=feature.device)
+    if rows.shape[0] == 0:
+        return out
+    block = next_power_of_two(size)
+    _draft_input_kernel[(rows.shape[0],)](
+        tokens.reshape(-1),
+        (embedding, rows),
+        (embedding_norm, feature_norm),
+        out,
+        (embedding.stride(0), rows.stride(0)),
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **overlapping(feature.device),
+    )
+    return out
+
+
+def draft_input_reference(
+    tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
+) -> Tensor:
+    embedded = rms_norm_reference(F.embedding(tokens, embedding), embedding_norm, eps)
+    return torch.cat([embedded, rms_norm_reference(feature, feature_norm, eps)], dim=-1)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    total_ptr,
+    given,
+    results,
     num_rows,
-    x_stride,
-    residual_stride,
+    strides,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -100,6 +130,9 @@ def _rms_norm_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
+    x_ptr, residual_ptr, weight_ptr = given
+    out_ptr, total_ptr = results
+    x_stride, residual_stride = strides
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < SIZE)
@@ -115,3 +148,31 @@ def _rms_norm_kernel(
     normed = (wide * (1.0 / tl.sqrt_rn(mean_square + eps))[:, None]).to(x.dtype)
     scaled = normed.to(tl.float32) * weight
     tl.store(out_ptr + row * SIZE + column, scaled.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _draft_input_kernel(
+    tokens_ptr, sides, norms, out_ptr, strides, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    begin_overlapped(OVERLAP)
+    embedding_ptr, feature_ptr = sides
+    embedding_norm_ptr, feature_norm_ptr = norms
+    embedding_stride, feature_stride = strides
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    embedded = tl.load(embedding_ptr + token * embedding_stride + column, mask=inside, other=0.0)
+    feature = tl.load(feature_ptr + row * feature_stride + column, mask=inside, other=0.0)
+    let_successor_in(OVERLAP)
+    out_at = out_ptr + row * (2 * SIZE) + column
+    _store_normed(embedded, embedding_norm_ptr, out_at, column, inside, eps, SIZE)
+    _store_normed(feature, feature_norm_ptr, out_at + SIZE, column, inside, eps, SIZE)
+
+
+@triton.jit
+def _store_normed(x, weight_ptr, out_at, column, inside, eps, SIZE: tl.constexpr):
+    wide = x.to(tl.float32)
+    normed = (wide * (1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=0) / SIZE + eps))).to(x.dtype)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_at, (normed.to(tl.float32) * weight).to(out_at.dtype.element_ty), mask=inside)

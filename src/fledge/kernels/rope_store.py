@@ -45,19 +45,14 @@ def rope_and_store(
     programs = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _rope_store_kernel[(tokens, programs)](
         qkv,
-        positions,
-        inverse_frequencies,
-        slots,
-        query,
-        key_cache,
-        value_cache,
-        q_norm_weight if q_norm_weight is not None else qkv,
-        k_norm_weight if k_norm_weight is not None else qkv,
+        (positions, inverse_frequencies, slots),
+        (query, key_cache, value_cache),
+        (qkv, qkv) if q_norm_weight is None or k_norm_weight is None else (q_norm_weight, k_norm_weight),
         magnitude,
         eps,
         qkv.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        key_cache.stride()[:3],
+        value_cache.stride()[:3],
         BLOCK_SIZE=block_size,
         QUERY_HEADS=num_heads,
         KV_HEADS=num_kv_heads,
@@ -80,23 +75,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @triton.jit
 def _rope_store_kernel(
     qkv_ptr,
-    positions_ptr,
-    frequencies_ptr,
-    slots_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
+    places,
+    stored,
+    norms,
     magnitude,
     eps,
     qkv_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    key_strides,
+    value_strides,
     BLOCK_SIZE: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -108,6 +94,11 @@ def _rope_store_kernel(
 ):
     """Program (token, part): parts run over the query heads, then the key heads, then the value heads."""
     begin_overlapped(OVERLAP)
+    positions_ptr, frequencies_ptr, slots_ptr = places
+    query_ptr, key_ptr, value_ptr = stored
+    q_norm_ptr, k_norm_ptr = norms
+    key_block_stride, key_token_stride, key_head_stride = key_strides
+    value_block_stride, value_token_stride, value_head_stride = value_strides
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS

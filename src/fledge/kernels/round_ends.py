@@ -80,17 +80,8 @@ def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) 
     opened = OpenedRound.empty(rows, width=width, max_blocks=max_blocks)
     _open_kernel[(len(rows),)](
         rows,
-        state.last_token,
-        state.drafts,
-        state.length,
-        state.draft_count,
-        state.block_tables,
-        opened.tokens,
-        opened.positions,
-        opened.slots,
-        opened.tables,
-        opened.context,
-        opened.drafted,
+        (state.last_token, state.drafts, state.length, state.draft_count, state.block_tables),
+        tuple(vars(opened).values()),
         state.drafts.stride(0),
         max_blocks,
         WIDTH=width,
@@ -145,20 +136,9 @@ def settle_round(
     steps = max(depth - 1, 0)
     settled = SettledRound.empty(rows, opened, width=width, depth=depth)
     _settle_kernel[(batch,)](
-        rows,
-        opened.context,
-        opened.tables,
-        tokens,
-        accepted,
-        state.last_token,
-        state.length,
-        state.draft_count,
-        state.draft_until,
-        state.draft_limit,
-        settled.tokens,
-        settled.last_rows,
-        settled.places.positions,
-        settled.places.slots,
+        (rows, opened.context, opened.tables, tokens, accepted),
+        (state.last_token, state.length, state.draft_count, state.draft_until, state.draft_limit),
+        (settled.tokens, settled.last_rows, settled.places.positions, settled.places.slots),
         batch,
         opened.tables.shape[1],
         depth,
@@ -205,17 +185,8 @@ def draft_places(length: Tensor, tables: Tensor, *, depth: int, block_size: int)
 @triton.jit
 def _open_kernel(
     rows_ptr,
-    last_token_ptr,
-    drafts_ptr,
-    length_ptr,
-    draft_count_ptr,
-    block_tables_ptr,
-    tokens_ptr,
-    positions_ptr,
-    slots_ptr,
-    tables_ptr,
-    context_ptr,
-    drafted_ptr,
+    state,
+    opened,
     drafts_stride,
     max_blocks,
     WIDTH: tl.constexpr,
@@ -224,6 +195,8 @@ def _open_kernel(
     AHEAD: tl.constexpr,
     COPY: tl.constexpr,
 ):
+    last_token_ptr, drafts_ptr, length_ptr, draft_count_ptr, block_tables_ptr = state
+    tokens_ptr, positions_ptr, slots_ptr, tables_ptr, context_ptr, drafted_ptr = opened
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + entry)
     context = tl.load(length_ptr + row)
@@ -251,20 +224,9 @@ def _open_kernel(
 
 @triton.jit
 def _settle_kernel(
-    rows_ptr,
-    context_ptr,
-    tables_ptr,
-    emitted_ptr,
-    accepted_ptr,
-    last_token_ptr,
-    length_ptr,
-    draft_count_ptr,
-    draft_until_ptr,
-    draft_limit_ptr,
-    tokens_ptr,
-    last_rows_ptr,
-    positions_ptr,
-    slots_ptr,
+    given,
+    state,
+    settled,
     batch,
     max_blocks,
     depth,
@@ -274,6 +236,9 @@ def _settle_kernel(
     STEP_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
+    rows_ptr, context_ptr, tables_ptr, emitted_ptr, accepted_ptr = given
+    last_token_ptr, length_ptr, draft_count_ptr, draft_until_ptr, draft_limit_ptr = state
+    tokens_ptr, last_rows_ptr, positions_ptr, slots_ptr = settled
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + entry)
     accepted = tl.load(accepted_ptr + entry)

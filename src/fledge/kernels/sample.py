@@ -42,8 +42,7 @@ def sample_rows(logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_gre
     _chunk_kernel[(rows, -(-chunks // CHUNKS_PER_PROGRAM))](
         logits,
         temperature,
-        peaks,
-        sums,
+        (peaks, sums),
         vocab,
         logits.stride(0),
         NUM_CHUNKS=chunks,
@@ -56,8 +55,7 @@ def sample_rows(logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_gre
         temperature,
         uniforms,
         peaks if is_greedy is None else is_greedy.view(torch.uint8),
-        peaks,
-        sums,
+        (peaks, sums),
         out,
         vocab,
         logits.stride(0),
@@ -84,14 +82,14 @@ def sample_rows_reference(
 def _chunk_kernel(
     logits_ptr,
     temperature_ptr,
-    peaks_ptr,
-    sums_ptr,
+    chunked,
     vocab,
     row_stride,
     NUM_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    peaks_ptr, sums_ptr = chunked
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
     index = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -109,8 +107,7 @@ def _walk_kernel(
     temperature_ptr,
     uniforms_ptr,
     greedy_ptr,
-    peaks_ptr,
-    sums_ptr,
+    chunked,
     out_ptr,
     vocab,
     row_stride,
@@ -119,6 +116,7 @@ def _walk_kernel(
     CHUNK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
+    peaks_ptr, sums_ptr = chunked
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, BLOCK)
     peaks = tl.load(peaks_ptr + row * CHUNKS + number, mask=number < CHUNKS, other=float("-inf"))

@@ -13,7 +13,6 @@ does not depend on the other rows.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +20,6 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, processors, runs_triton, tl, triton
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkinnyLaunch:
-    """How the work is cut. `linear` picks one by `choose_launch`."""
-
-    wide: bool
-    block_n: int  # rows of W of one program
-    block_k: int  # elements of them in one step, of one warp if narrow
-    num_stages: int
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,21 +43,22 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def choose_launch(*, rows: int, columns: int, processors: int) -> SkinnyLaunch | None:
+def choose_launch(*, rows: int, columns: int, processors: int) -> dict[str, int] | None:
     """Return how to cut the work, or None where cuBLAS is faster.
 
+    BLOCK_N are the rows of W of one program, BLOCK_K the elements of them in one step, of one warp if not WIDE.
     A program has the largest block of rows of W that leaves one for every multiprocessor, about, and 50 to 100 KB of
     them in flight. The smaller the block, the sooner reading x over and over costs more than reading W.
     """
     if columns >= 128 * processors:
         if rows <= 32:
-            return SkinnyLaunch(wide=True, block_n=128, block_k=128, num_stages=4)
-        return SkinnyLaunch(wide=True, block_n=128, block_k=64, num_stages=5) if rows <= 64 else None
+            return {"WIDE": True, "BLOCK_N": 128, "BLOCK_K": 128, "num_stages": 4}
+        return {"WIDE": True, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 5} if rows <= 64 else None
     if columns >= 40 * processors:
-        return SkinnyLaunch(wide=True, block_n=64, block_k=128, num_stages=5) if rows <= 32 else None
+        return {"WIDE": True, "BLOCK_N": 64, "BLOCK_K": 128, "num_stages": 5} if rows <= 32 else None
     if columns >= 30 * processors:
-        return SkinnyLaunch(wide=False, block_n=32, block_k=128, num_stages=4) if rows <= 32 else None
-    return SkinnyLaunch(wide=False, block_n=16, block_k=64, num_stages=6) if rows <= 16 else None
+        return {"WIDE": False, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 4} if rows <= 32 else None
+    return {"WIDE": False, "BLOCK_N": 16, "BLOCK_K": 64, "num_stages": 6} if rows <= 16 else None
 
 
 @functools.cache
@@ -77,11 +67,11 @@ def _has_room(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: SkinnyLaunch) -> Tensor:
+def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, launch: dict[str, int]) -> Tensor:
     columns, size = weight.shape
     rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    _skinny_kernel[(triton.cdiv(columns, launch.block_n),)](
+    _skinny_kernel[(triton.cdiv(columns, launch["BLOCK_N"]),)](
         rows,
         weight,
         weight if bias is None else bias,
@@ -90,13 +80,10 @@ def skinny_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         rows.stride(0),
         COLUMNS=columns,
         SIZE=size,
-        WIDE=launch.wide,
-        BLOCK_M=max(16 if launch.wide else 8, next_power_of_two(rows.shape[0])),
-        BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k,
+        BLOCK_M=max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])),
         BIAS=bias is not None,
         num_warps=4,
-        num_stages=launch.num_stages,
+        **launch,
         **overlapping(x.device),
     )
     return out

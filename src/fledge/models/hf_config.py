@@ -5,25 +5,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any
 
 from fledge.errors import CheckpointError
-from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
+from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-class LayerKinds(TypedDict, total=False):
-    """The fields of `LayerConfig` that a family decides, not the shapes in its config."""
-
-    experts: ExpertsConfig | None
-    norm_placement: Literal["pre", "post"]
-    qk_norm: bool
-    qk_norm_whole: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
+_ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
 
 
 @dataclass(frozen=True)
@@ -112,39 +106,27 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
         raise fields.error(partial, sorted(factors), "one number of at most 1")
     rope = RopeConfig(theta=thetas[0] if thetas else 10000.0, partial_factor=factors.pop())
     scaling = holders[1] if len(holders) > 1 else ConfigFields({}, fields.where)
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    kind, original = scaling.text("rope_type", scaling.text("type", "default")), "original_max_position_embeddings"
+    values: dict[str, Any] = {}
     match kind:
         case "default":
             return rope
         case "linear":
-            return replace(rope, type="linear", factor=scaling.number("factor"))
+            pass
         case "llama3":
-            return replace(
-                rope,
-                type="llama3",
-                factor=scaling.number("factor"),
-                original_max_positions=scaling.integer("original_max_position_embeddings"),
-                low_freq_factor=scaling.number("low_freq_factor"),
-                high_freq_factor=scaling.number("high_freq_factor"),
-            )
+            values = {field: scaling.number(field) for field in ("low_freq_factor", "high_freq_factor")}
+            values["original_max_positions"] = scaling.integer(original)
         case "yarn":
             if "mscale" in scaling or "mscale_all_dim" in scaling:
                 raise fields.error("rope_scaling", dict(scaling.values), "yarn without mscale (a DeepSeek extension)")
-            original = "original_max_position_embeddings"
-            return replace(
-                rope,
-                type="yarn",
-                factor=scaling.number("factor"),
-                original_max_positions=(
-                    scaling.integer(original) if original in scaling else fields.integer("max_position_embeddings")
-                ),
-                beta_fast=scaling.number("beta_fast", 32.0),
-                beta_slow=scaling.number("beta_slow", 1.0),
-                attention_factor=scaling.number("attention_factor") if "attention_factor" in scaling else None,
-                truncate=scaling.flag("truncate", True),
-            )
+            holder, field = (scaling, original) if original in scaling else (fields, "max_position_embeddings")
+            values = {"original_max_positions": holder.integer(field), "truncate": scaling.flag("truncate", True)}
+            values |= {field: scaling.number(field, getattr(rope, field)) for field in ("beta_fast", "beta_slow")}
+            if "attention_factor" in scaling:
+                values["attention_factor"] = scaling.number("attention_factor")
         case _:
             raise fields.error("rope_type", kind, "default, linear, llama3 or yarn")
+    return replace(rope, type=kind, factor=scaling.number("factor"), **values)
 
 
 def rope_holders(fields: ConfigFields) -> list[ConfigFields]:
@@ -154,13 +136,9 @@ def rope_holders(fields: ConfigFields) -> list[ConfigFields]:
 
 
 def read_layer(
-    fields: ConfigFields,
-    *,
-    default_head_dim: int | None = None,
-    partial_rotary: bool = False,
-    **kinds: Unpack[LayerKinds],
+    fields: ConfigFields, *, default_head_dim: int | None = None, partial_rotary: bool = False, **kinds: Any
 ) -> LayerConfig:
-    """The shape of a layer. What a family does without saying so in its config arrives as arguments.
+    """The shape of a layer. What a family does without saying so in its config arrives as fields of `LayerConfig`.
 
     A config that rotates a part of each head only is refused unless the family is `partial_rotary`.
     """
@@ -210,22 +188,23 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         fields["partial_rotary_factor"] = rope.partial_factor
     if rope.type == "default":
         return fields
-    named = {
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
-    }
     scaling = {
         "rope_type": rope.type,
         "factor": rope.factor,
         "original_max_position_embeddings": rope.original_max_positions,
-        **{field: getattr(rope, field) for field in named.get(rope.type, ())},
+        **{field: getattr(rope, field) for field in _ROPE_FIELDS[rope.type]},
     }
     return fields | {"rope_scaling": {field: value for field, value in scaling.items() if value is not None}}
 
 
-def write_layer(layer: LayerConfig) -> dict[str, Any]:
-    """The inverse of `read_layer`, apart from what the family implies."""
+def write_layers(config: TargetConfig | DrafterConfig, model_type: str, *, tied_head: bool) -> dict[str, Any]:
+    """The layers of a model, in the spelling of transformers 4, which every engine reads; what families imply is not.
+
+    The inverse of `read_layer`, with the number of layers, tokens and positions.
+    """
+    layer = config.layer
     return {
+        "model_type": model_type,
         "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_attention_heads": layer.num_heads,
@@ -236,4 +215,8 @@ def write_layer(layer: LayerConfig) -> dict[str, Any]:
         "attention_bias": layer.qkv_bias,
         "mlp_bias": layer.mlp_bias,
         **write_rope(layer.rope),
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": tied_head,
     }

@@ -5,21 +5,19 @@ What Python knows of structs and functions it reads from the same sources: nothi
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fledge.files import cache_directory
+from fledge.files import atomic_path, cache_directory, digest
 
 # GCC, tuned for AMD's processors, fuses a multiply-add in one loop and not in another, as it likes. A row would then
 # have other bits alone than in company; so it is told to fuse them all.
@@ -50,48 +48,43 @@ def required() -> ctypes.CDLL:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, or None where torch has to do: the reason is logged, once."""
+    compiler, level = os.environ.get("CC", "cc"), logging.WARNING
     try:
-        return _load()
-    except _UnavailableError as reason:
-        # Who switched it off knows; anybody else would wonder why it is slow.
-        level = logging.INFO if _is_switched_off() else logging.WARNING
-        _log.log(level, "CPU kernels of our own are not used, torch's are, which are slower: %s", reason)
-        return None
-
-
-class _UnavailableError(Exception):
-    """Why there is no library. Never seen by users but as a line of the log."""
-
-
-def _load() -> ctypes.CDLL:
-    if _is_switched_off():
-        raise _UnavailableError("FLEDGE_NATIVE=0")
-    if sys.platform != "linux":
-        raise _UnavailableError(f"they have been tried on Linux only, this is {sys.platform}")
-    folder = Path(__file__).parent
-    compiler = os.environ.get("CC", "cc")
-    try:
-        sources = {path.name: path.read_bytes() for path in sorted(folder.glob("*.[ch]"))}
-        path = cache_directory() / "native" / f"{_key(sources, compiler)}.so"
+        if os.environ.get("FLEDGE_NATIVE") == "0":
+            level = logging.INFO  # who switched it off knows
+            raise OSError("FLEDGE_NATIVE=0")
+        if sys.platform != "linux":
+            raise OSError(f"they have been tried on Linux only, this is {sys.platform}")
+        path = cache_directory() / "native" / f"{_key(compiler)}.so"
         if not path.exists():
-            _compile([folder / name for name in sources if name.endswith(".c")], compiler, path)
+            _compile(compiler, path)
         # torch is loaded already, and with it the one OpenMP whose threads both use.
         loaded = ctypes.CDLL(str(path))
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").strip().splitlines()
-        raise _UnavailableError(f"{compiler}: {lines[0] if lines else error}") from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise _UnavailableError(str(error)) from None
+        said = error.stderr.decode(errors="replace").strip() if isinstance(error, subprocess.CalledProcessError) else ""
+        reason = f"{compiler}: {said.splitlines()[0]}" if said else error
+        _log.log(level, "CPU kernels of our own are not used, torch's are, which are slower: %s", reason)
+        return None
     for name, parameters in re.findall(r"^(?:void|int32_t) (fledge_\w+)\(([^)]*)\)", _declarations(), re.MULTILINE):
         getattr(loaded, name).argtypes = [kind for part in parameters.split(",") for _, kind in _declared(part)]
+    for name in ("fledge_decode", "fledge_run", "fledge_draft"):
+        getattr(loaded, name).restype = _check_memory
     return loaded
+
+
+def _check_memory(failed: int) -> None:
+    if failed:
+        raise MemoryError("no memory for the layers' scratch space")
+
+
+def _sources() -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.[ch]"))}
 
 
 @functools.cache
 def _declarations() -> str:
     """The C sources without their comments."""
-    text = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.[ch]")))
-    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    return re.sub(r"/\*.*?\*/", "", "\n".join(_sources().values()), flags=re.DOTALL)
 
 
 def _declared(text: str) -> Iterator[tuple[str, Any]]:
@@ -137,34 +130,19 @@ def struct(name: str, **fields: Any) -> Any:
     return made
 
 
-def _is_switched_off() -> bool:
-    return os.environ.get("FLEDGE_NATIVE") == "0"
-
-
-def _key(sources: dict[str, bytes], compiler: str) -> str:
+def _key(compiler: str) -> str:
     """Name what the result depends on: the sources, the compiler, how it is called, the processor it is for."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_SECONDS).stdout
-    digest = hashlib.sha256()
-    for part in (*map(str.encode, sources), *sources.values(), " ".join(FLAGS).encode(), version, _processor()):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:24]
+    wanted = ("model name", "flags", "Features", "CPU part")  # what -march=native may depend on: x86, x86, ARM, ARM
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    processor = [platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]
+    return digest([_sources(), FLAGS, version.decode(errors="replace"), processor])
 
 
-def _processor() -> bytes:
-    """What -march=native may depend on."""
-    wanted = (b"model name", b"flags", b"Features", b"CPU part")  # x86, x86, ARM, ARM
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        lines = []
-    return b"\n".join([platform.machine().encode(), *sorted({line for line in lines if line.startswith(wanted)})])
-
-
-def _compile(sources: list[Path], compiler: str, path: Path) -> None:
-    """Compile to a name of our own first: another process may be doing the same."""
+def _compile(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
+    sources = [str(source) for source in sorted(Path(__file__).parent.glob("*.c"))]
+    with atomic_path(path) as made:  # another process may be doing the same
+        command = [compiler, *FLAGS, *sources, "-o", str(made), "-lm"]
         subprocess.run(command, capture_output=True, check=True, timeout=_COMPILE_SECONDS)
-        made.replace(path)

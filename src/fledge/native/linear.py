@@ -4,6 +4,7 @@ The general matrix product of a CPU reads a matrix in an order made for many row
 own (`matmul.h` draws it), and so has oneDNN, which torch ships, where ours cannot be compiled.
 """
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -67,8 +68,11 @@ def pack_linears(*models: nn.Module) -> None:
     replaced: dict[nn.Module, nn.Module] = {}
     if library() is not None:
         replaced = {one: PackedLinear(one, packed) for one, packed in zip(plain, pack(plain, paired), strict=True)}
-    elif _HAS_ONEDNN:
-        replaced = {one: OneDNNLinear(one) for one in plain}
+    else:
+        # A torch without oneDNN, or with another signature, goes without.
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError), torch.no_grad():
+            OneDNNLinear(Linear(16, 16))(torch.ones(2, 16))
+            replaced = {one: OneDNNLinear(one) for one in plain}
     for module in modules:
         for name, child in module.named_children():
             if child in replaced:
@@ -120,15 +124,3 @@ def packed_linear(x: Tensor, matrix: Any) -> Tensor:
     out = torch.empty(*x.shape[:-1], matrix.columns, dtype=torch.float32)
     required().fledge_linear(matrix, x, size, x.numel() // size, out, torch.get_num_threads())
     return out
-
-
-def _has_onednn() -> bool:
-    try:
-        probe = torch.ops.mkldnn._reorder_linear_weight(torch.ones(16, 16), 16)
-        torch.ops.mkldnn._linear_pointwise(torch.ones(2, 16), probe, None, "none", [], "")
-    except (AttributeError, RuntimeError, NotImplementedError):  # a torch without oneDNN, or with another signature
-        return False
-    return True
-
-
-_HAS_ONEDNN = _has_onednn()

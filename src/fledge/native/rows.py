@@ -21,13 +21,8 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
 def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
     batch, places = choices.shape
     outcome = ChainOutcome.empty(batch, places, choices.device)
-    results = (outcome.tokens, outcome.accepted, outcome.last)
-    required().fledge_accept(drafts, drafts.stride(0), choices.contiguous(), draft_lengths, batch, places, *results)
+    required().fledge_accept(drafts, drafts.stride(0), choices.contiguous(), draft_lengths, batch, places, *outcome)
     return outcome
-
-
-def accept_greedy(drafts: Tensor, logits: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
-    return accept_chain(drafts, argmax_rows(logits), draft_lengths=draft_lengths)
 
 
 def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) -> OpenedRound:
@@ -45,12 +40,7 @@ def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) 
         state.draft_count,
         state.block_tables,
         max_blocks,
-        opened.tokens,
-        opened.positions,
-        opened.slots,
-        opened.tables,
-        opened.context,
-        opened.drafted,
+        *vars(opened).values(),
     )
     return opened
 
@@ -83,14 +73,11 @@ def settle_round(
         state.last_token,
         state.length,
         state.draft_count,
-        settled.tokens,
-        settled.last_rows,
-        settled.places.positions,
-        settled.places.slots,
+        *(settled.tokens, settled.last_rows, settled.places.positions, settled.places.slots),
     )
     return settled
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (argmax_rows, accept_chain, accept_greedy, open_round, settle_round)
+    function.__name__: function for function in (argmax_rows, accept_chain, open_round, settle_round)
 }

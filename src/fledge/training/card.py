@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import weights_digest
+from fledge.checkpoints.target import weights_digest
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.files import atomic_path, distinct_names, file_digest, read_json, write_json, write_text
 from fledge.models.config import Architecture, DrafterConfig

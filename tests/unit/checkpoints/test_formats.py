@@ -9,16 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.checkpoints.contract import check, expected_shapes
+from fledge.checkpoints.contract import check
 from fledge.checkpoints.drafter import convert_drafter, load_drafter, save_drafter
-from fledge.checkpoints.formats.names import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER
+from fledge.checkpoints.formats.dense import DENSE
+from fledge.checkpoints.formats.drafter_config import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER
 from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.target import save_target
+from fledge.checkpoints.weights import stored_shapes
 from fledge.errors import CheckpointError
 from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1 as EAGLE_1_VARIANT
 from fledge.models.drafter.variants import EAGLE_3 as EAGLE_3_VARIANT
-from fledge.models.drafter.variants import EAGLE_3_1
+from fledge.models.drafter.variants import EAGLE_3_1, build
 from tests.checkpoint_fixtures import (
     DRAFT_VOCAB,
     LAYER,
@@ -38,7 +40,8 @@ EAGLE31 = EAGLE_3_1.config_for(TARGET)
 
 @pytest.mark.parametrize("config", drafter_configs().values(), ids=drafter_configs())
 def test_name_tables_invert(config: DrafterConfig) -> None:
-    ours = list(expected_shapes(config))
+    with torch.device("meta"):
+        ours = list(stored_shapes(build(config), DENSE))
     eagle1 = config.architecture is Architecture.EAGLE1
     for table in [EAGLE_1] if eagle1 else [EAGLE_3, EAGLE_3_MIDLAYER]:
         theirs = [table.to_theirs(name) for name in ours]

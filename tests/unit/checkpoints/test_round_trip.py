@@ -118,9 +118,10 @@ def test_speculators_config_names_the_target(tmp_path: Path) -> None:
     assert read_drafter(tmp_path / "drafter").target == target
 
 
-def test_provenance_travels(tmp_path: Path) -> None:
-    save_drafter(make_drafter(CONFIGS["eagle3"]), tmp_path / "one", provenance={"recipe": "tiny"})
-    convert_drafter(tmp_path / "one", tmp_path / "two", to="speculators", source_name="org/drafter")
+def test_provenance_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_drafter(make_drafter(CONFIGS["eagle3"]), tmp_path / "org/drafter", provenance={"recipe": "tiny"})
+    convert_drafter("org/drafter", tmp_path / "two", to="speculators")
     provenance = read_drafter(tmp_path / "two").provenance
     assert provenance is not None
     assert provenance["recipe"] == "tiny"

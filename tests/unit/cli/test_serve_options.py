@@ -11,8 +11,8 @@ import typer
 
 from fledge import LLM
 from fledge.cli import serve as serve_module
+from fledge.cli.command import token_count
 from fledge.cli.main import app
-from fledge.cli.options import token_count
 from fledge.cli.vllm_options import FOREIGN, _repeat_lists, translate
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError

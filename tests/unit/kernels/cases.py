@@ -17,27 +17,25 @@ from torch import Tensor
 
 from fledge.kernels import accept as accepting
 from fledge.kernels import argmax as choosing
-from fledge.kernels import draft_input as joining
 from fledge.kernels import rms_norm as norming
 from fledge.kernels import sample as sampling
 from fledge.kernels import swiglu as gating
 from fledge.kernels.accept import accept_chain_reference
 from fledge.kernels.argmax import argmax_rows_reference
-from fledge.kernels.draft_input import draft_input_reference
 from fledge.kernels.paged_attention import SplitLaunch
 from fledge.kernels.paged_attention import paged_attention as paged_attention_triton
 from fledge.kernels.prefill_attention import paged_prefill_attention, paged_prefill_attention_reference
-from fledge.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from fledge.kernels.rms_norm import add_rms_norm_reference, draft_input_reference, rms_norm_reference
 from fledge.kernels.rope_store import rope_and_store as rope_and_store_triton
 from fledge.kernels.sample import sample_rows_reference
-from fledge.kernels.skinny_linear import SkinnyLaunch, skinny_linear_triton
 from fledge.kernels.skinny_linear import choose_launch as choose_skinny_launch
+from fledge.kernels.skinny_linear import skinny_linear_triton
 from fledge.kernels.swiglu import swiglu_reference
 from tests.unit.kernels.interpreter import in_triton
 from tests.unit.kernels.references import paged_attention_reference, rope_and_store_reference
 
 rms_norm_triton, add_rms_norm_triton = in_triton(norming.rms_norm), in_triton(norming.add_rms_norm)
-draft_input_triton, swiglu_triton = in_triton(joining.draft_input), in_triton(gating.swiglu)
+draft_input_triton, swiglu_triton = in_triton(norming.draft_input), in_triton(gating.swiglu)
 argmax_rows_triton, sample_rows_triton = in_triton(choosing.argmax_rows), in_triton(sampling.sample_rows)
 accept_chain_triton, accept_greedy_triton = in_triton(accepting.accept_chain), in_triton(accepting.accept_greedy)
 paged_prefill_attention_triton = in_triton(paged_prefill_attention)
@@ -101,7 +99,7 @@ def swiglu(rows: int, size: int, dtype: torch.dtype, device: str) -> None:
 
 
 def skinny_linear(
-    rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, launch: SkinnyLaunch | None = None
+    rows: int, columns: int, size: int, dtype: torch.dtype, device: str, *, launch: dict[str, int] | None = None
 ) -> None:
     """Sums of `size` products: exact in float64, and rounded once here as in the kernel."""
     x = randn(rows, size, dtype=dtype, device=device)

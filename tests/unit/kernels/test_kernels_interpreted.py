@@ -10,7 +10,6 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
 from fledge.kernels.paged_attention import SplitLaunch
-from fledge.kernels.skinny_linear import SkinnyLaunch
 from tests.unit.kernels import cases
 
 CPU = "cpu"
@@ -48,7 +47,7 @@ def test_swiglu(rows, size, dtype):
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 70), (16, 33)])
 def test_skinny_linear(rows, columns, wide, dtype):
-    launch = SkinnyLaunch(wide=wide, block_n=32, block_k=128, num_stages=3)
+    launch = {"WIDE": wide, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 3}
     cases.skinny_linear(rows, columns, 1024, dtype, CPU, launch=launch)
 
 

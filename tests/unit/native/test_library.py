@@ -79,7 +79,7 @@ def test_a_cache_that_cannot_be_written(
 
 
 def test_a_damaged_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def damage(_sources: list[Path], _compiler: str, path: Path) -> None:
+    def damage(_compiler: str, path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.write_bytes(b"not a library")
 

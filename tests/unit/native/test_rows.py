@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.kernels._triton import cpu_kernel, register_cpu_kernels
-from fledge.kernels.accept import accept_chain_reference
+from fledge.kernels.accept import accept_chain_reference, accept_greedy
 from fledge.kernels.argmax import argmax_rows, argmax_rows_reference
 from fledge.kernels.round_ends import open_round, settle_round
 from fledge.native import rows as native
@@ -50,7 +50,8 @@ def test_which_drafts_stand(batch: int, depth: int, has_lengths: bool) -> None:
     expected = accept_chain_reference(drafts, choices, draft_lengths=lengths)
     for found in (
         native.accept_chain(drafts, choices, draft_lengths=lengths),
-        native.accept_greedy(drafts, logits, draft_lengths=lengths),
+        native.accept_chain(drafts, native.argmax_rows(logits), draft_lengths=lengths),
+        accept_greedy(drafts, logits, draft_lengths=lengths),
     ):
         for name in ("tokens", "accepted", "last"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -1,4 +1,4 @@
-"""What config.json says of a drafter, in two formats: read into a `DrafterConfig`, and written.
+"""What config.json says of a drafter, in two formats: read into a `DrafterConfig`, and written. And tensor names.
 
     vllm          one flat config.json, which vLLM, SGLang, EAGLE, SpecForge and TorchSpec share. Their dialects differ
                   in where a field sits (top level or nested in `eagle_config`) and in tensor names. We write what all
@@ -14,9 +14,13 @@ Which target layers a drafter reads goes through two fields and two conventions:
 The output of block k is the input of block k + 1, so the two differ by one. For nested ids SGLang itself came to
 guess: a list that starts with 1 names outputs, because the usual layers counted as outputs start there; any other
 list names inputs. We follow it, and warn.
+
+Tensor names of ours are the parameter names of `fledge.models.drafter` before query, key, value and gate, up are
+stacked; theirs follow by tables that work in both directions.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +28,7 @@ from fledge.checkpoints.finding import Finding, finding
 from fledge.errors import CheckpointError
 from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig
-from fledge.models.hf_config import ConfigFields, read_layer, rope_holders, write_layer
+from fledge.models.hf_config import ConfigFields, read_layer, rope_holders, write_layers
 
 Format = Literal["vllm", "speculators"]
 
@@ -88,8 +92,7 @@ def check_class(fields: ConfigFields, names: Collection[str], notes: list[Findin
     if "mask_hidden" in names:
         raise CheckpointError(f"{fields.where}: a parallel-drafting (P-EAGLE) drafter, which Fledge does not support")
     if unknown:
-        expected = "a class that Fledge knows, such as LlamaForCausalLMEagle3"
-        notes.append(finding("architecture-unknown", "architectures", unknown[0], expected))
+        notes.append(finding("architecture-unknown", found=unknown[0]))
 
 
 def read_config(
@@ -114,11 +117,10 @@ def read_config(
     if eagle3:
         draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
         target_hidden_size = fields.integer("target_hidden_size", layer.hidden_size)
-        aux_ids = _read_aux_ids(fields, nested, notes)
-        # vLLM takes the number from the length of some lists.
+        # vLLM takes the number of aux states from the length of some lists.
         list_counts = qwen3 or (not is_speculators and AUX_IDS in nested)
-        num_aux = _read_num_aux(layers, aux_ids, list_counts, notes)
-        flags = _read_speculators_flags(fields, notes) if is_speculators else _read_flags(fields, nested, notes)
+        aux_ids, num_aux = _read_aux(fields, nested, layers, list_counts, notes)
+        flags = _read_flags(fields, nested, notes)
     return DrafterConfig(
         architecture=architecture,
         layer=layer,
@@ -184,23 +186,20 @@ def _read_layer(
         tensor = f"layers.0.{part}.bias"
         biases[part] = tensor in names
         if biases[part] and not value:
-            found = f"off, but the checkpoint stores {tensor}"
-            notes.append(finding("bias-flag-off", flag, found, "true", fixed_by_convert=True))
+            notes.append(finding("bias-flag-off", field=flag, tensor=tensor))
         elif value and not biases[part]:
-            found, fixable = f"on, but the checkpoint has no {tensor}", "o_proj" in part
-            notes.append(finding("bias-missing", flag, found, "the tensor, or false", fixed_by_convert=fixable))
+            notes.append(finding("bias-missing", field=flag, tensor=tensor, fixed_by_convert="o_proj" in part))
     qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
     if qk_norm and not qwen3:
-        found, expected = "a Llama-style class with q_norm and k_norm tensors", "Eagle3Qwen3ForCausalLM"
-        notes.append(finding("qk-norm-architecture", "architectures", found, expected, fixed_by_convert=True))
+        notes.append(finding("qk-norm-architecture"))
+    defaults: dict[str, Any] = {}
     if not any("rope_theta" in holder for holder in rope_holders(fields)):
-        expected, theta = "the theta the drafter was trained with", _QWEN3_THETA if qwen3 else _LLAMA_THETA
-        notes.append(finding("rope-theta-omitted", "rope_theta", "nothing", expected, default=theta))
-        fields = ConfigFields({**fields.values, "rope_theta": theta}, fields.where)
-    if (field := "max_position_embeddings") not in fields:
-        expected, default = "the length the drafter was trained for", _LLAMA_MAX_POSITIONS
-        notes.append(finding("max-positions-omitted", field, "nothing", expected, default=default))
-        fields = ConfigFields({**fields.values, field: default}, fields.where)
+        defaults["rope_theta"] = _QWEN3_THETA if qwen3 else _LLAMA_THETA
+        notes.append(finding("rope-theta-omitted", default=defaults["rope_theta"]))
+    if "max_position_embeddings" not in fields:
+        defaults["max_position_embeddings"] = _LLAMA_MAX_POSITIONS
+        notes.append(finding("max-positions-omitted", default=_LLAMA_MAX_POSITIONS))
+    fields = ConfigFields({**fields.values, **defaults}, fields.where)
     layer = read_layer(
         fields,
         qk_norm=qwen3 or qk_norm,
@@ -211,58 +210,46 @@ def _read_layer(
     return layer, fields.integer("max_position_embeddings")
 
 
-def _read_aux_ids(fields: ConfigFields, nested: ConfigFields, notes: list[Finding]) -> tuple[int, ...] | None:
-    """Return the ids as block inputs, or None when the config does not say."""
-    top, field = fields.integers(AUX_IDS) or None, f"eagle_config.{AUX_IDS}"
+def _read_aux(
+    fields: ConfigFields, nested: ConfigFields, layers: ConfigFields, list_counts: bool, notes: list[Finding]
+) -> tuple[tuple[int, ...] | None, int]:
+    """Return the ids as block inputs, or None when the config does not say, and how many aux states fc joins."""
+    top = fields.integers(AUX_IDS) or None
     inner = nested.integers(AUX_IDS) or nested.integers("layer_ids") or None
     if top is not None and inner is not None and list(inner) not in (list(top), as_outputs(top)):
-        expected = f"{as_outputs(top)} (outputs) to agree with the top level's {list(top)} (inputs)"
-        notes.append(finding("aux-ids-contradiction", field, list(inner), expected))
+        notes.append(finding("aux-ids-contradiction", found=list(inner), outputs=as_outputs(top), inputs=list(top)))
     if top is None and inner is not None:
         convention, top = ("outputs", tuple(i + 1 for i in inner)) if inner[0] == 1 else ("inputs", inner)
-        details: dict[str, Any] = {"convention": convention, "inputs": list(top)}
-        notes.append(finding("aux-ids-nested", field, list(inner), f"top-level {AUX_IDS}", **details))
+        notes.append(finding("aux-ids-nested", found=list(inner), convention=convention, inputs=list(top)))
     if top is not None and list(top) != sorted(set(top)):
-        notes.append(finding("aux-ids-order", AUX_IDS, list(top), "ascending ids without repetition"))
-    return top
-
-
-def _read_num_aux(
-    fields: ConfigFields, aux_ids: tuple[int, ...] | None, list_counts: bool, notes: list[Finding]
-) -> int:
-    """How many aux states fc joins."""
-    listed = len(aux_ids) if aux_ids else _DEFAULT_NUM_AUX
-    for declared in (_NUM_AUX, "num_aux_layers"):
-        if declared in fields:
-            count = fields.integer(declared)
-            if aux_ids is not None and count != listed:
-                notes.append(finding("aux-count", declared, count, f"{listed}, the number of {AUX_IDS}"))
-            return count
+        notes.append(finding("aux-ids-order", found=list(top)))
+    listed = len(top) if top else _DEFAULT_NUM_AUX
+    if (declared := next((field for field in (_NUM_AUX, "num_aux_layers") if field in layers), None)) is not None:
+        count = layers.integer(declared)
+        if top is not None and count != listed:
+            notes.append(finding("aux-count", field=declared, found=count, listed=listed))
+        return top, count
     if listed != _DEFAULT_NUM_AUX and not list_counts:
-        details: dict[str, Any] = {"fixed_by_convert": True, "assumed": _DEFAULT_NUM_AUX}
-        notes.append(finding("aux-count-undeclared", _NUM_AUX, "nothing", str(listed), **details))
-    return listed
+        notes.append(finding("aux-count-undeclared", expected=listed, assumed=_DEFAULT_NUM_AUX))
+    return top, listed
 
 
 def _read_flags(fields: ConfigFields, nested: ConfigFields, notes: list[Finding]) -> dict[str, bool]:
     """Flags belong to the top level. A nested one is understood, but vLLM reads only `norm_before_fc` there."""
+    if format_of(fields) == "speculators":
+        if "norm_before_residual" not in fields:
+            notes.append(finding("norm-before-residual-omitted"))
+        return {flag: fields.flag(flag, flag == "norm_before_residual") for flag in FLAGS}
     flags: dict[str, bool] = {}
     for flag in FLAGS:
         inner = nested.flag(flag, False)
         flags[flag] = fields.flag(flag, inner)
         if flag in nested and flag in fields and flags[flag] != inner:
-            expected = f"{str(flags[flag]).lower()}, as at the top level"
-            notes.append(finding("flag-contradiction", f"eagle_config.{flag}", str(inner).lower(), expected))
+            found, top = str(inner).lower(), str(flags[flag]).lower()
+            notes.append(finding("flag-contradiction", flag=flag, found=found, top=top))
         elif flag not in fields and inner and flag != "norm_before_fc":
-            expected = f"{flag} at the top level"
-            notes.append(finding("flag-nested", f"eagle_config.{flag}", "true", expected, fixed_by_convert=True))
+            notes.append(finding("flag-nested", flag=flag))
     return flags
-
-
-def _read_speculators_flags(fields: ConfigFields, notes: list[Finding]) -> dict[str, bool]:
-    if (field := "norm_before_residual") not in fields:
-        notes.append(finding("norm-before-residual-omitted", field, "nothing", "true or false"))
-    return {flag: fields.flag(flag, flag == "norm_before_residual") for flag in FLAGS}
 
 
 def as_outputs(inputs: Sequence[int]) -> list[int] | None:
@@ -279,14 +266,7 @@ def write_config(
         raise CheckpointError("the speculators format has no EAGLE-1 that vLLM reads; write it with --to vllm")
     if eagle1 and config.layer.qk_norm:
         raise CheckpointError("an EAGLE-1 drafter with q/k norms has no class in vLLM or SGLang; nothing written")
-    layers = {
-        "model_type": "qwen3" if config.layer.qk_norm else "llama",
-        **write_layer(config.layer),  # in the spelling of transformers 4, which every engine reads
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": False,
-    }
+    layers = write_layers(config, "qwen3" if config.layer.qk_norm else "llama", tied_head=False)
     if eagle1:
         # Not "bias", EAGLE's own name for fc's bias: vLLM takes it for attention biases that are not there.
         return {"architectures": ["EagleLlamaForCausalLM"], **layers, "torch_dtype": config.dtype}
@@ -317,3 +297,59 @@ def write_config(
             "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
         },
     }
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Renames by prefix. No prefix of one side begins another of the same side, so the order does not matter."""
+
+    pairs: tuple[tuple[str, str], ...]  # (theirs, ours)
+
+    def to_ours(self, name: str) -> str:
+        return next((ours + name[len(theirs) :] for theirs, ours in self.pairs if name.startswith(theirs)), name)
+
+    def to_theirs(self, name: str) -> str:
+        return next((theirs + name[len(ours) :] for theirs, ours in self.pairs if name.startswith(ours)), name)
+
+
+EAGLE_1 = NameTable(())
+# The speculators format, and most of what vLLM reads.
+EAGLE_3 = NameTable(
+    (
+        ("fc.", "fusion.fc."),
+        ("fc_norm.", "fusion.fc_norm."),
+        ("input_norm.", "fusion.input_norm."),
+        ("d2t", "vocabulary.d2t"),
+    )
+)
+# EAGLE, SGLang, SpecForge and TorchSpec call the first layer `midlayer`; vLLM reads that too, SGLang nothing else.
+EAGLE_3_MIDLAYER = NameTable((("midlayer.", "layers.0."), *EAGLE_3.pairs))
+
+D2T = "vocabulary.d2t"  # ours
+T2D = "t2d"  # follows from d2t; kept for other readers, checked by us
+
+# Never weights of ours: rope frequencies follow from the config; vLLM creates, and never reads, a `hidden_norm` in
+# layers after the first.
+IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|layers\.[1-9]\d*\.hidden_norm\.weight")
+
+
+def architecture_of(fields: ConfigFields, names: Iterable[str]) -> Architecture | None:
+    """What a directory holds by its config, or by its tensors, since configs of either may just say LlamaForCausalLM.
+
+    Returns None for what is no drafter. Wants names without `model.` in front.
+    """
+    declared, known = architecture_names(fields), set(names)
+    if format_of(fields) == "speculators" or any("Eagle3" in name for name in declared):
+        return Architecture.EAGLE3
+    if any("Eagle" in name for name in declared):
+        return Architecture.EAGLE1
+    if any(name.endswith(".hidden_norm.weight") or name.startswith(("midlayer.", "fc_norm.")) for name in known):
+        return Architecture.EAGLE3
+    if "d2t" in known or "norm.weight" in known:
+        return Architecture.EAGLE3 if "fc.weight" in known else None
+    return Architecture.EAGLE1 if "fc.weight" in known else None
+
+
+def reading_table(architecture: Architecture) -> NameTable:
+    """Read any layout: a first layer that is called `layers.0` already passes through unchanged."""
+    return EAGLE_1 if architecture is Architecture.EAGLE1 else EAGLE_3_MIDLAYER

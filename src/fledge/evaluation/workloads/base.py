@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import transformers
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import tokenizer_digests
+from fledge.checkpoints.target import tokenizer_digests
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import ConfigError, PromptError
 from fledge.evaluation.conversations import Message, split_turns

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.draft_input import draft_input
-from fledge.kernels.rms_norm import rms_norm_parts
+from fledge.kernels.rms_norm import draft_input, rms_norm_parts
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer
 from fledge.layers.linear import Linear

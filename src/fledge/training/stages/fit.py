@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import weights_digest
+from fledge.checkpoints.target import weights_digest
 from fledge.devices import DTYPES, choose_device
 from fledge.errors import CheckpointWarning, ConfigError
 from fledge.files import digest

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import config_stop_ids, stop_ids, tokenizer_digests, vocab_size
+from fledge.checkpoints.target import stop_ids, tokenizer_digests, vocab_size
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import DataError, PromptError
 from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
@@ -53,7 +53,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 def text_identity(target: Path) -> dict[str, Any]:
     """JSON values that change with what texts become, and with where answers end."""
-    return {"stop_ids": list(config_stop_ids(target)), **tokenizer_digests(target)}
+    return {"stop_ids": list(stop_ids(target)), **tokenizer_digests(target)}
 
 
 def open_renderer(recipe: Recipe) -> Renderer:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import vocab_size, weights_digest
+from fledge.checkpoints.target import vocab_size, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device
 from fledge.engine.llm import LLM

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target_files import stop_ids, vocab_size
+from fledge.checkpoints.target import stop_ids, vocab_size
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, DataError
 from fledge.files import read_json, write_text

@@ -1,0 +1,115 @@
+"""`fledge inspect` and `fledge convert`: what a checkpoint is, whether it fits a target, and it in another format."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fledge.cli.command import options
+from fledge.errors import CheckpointError
+
+
+@options("inspect")
+def inspect(
+    checkpoint: str,
+    *,
+    target: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Say what a checkpoint is and whether it fits its target.
+
+    Exit status: 0 sound, 1 with contract errors (one line each), 2 unreadable.
+    """
+    from fledge.checkpoints.describe import describe_drafter, describe_target  # noqa: PLC0415 - imports torch
+    from fledge.checkpoints.reading import is_drafter, read_drafter  # noqa: PLC0415
+    from fledge.checkpoints.source import resolve  # noqa: PLC0415
+    from fledge.checkpoints.target import read_target_config  # noqa: PLC0415
+    from fledge.checkpoints.tensors import TensorFiles  # noqa: PLC0415
+
+    target_config = read_target_config(resolve(target)) if target else None
+    directory = resolve(checkpoint)
+    if is_drafter(directory):
+        description = describe_drafter(read_drafter(directory), target_config)
+    elif target is not None:
+        raise CheckpointError(f"{directory}: not an EAGLE drafter, so there is nothing to check against --target")
+    else:
+        description = describe_target(read_target_config(directory), TensorFiles(directory))
+    if as_json:
+        typer.echo(json.dumps(description))
+    else:
+        _print(description, target)
+    if not description.get("sound", True):
+        raise typer.Exit(1)
+
+
+def _print(description: dict[str, Any], target: str | None) -> None:
+    from jinja2 import Environment  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = Environment(trim_blocks=True, lstrip_blocks=True)
+    rows.filters["short"] = _short
+    template = rows.from_string(Path(__file__).with_name("inspect.jinja").read_text(encoding="utf-8"))
+    for line in template.render(description).splitlines():
+        table.add_row(*line.split(": ", 1))
+    Console().print(table)
+    findings = description.get("findings", [])
+    for finding in findings:
+        # Plain echo: one line each, whatever the width of the terminal, so that they can be searched.
+        typer.echo(f"{finding['severity']}: {finding['message']}")
+    if description["kind"] == "drafter":
+        errors = sum(finding["severity"] == "error" for finding in findings)
+        warnings = len(findings) - errors
+        counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+        subject = f"fits {target}" if target else "is sound (give --target to check the fit)"
+        typer.echo(f"FAILED: {counts}" if errors else f"OK: {counts}; {subject}")
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.4g}{unit}"
+        number /= 1000
+    return f"{number:.4g}G"
+
+
+class Destination(StrEnum):
+    """The formats that can be written."""
+
+    VLLM = "vllm"
+    SPECULATORS = "speculators"
+
+
+@options("convert")
+def convert(
+    source: str,
+    destination: Path,
+    *,
+    to: Destination,
+    target: str | None = None,
+    num_speculative_tokens: int = 3,
+    as_json: bool = False,
+) -> None:
+    """Write a drafter checkpoint in another format, repairing what is evidently meant.
+
+    Refuses a checkpoint with contract errors that it cannot repair, and an existing destination.
+    """
+    from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
+
+    fixed, remaining = convert_drafter(
+        source, destination, to=to.value, target=target, num_speculative_tokens=num_speculative_tokens
+    )
+    if as_json:
+        found = {"fixed": [one.as_dict() for one in fixed], "remaining": [one.as_dict() for one in remaining]}
+        typer.echo(json.dumps({"source": source, "destination": str(destination), "to": to.value, **found}))
+        return
+    for finding in fixed:
+        typer.echo(f"fixed: {finding.message()}")
+    for finding in remaining:
+        typer.echo(f"{finding.severity}: {finding.message()}")
+    typer.echo(f"wrote {destination} ({to.value} format)")

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from fledge.bench.load.run import CellRun, Health, ServeSettings, lag_ms
+from fledge.bench.load.run import CellRun, ServeSettings, lag_ms
 from fledge.bench.load.servers import ServerSpec, connect
 from fledge.bench.run import CellTurn
 from fledge.evaluation.results import Load
@@ -75,10 +75,10 @@ async def measure(url: str, concurrency: int, requests: int, pieces: int) -> dic
     workload = Workload(name="", prompts=tuple(prompts), source="", licence="")
     turn = CellTurn(0, workload, Load(concurrency=concurrency), "instant")
     settings = ServeSettings(
-        servers=(server.spec,), workloads=(workload,), loads=(turn.load,), max_tokens=pieces, stall_seconds=60
+        servers=(server.spec,), workloads=(workload,), loads=(turn.load,), max_tokens=pieces, timeout=60
     )
     for _ in range(2):  # the first is warm-up
-        run = CellRun(settings=settings, server=server, health=Health(), turn=turn, prompts=prompts)
+        run = CellRun(settings=settings, server=server, turn=turn, prompts=prompts)
         begun = time.process_time()
         await run.run()
         spent = time.process_time() - begun

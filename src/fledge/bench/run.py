@@ -26,6 +26,7 @@ class RunSettings:
 
     least_requests: ClassVar[int] = 8
     rounds_of_load: ClassVar[int] = 2  # prompts for each place in flight
+    recorded: ClassVar[tuple[str, ...]] = ("max_tokens", "temperature", "ignore_eos", "repeats", "seed")
 
     workloads: tuple[Workload, ...]
     loads: tuple[Load, ...]
@@ -33,6 +34,7 @@ class RunSettings:
     repeats: int = 3
     max_tokens: int = 128
     temperature: float = 0.0
+    seed: int | None = 0
     ignore_eos: bool = False
     minutes: float | None = None  # no new cell after this
     title: str = ""
@@ -46,11 +48,8 @@ class RunSettings:
     def to_dict(self) -> dict[str, Any]:
         """What results say about how they were made."""
         return {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "ignore_eos": self.ignore_eos,
+            **{name: getattr(self, name) for name in self.recorded},
             "requests": {str(load): self.prompts_for(load) for load in self.loads},
-            "repeats": self.repeats,
             "workloads": [workload.facts for workload in self.workloads],
         }
 
@@ -117,13 +116,8 @@ class BenchRun(ABC):
         """Measure one cell and append it to `cells`, also when that is interrupted; advance by its prompts."""
 
     @property
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Of all that take part, prepared or not; the first is the baseline unless another is named."""
-
-    @property
     def baseline(self) -> str | None:
-        return self.names[0] if self.names else None
+        return self.contenders[0].name if self.contenders else None
 
     @property
     def notes(self) -> list[str]:
@@ -135,7 +129,7 @@ class BenchRun(ABC):
         why = UNFINISHED
         try:
             self.prepare()
-            order = self.settings.schedule(self.names)
+            order = self.settings.schedule([one.name for one in self.contenders])
             with self.progress.task("requests", sum(self.settings.prompts_for(turn.load) for turn in order)) as advance:
                 for turn in order:
                     if self.settings.minutes is not None and time.monotonic() > started + 60 * self.settings.minutes:
@@ -151,26 +145,19 @@ class BenchRun(ABC):
         return self._save(why)
 
     def _save(self, why: str) -> Results:
-        results = self.results(why)
-        if self.out is not None and self.contenders:
-            write_results(results, self.out)
-        return results
-
-    def results(self, why: str = UNFINISHED) -> Results:
-        """What is known so far; `why` something may be missing."""
-        order = self.settings.schedule(self.names)
+        """What is known so far, written down; `why` something may be missing."""
+        order = self.settings.schedule([one.name for one in self.contenders])
         missing = order[len(self.cells) :]
         notes = self.notes
         if missing or self.interrupted:
-            note = f"{why}: {len(self.cells)} of {len(order)} cells were begun"
-            if missing:
-                more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-                note += f"; not measured: {'; '.join(map(str, missing[:_NAMED]))}{more}"
-            notes.append(note)
+            named = [str(turn) for turn in missing[:_NAMED]]
+            more = [f"and {len(missing) - _NAMED} more"] if len(missing) > _NAMED else []
+            told = f"; not measured: {'; '.join([*named, *more])}" if missing else ""
+            notes.append(f"{why}: {len(self.cells)} of {len(order)} cells were begun{told}")
         status: Status = "failed" if self.cells and not any(cell.good for cell in self.cells) else "partial"
         if order and not missing and all(cell.status == "complete" for cell in self.cells):
             status = "complete"
-        return Results(
+        results = Results(
             kind=self.kind,
             title=self.settings.title,
             baseline=self.baseline,
@@ -181,3 +168,6 @@ class BenchRun(ABC):
             status=status,
             notes=tuple(dict.fromkeys(notes)),
         )
+        if self.out is not None and self.contenders:
+            write_results(results, self.out)
+        return results

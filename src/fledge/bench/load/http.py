@@ -176,18 +176,13 @@ async def _response(reader: asyncio.StreamReader) -> Response:
         if status >= 200:  # others only announce it
             break
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if status in (204, 304):
-        headers["content-length"] = "0"
     if version == "HTTP/1.0":
         headers.setdefault("connection", "close")
     return Response(status=status, headers=headers, reader=reader)
 
 
 def _length(text: str, base: int) -> int:
-    try:
-        length = int(text, base)
-    except ValueError:
-        length = -1
-    if length < 0:
-        raise HttpError(f"no length: {text[:80]!r}")
-    return length
+    with contextlib.suppress(ValueError):
+        if (length := int(text, base)) >= 0:
+            return length
+    raise HttpError(f"no length: {text[:80]!r}")

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from fledge.bench.load.acceptance import SpeculationCounters, tally_between
+from fledge.bench.load.acceptance import tally_between
 from fledge.bench.load.client import StreamedAnswer, ask
 from fledge.bench.load.servers import PATHS, Endpoint, RemoteServer, ServerSpec, connect
 from fledge.bench.run import BenchRun, CellTurn, RunSettings
@@ -25,7 +25,6 @@ from fledge.progress import Advance
 OPEN_LOOP_SECONDS = 20.0
 LAG_INTERVAL = 0.005
 TOO_LATE_MS = 20.0
-DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them
 COUNTED = "tokens are pieces of text counted, too few where a piece has several: the server tells no usage"
 LAGGED = f"the load generator could not keep up: 1 % of its turns came over {TOO_LATE_MS:.0f} ms late; give it a core"
 
@@ -36,15 +35,16 @@ class ServeSettings(RunSettings):
 
     least_requests: ClassVar[int] = 16
     rounds_of_load: ClassVar[int] = 4
+    recorded = (*RunSettings.recorded, "endpoint", "timeout", "sample")
 
     servers: tuple[ServerSpec, ...]
     baseline: str | None = None  # None: the first server
     warmup: int | None = None  # prompts before a server's first cell of a load; None: as many as run at once
     seed: int | None = None  # of arrival times, and sent with each request; None: 0, and not sent
-    stall_seconds: float = 120.0
+    timeout: float = 120.0  # seconds without an event
     endpoint: Endpoint = "chat"
     title: str = "Servers under load"
-    facts: Mapping[str, Any] = field(default_factory=dict)  # more to write down with the settings
+    sample: int | None = None  # what the workloads were sampled with, for the record
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.servers]
@@ -69,31 +69,9 @@ class ServeSettings(RunSettings):
         """No keys and no headers."""
         return {
             **super().to_dict(),
-            "seed": self.seed,
             "warmup": {str(load): self.warmup_for(load) for load in self.loads},
-            "endpoint": self.endpoint,
-            "timeout": self.stall_seconds,
             "extra_body": {spec.name: dict(spec.extra_body) for spec in self.servers if spec.extra_body},
-            **self.facts,
         }
-
-
-@dataclass(kw_only=True)
-class Health:
-    """Whether a server is still there. One for each server, over all its cells."""
-
-    dead: str | None = None  # why nothing more is sent to it
-    _failures: int = 0
-
-    async def observe(self, answer: StreamedAnswer, server: RemoteServer) -> None:
-        """Count failures in a row; when there are enough, see whether anybody is there at all."""
-        self._failures = self._failures + 1 if answer.failure in ("connection", "stall") else 0
-        if self._failures < DEAD_AFTER or self.dead is not None:
-            return
-        if answer.failure == "connection" and await server.is_there():
-            self._failures = 0
-        else:
-            self.dead = f"{DEAD_AFTER} failures in a row, the last: {answer.error}"
 
 
 @contextlib.asynccontextmanager
@@ -129,7 +107,6 @@ class CellRun:
 
     settings: ServeSettings
     server: RemoteServer
-    health: Health
     turn: CellTurn
     prompts: Sequence[Prompt]
     arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
@@ -139,10 +116,9 @@ class CellRun:
     _records: list[RequestRecord] = field(default_factory=list)
     _begun: float = 0.0
     _last: float = 0.0  # when a request ended
-    _is_counted: bool = False  # tokens were, by us
     _acceptance: Tally = ()
-    _remarks: list[str] = field(default_factory=list)
-    _ended: bool = False
+    _remarks: dict[str, None] = field(default_factory=dict)  # each once, in order
+    _unsent: str = "finished: interrupted"  # why requests are missing
 
     async def run(self) -> None:
         reads_counters = self.server.has_counters and not self.server.reports
@@ -156,26 +132,20 @@ class CellRun:
             else:  # each prompt at its time, whatever became of the ones before
                 for prompt, due in zip(self.prompts, self.arrivals, strict=True):
                     await asyncio.sleep(max(0.0, self._begun + due - time.perf_counter()))
-                    if self.health.dead is not None:
+                    if self.server.dead is not None:
                         break
                     group.create_task(self._work(iter([prompt])))
-        self._ended = True
-        if reads_counters and self.health.dead is None:
-            self._count_acceptance(before, await self.server.counters())
-
-    def _count_acceptance(self, before: SpeculationCounters | None, after: SpeculationCounters | None) -> None:
-        if before is None or after is None:
-            self._remarks.append("acceptance unknown: /metrics did not answer")
-            return
-        try:
-            self._acceptance = tally_between(before, after)
-        except ValueError as error:
-            self._remarks.append(f"acceptance unknown: {error}")
+        self._unsent = f"asked: {self.server.dead}"
+        if reads_counters and self.server.dead is None:
+            try:
+                self._acceptance = tally_between(before, await self.server.counters())
+            except ValueError as error:
+                self._remarks[f"acceptance unknown: {error}"] = None
 
     async def _work(self, waiting: Iterator[Prompt]) -> None:
         """Take the next prompt as soon as the last one is answered."""
         for prompt in waiting:
-            if self.health.dead is not None:
+            if self.server.dead is not None:
                 return
             await self._converse(prompt)
 
@@ -194,7 +164,7 @@ class CellRun:
             answer = await self._ask(history)
             self._last = time.perf_counter()
             self._records.append(self._record(name, answer))
-            await self.health.observe(answer, self.server)
+            await self.server.observe(answer)
             failed = answer.error is not None
             history.append({"role": "assistant", "content": "".join(answer.text)})
         self.finished += 1
@@ -207,25 +177,23 @@ class CellRun:
             options["seed"] = settings.seed
         if settings.ignore_eos:
             options["ignore_eos"] = True
-        return await ask(
-            self.server.client,
-            PATHS[settings.endpoint],
-            self.server.body(messages, settings.endpoint, options),
-            stall_seconds=settings.stall_seconds,
-            max_pieces=4 * settings.max_tokens + 1000,
-        )
+        body = self.server.body(messages, settings.endpoint, options)
+        stall, most = settings.timeout, 4 * settings.max_tokens + 1000
+        return await ask(self.server.client, PATHS[settings.endpoint], body, stall_seconds=stall, max_pieces=most)
 
     def _record(self, name: str, answer: StreamedAnswer) -> RequestRecord:
-        def after_start(moment: float | None) -> float | None:
-            return None if moment is None else round(moment - self._begun, 6)
-
+        sent, first, done = (
+            None if moment is None else round(moment - self._begun, 6)
+            for moment in (answer.sent, answer.first_token, answer.done)
+        )
         good = answer.error is None
-        self._is_counted |= good and answer.counted
+        if good and answer.counted:
+            self._remarks[COUNTED] = None
         return RequestRecord(
             prompt=name,
-            sent=round(answer.sent - self._begun, 6),
-            first_token=after_start(answer.first_token),
-            done=after_start(answer.done) if good else None,
+            sent=sent or 0.0,
+            first_token=first,
+            done=done if good else None,
             prompt_tokens=answer.prompt_tokens,
             output_tokens=answer.output_tokens,
             error=answer.error,
@@ -238,8 +206,6 @@ class CellRun:
         good = sum(record.error is None for record in records)
         expected = sum(len(split_turns(prompt.messages, keep_answers=True)) for prompt in self.prompts)
         remarks = [] if good == expected else [self._missing(expected)]
-        if self._is_counted:
-            remarks.append(COUNTED)
         if lag_ms(self.late) > TOO_LATE_MS:
             remarks.append(LAGGED)
         return self.turn.cell(
@@ -257,9 +223,8 @@ class CellRun:
         if len(reasons) > 3:
             shown.append(f"{len(reasons) - 3} other reasons")
         if unsent := expected - len(self._records):
-            why = f"asked: {self.health.dead}" if self._ended else "finished: interrupted"
-            shown.append(f"{unsent} not {why}")
-        return f"{sum(reasons.values()) + unsent} of {expected} requests failed: {'; '.join(shown)}"
+            shown.append(f"{unsent} not {self._unsent}")
+        return f"{reasons.total() + unsent} of {expected} requests failed: {'; '.join(shown)}"
 
 
 @dataclass(kw_only=True)
@@ -269,12 +234,7 @@ class ServeRun(BenchRun):
     settings: ServeSettings
     _loop: asyncio.Runner = field(default_factory=asyncio.Runner)
     _servers: dict[str, RemoteServer] = field(default_factory=dict)
-    _health: dict[str, Health] = field(default_factory=dict)
     _warm: set[tuple[str, str, Load]] = field(default_factory=set)
-
-    @property
-    def names(self) -> list[str]:
-        return [spec.name for spec in self.settings.servers]
 
     @property
     def baseline(self) -> str | None:
@@ -283,45 +243,47 @@ class ServeRun(BenchRun):
     @property
     def notes(self) -> list[str]:
         notes = [f"{workload.name}: {note}" for workload in self.settings.workloads for note in workload.notes]
-        notes += [f"{name} died in the run: {one.dead}" for name, one in self._health.items() if one.dead is not None]
+        notes += [f"{name} died in the run: {one.dead}" for name, one in self._servers.items() if one.dead is not None]
         return notes + [f"{c.contender}: {c.note}" for c in self.cells if c.status == "complete" and c.note]
 
     def run(self) -> Results:
-        _allow_connections()
+        with contextlib.suppress(ImportError, OSError, ValueError):
+            import resource  # noqa: PLC0415 - not on Windows
+
+            # As many connections as the system permits: the usual limit is a thousand.
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         gc.collect()
         gc.freeze()  # what is loaded by now (torch, for one) need not be looked through while requests are timed
-        try:
-            with self._loop:
-                try:
-                    return super().run()
-                finally:
-                    for server in self._servers.values():
-                        server.client.close()
-        finally:
-            gc.unfreeze()
+        with self._loop:
+            try:
+                return super().run()
+            finally:
+                for server in self._servers.values():
+                    server.client.close()
+                gc.unfreeze()
 
     def prepare(self) -> None:
         for spec in self.settings.servers:
-            server = self._loop.run(connect(spec))
-            self._servers[spec.name] = server
-            self._health[spec.name] = Health()
+            self._servers[spec.name] = server = self._loop.run(connect(spec))
             self.contenders.append(server.contender())
 
     def measure(self, turn: CellTurn, advance: Advance) -> None:
         self._loop.run(self._measure(turn, advance))
 
     async def _measure(self, turn: CellTurn, advance: Advance) -> None:
-        health, seed = self._health[turn.contender], self.settings.seed or 0
+        server, seed = self._servers[turn.contender], self.settings.seed or 0
         count = self.settings.prompts_for(turn.load)
         label = f"{turn} of {self.settings.repeats}"
-        if health.dead is None:
+        if server.dead is None:
             advance(0, note=label)
-            await self._warm_up(turn)
-        if health.dead is not None:
-            self.cells.append(turn.cell(0.0, (), "failed", f"not measured: {health.dead}"))
+            await self._warm_up(server, turn)
+        if server.dead is not None:
+            self.cells.append(turn.cell(0.0, (), "failed", f"not measured: {server.dead}"))
             advance(count, note=f"{turn.contender} is dead")
             return
-        cell = self._cell(turn, chosen(turn.workload, count, seed))
+        prompts = chosen(turn.workload, count, seed)
+        cell = CellRun(settings=self.settings, server=server, turn=turn, prompts=prompts)
         cell.advance = lambda: advance(note=label)
         if (rate := turn.load.rate) is not None:
             cell.arrivals = arrival_times(count, rate, seed=f"{seed}/{turn.workload.name}/{rate}/{turn.repeat}")
@@ -335,29 +297,16 @@ class ServeRun(BenchRun):
             if result.note is not None:
                 self.progress.say(f"{label}: {result.note}")
 
-    async def _warm_up(self, turn: CellTurn) -> None:
+    async def _warm_up(self, server: RemoteServer, turn: CellTurn) -> None:
         """Before a server's first cell of a load: graphs, compilers, allocators, connections. Failures show later."""
         count = self.settings.warmup_for(turn.load)
         key = (turn.contender, turn.workload.name, turn.load)
         if not count or key in self._warm:
             return
         self._warm.add(key)
-        at_once = Load(concurrency=min(count, turn.load.concurrency or count))
+        turn = turn._replace(load=Load(concurrency=min(count, turn.load.concurrency or count)))
         prompts = chosen(turn.workload, count, (self.settings.seed or 0) + 1)  # others than are measured next
-        await self._cell(turn._replace(load=at_once), prompts).run()
-
-    def _cell(self, turn: CellTurn, prompts: Sequence[Prompt]) -> CellRun:
-        server, health = self._servers[turn.contender], self._health[turn.contender]
-        return CellRun(settings=self.settings, server=server, health=health, turn=turn, prompts=prompts)
-
-
-def _allow_connections() -> None:
-    """Let the process open as many connections as the system permits: the usual limit is a thousand."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource  # noqa: PLC0415 - not on Windows
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        await CellRun(settings=self.settings, server=server, turn=turn, prompts=prompts).run()
 
 
 def arrival_times(count: int, rate: float, *, seed: str) -> list[float]:

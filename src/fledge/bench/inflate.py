@@ -298,6 +298,7 @@ def drafter_config(
     )
 
 
+@torch.no_grad()
 def inflate_drafter(
     small: Drafter, small_target: TargetModel, large_target: TargetModel, *, shape: TargetConfig, seed: int = 0
 ) -> Drafter:
@@ -307,13 +308,6 @@ def inflate_drafter(
     large = empty_model(lambda: build(config), weight.dtype, weight.device)
     assert isinstance(large, Eagle3Drafter)
     assert isinstance(small, Eagle3Drafter)
-    _fill_drafter(large, small, seed)
-    large.share_with(large_target)
-    return large.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def _fill_drafter(large: Eagle3Drafter, small: Eagle3Drafter, seed: int) -> None:
     place = LayerMap(small=small.config.layer, large=large.config.layer)
     width, wide = small.config.hidden_size, large.config.target_hidden_size
     for number, module in enumerate([large.fusion, *large.layers]):
@@ -348,6 +342,8 @@ def _fill_drafter(large: Eagle3Drafter, small: Eagle3Drafter, seed: int) -> None
         if large.vocabulary is not None:
             ids = source if small.vocabulary is None else small.vocabulary.target_ids[source]
             large.vocabulary.d2t.copy_(ids - torch.arange(rows, device=ids.device))
+    large.share_with(large_target)
+    return large.eval().requires_grad_(False)
 
 
 def _like(values: Tensor, other: Tensor) -> Tensor:

@@ -112,7 +112,12 @@ def _messages(what: str, values: Any) -> tuple[Message, ...]:
         try:
             if not isinstance(value, Mapping):
                 raise BadRecordError(f"found {type(value).__name__}, expected an object")
-            messages.append(_message(value) if what == "messages" else _sharegpt_message(value))
+            if what == "conversations":
+                speaker = value.get("from", value.get("role"))
+                if (role := _SHAREGPT_ROLES.get(str(speaker).lower())) is None:
+                    raise BadRecordError(f"from {speaker!r}, expected human, gpt, system or tool")
+                value = {"role": role, "content": value.get("value", value.get("content"))}  # noqa: PLW2901
+            messages.append(_message(value))
         except BadRecordError as error:
             raise BadRecordError(f"message {number}: {error}") from None
     return tuple(messages)
@@ -133,14 +138,6 @@ def _message(value: Mapping[str, Any]) -> Message:
     if not isinstance(content, str):
         raise BadRecordError(f"its content is {type(content).__name__}, expected text")
     return {"role": role, "content": content, **kept}
-
-
-def _sharegpt_message(value: Mapping[str, Any]) -> Message:
-    speaker = value.get("from", value.get("role"))
-    role = _SHAREGPT_ROLES.get(str(speaker).lower())
-    if role is None:
-        raise BadRecordError(f"from {speaker!r}, expected human, gpt, system or tool")
-    return _message({"role": role, "content": value.get("value", value.get("content"))})
 
 
 def split_turns(messages: Sequence[Message], *, keep_answers: bool = False) -> list[tuple[Message, ...]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fledge.bench.load.acceptance import tally_of_report
-from fledge.bench.load.http import HttpClient, HttpError, Response
+from fledge.bench.load.http import HttpClient, HttpError
 from fledge.evaluation.results import Tally
 
 DONE = "[DONE]"
@@ -137,7 +137,9 @@ async def ask(
     try:
         async with asyncio.timeout(stall_seconds) as limit, client.request("POST", path, content) as response:
             if response.status != 200:
-                raise StreamError(_refusal(response, await response.whole()))
+                said, wait = _message(await response.whole()), response.headers.get("retry-after")
+                status = f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "")
+                raise StreamError(f"{status}: {said}" if said else status)
             parser = EventParser()
             async for data in response.parts():
                 now = time.perf_counter()
@@ -163,18 +165,13 @@ async def ask(
     return answer
 
 
-def _refusal(response: Response, body: bytes) -> str:
-    """Say what an HTTP error is about, on one line."""
-    try:
-        said = _message(json.loads(body))
-    except (ValueError, RecursionError):
-        said = _short(body.decode("utf-8", errors="replace"))
-    wait = response.headers.get("retry-after")
-    return f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "") + (f": {said}" if said else "")
-
-
 def _message(value: Any) -> str:
-    """The words in an error object, whichever of the usual shapes it has."""
+    """The words in an error object or a body, whichever of the usual shapes it has."""
+    if isinstance(value, bytes):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = value.decode("utf-8", errors="replace")
     while isinstance(value, dict) and (inner := [value[k] for k in ("error", "message", "detail") if value.get(k)]):
         value = inner[0]
     return _short(value if isinstance(value, str) else json.dumps(value))

@@ -143,32 +143,31 @@ class CellRun:
                 self._remarks[f"acceptance unknown: {error}"] = None
 
     async def _work(self, waiting: Iterator[Prompt]) -> None:
-        """Take the next prompt as soon as the last one is answered."""
+        """Take the next prompt as soon as the last one is answered.
+
+        Its turns are asked one after another; the server's own answers are the history of the next.
+        """
         for prompt in waiting:
             if self.server.dead is not None:
                 return
-            await self._converse(prompt)
-
-    async def _converse(self, prompt: Prompt) -> None:
-        """Ask a prompt's turns one after another; the server's own answers are the history of the next."""
-        parts = split_turns(prompt.messages, keep_answers=True)
-        history: list[Mapping[str, Any]] = []
-        failed = False
-        for number, part in enumerate(parts, start=1):
-            name = prompt.id if len(parts) == 1 else turn_name(prompt.id, number)
-            if failed:
-                now = time.perf_counter() - self._begun
-                self._records.append(RequestRecord(prompt=name, sent=now, error="not asked: an earlier turn failed"))
-                continue
-            history += part
-            answer = await self._ask(history)
-            self._last = time.perf_counter()
-            self._records.append(self._record(name, answer))
-            await self.server.observe(answer)
-            failed = answer.error is not None
-            history.append({"role": "assistant", "content": "".join(answer.text)})
-        self.finished += 1
-        self.advance()
+            parts = split_turns(prompt.messages, keep_answers=True)
+            history: list[Mapping[str, Any]] = []
+            failed = False
+            for number, part in enumerate(parts, start=1):
+                name = prompt.id if len(parts) == 1 else turn_name(prompt.id, number)
+                if failed:
+                    now, error = time.perf_counter() - self._begun, "not asked: an earlier turn failed"
+                    self._records.append(RequestRecord(prompt=name, sent=now, error=error))
+                    continue
+                history += part
+                answer = await self._ask(history)
+                self._last = time.perf_counter()
+                self._records.append(self._record(name, answer))
+                await self.server.observe(answer)
+                failed = answer.error is not None
+                history.append({"role": "assistant", "content": "".join(answer.text)})
+            self.finished += 1
+            self.advance()
 
     async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> StreamedAnswer:
         settings = self.settings
@@ -202,29 +201,25 @@ class CellRun:
         )
 
     def result(self) -> Cell:
+        """Also says how many requests were not answered, and why; the most frequent reasons first."""
         records = sorted(self._records, key=lambda record: record.sent)
-        good = sum(record.error is None for record in records)
         expected = sum(len(split_turns(prompt.messages, keep_answers=True)) for prompt in self.prompts)
-        remarks = [] if good == expected else [self._missing(expected)]
+        reasons = Counter(record.error for record in records if record.error is not None)
+        good, unsent, remarks = len(records) - reasons.total(), expected - len(records), list(self._remarks)
+        if good < expected:
+            shown = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
+            shown += [f"{len(reasons) - 3} other reasons"] if len(reasons) > 3 else []
+            shown += [f"{unsent} not {self._unsent}"] if unsent else []
+            remarks.insert(0, f"{expected - good} of {expected} requests failed: {'; '.join(shown)}")
         if lag_ms(self.late) > TOO_LATE_MS:
             remarks.append(LAGGED)
         return self.turn.cell(
             seconds=self._last - self._begun - records[0].sent if records else 0.0,  # failed ones took their time too
             requests=records,
             status="complete" if good == expected else "partial" if good else "failed",
-            note="; ".join([*remarks, *self._remarks]) or None,
+            note="; ".join(remarks) or None,
             tally=self._acceptance,
         )
-
-    def _missing(self, expected: int) -> str:
-        """Say how many requests were not answered, and why; the most frequent reasons first."""
-        reasons = Counter(record.error for record in self._records if record.error is not None)
-        shown = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
-        if len(reasons) > 3:
-            shown.append(f"{len(reasons) - 3} other reasons")
-        if unsent := expected - len(self._records):
-            shown.append(f"{unsent} not {self._unsent}")
-        return f"{reasons.total() + unsent} of {expected} requests failed: {'; '.join(shown)}"
 
 
 @dataclass(kw_only=True)

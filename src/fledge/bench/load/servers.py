@@ -53,7 +53,7 @@ class RemoteServer:
     client: HttpClient
     model: str
     family: str  # "fledge", "vllm", "sglang", or whoever it says owns its models
-    version: str | None
+    version: str = "unknown"
     has_counters: bool = False  # /metrics counts speculation
     dead: str | None = None  # why nothing more is sent to it
     _failures: int = 0  # one after another
@@ -70,7 +70,7 @@ class RemoteServer:
             kind="server",
             target=self.model,
             url=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl(),  # without a password
-            versions={self.family: self.version or "unknown"},
+            versions={self.family: self.version},
         )
 
     def body(self, messages: Sequence[Mapping[str, Any]], endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
@@ -124,8 +124,11 @@ async def connect(spec: ServerSpec) -> RemoteServer:
         model = spec.model or next(iter(owners))
         if owners and model not in owners:
             raise ConfigError(f"--model {model}: not served at {spec.url}.{nearest_name_hint(model, owners)}")
-        family, version = owners.get(model) or "server", await _version(client)
-        server = RemoteServer(spec=spec, client=client, model=model, family=family, version=version)
+        server = RemoteServer(spec=spec, client=client, model=model, family=owners.get(model) or "server")
+        with contextlib.suppress(HttpError, ValueError, KeyError, TypeError):
+            status, body = await client.get("version")
+            if status == 200 and isinstance(version := json.loads(body)["version"], str):
+                server.version = version
         server.has_counters = await server.counters() is not None
         return server
     except BaseException:
@@ -147,11 +150,3 @@ async def _models(client: HttpClient, spec: ServerSpec) -> list[dict[str, Any]]:
         if status == 200 and all(isinstance(card["id"], str) for card in cards):
             return list(cards)
     raise ConfigError(f"--url {spec.url}: no OpenAI-compatible server: /v1/models answers HTTP {status} without models")
-
-
-async def _version(client: HttpClient) -> str | None:
-    with contextlib.suppress(HttpError, ValueError, KeyError, TypeError):
-        status, body = await client.get("version")
-        if status == 200 and isinstance(version := json.loads(body)["version"], str):
-            return version
-    return None

@@ -13,7 +13,6 @@ from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
     from fledge.bench.load.servers import ServerSpec
-    from fledge.evaluation.results import Load
 
 SECRETS = ("--api-key", "--header")
 
@@ -54,16 +53,21 @@ def serve(
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415 - `fledge --help` must stay quick
+    from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
 
+    if concurrency is None and rate is None:
+        concurrency = "1,4,16,64"
+    many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
+    rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
     settings = settings_of(
         ServeSettings,
         locals(),
         servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
         workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed or 0, whole_groups=True),
-        loads=_loads(concurrency, rate),
+        loads=tuple(dict.fromkeys([*(Load(concurrency=one) for one in many), *(Load(rate=one) for one in rates)])),
     )
     command = {"command": shown_command(_without_secrets(sys.argv)), "about": "the load generator and its machine"}
     provenance = {**run_provenance(), **command}
@@ -119,16 +123,6 @@ def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
         else:
             found = {**dict.fromkeys(names, value), **found}
     return found
-
-
-def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
-    from fledge.evaluation.results import Load  # noqa: PLC0415
-
-    if concurrency is None and rate is None:
-        concurrency = "1,4,16,64"
-    many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
-    rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
-    return tuple(dict.fromkeys([*(Load(concurrency=one) for one in many), *(Load(rate=one) for one in rates)]))
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:

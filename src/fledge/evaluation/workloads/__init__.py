@@ -218,7 +218,13 @@ def _loaded(source: str | Path, from_hub: bool, as_written: bool = False) -> Wor
         known_there = ", ".join(one for one in HUB if "/" not in one)
         raise ConfigError(f"workload {name}: on the hub are {known_there}; name other datasets as hf:OWNER/NAME")
     if known in GROUPS:
-        return _group(known)
+        members = [_loaded(member, from_hub=False) for member in GROUPS[known]]
+        return Workload(
+            name=known,
+            prompts=tuple(prompt for member in members for prompt in member.prompts),
+            source="; ".join(member.source for member in members),
+            licence="; ".join(f"{member.name}: {member.licence}" for member in members),
+        )
     whole, _, part = known.partition("/")
     if whole in SETS:
         return _part(_packaged(whole), part) if part else _packaged(whole)
@@ -251,16 +257,6 @@ def _part(workload: Workload, part: str) -> Workload:
         parts = sorted({name for prompt in workload.prompts for name in names(prompt)} - {workload.name})
         raise ConfigError(f"workload {workload.name} has no part '{part}'.{nearest_name_hint(part, parts)}")
     return replace(workload, name=f"{workload.name}/{part}", prompts=chosen)
-
-
-def _group(name: str) -> Workload:
-    members = [_loaded(member, from_hub=False) for member in GROUPS[name]]
-    return Workload(
-        name=name,
-        prompts=tuple(prompt for member in members for prompt in member.prompts),
-        source="; ".join(member.source for member in members),
-        licence="; ".join(f"{member.name}: {member.licence}" for member in members),
-    )
 
 
 def _from_file(path: Path, name: str, source: str, as_written: bool = False) -> Workload:

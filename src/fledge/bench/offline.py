@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fledge.bench.inflate import inflate_drafter, inflate_target, shape_named
-from fledge.bench.run import INTERRUPTED, BenchRun, CellTurn, RunSettings
+from fledge.bench.run import INTERRUPTED, BenchRun, RunSettings, cell_name
 from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
@@ -29,7 +29,7 @@ from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import DeadEngineError, Engine
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Contender, RequestRecord, Status, tally_triples
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Status, tally_triples
 from fledge.evaluation.workloads import Prompt, spread, tokenised
 from fledge.files import read_json
 from fledge.models.drafter.base import Drafter
@@ -374,9 +374,9 @@ class OfflineRun(BenchRun):
             seed=settings.seed,
         )
 
-    def measure(self, turn: CellTurn, advance: Advance) -> None:
-        name, count = turn.contender, self.settings.prompts_for(turn.load)
-        loop = self._loop(name, self._prompts[turn.workload.name], count, turn.load.concurrency or 1)
+    def measure(self, cell: Cell, advance: Advance) -> None:
+        name, count = cell.contender, self.settings.prompts_for(cell.load)
+        loop = self._loop(name, self._prompts[cell.workload], count, cell.load.concurrency or 1)
         try:
             if name not in self._dead:
                 loop.run()
@@ -395,5 +395,5 @@ class OfflineRun(BenchRun):
             note = loop.failure or (None if requests else self._dead.get(name))
             answered = any(request.error is None for request in requests)
             status: Status = "complete" if note is None else "partial" if answered else "failed"
-            self.cells.append(turn.cell(loop.seconds, requests, status, note))
-        advance(count, note=str(turn))
+            self.cells.append(replace(cell, seconds=loop.seconds, requests=requests, status=status, note=note))
+        advance(count, note=cell_name(cell))

@@ -4,14 +4,15 @@ For each repeat, workload and load all contenders take turns, never two at once,
 repeat. Prompts are the same for all.
 """
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, Status, Tally, write_results
+from fledge.evaluation.results import Cell, Contender, Load, Results, Status, write_results
 from fledge.evaluation.workloads import Workload
 from fledge.progress import Advance, Progress
 from fledge.provenance import run_provenance
@@ -53,40 +54,21 @@ class RunSettings:
             "workloads": [workload.facts for workload in self.workloads],
         }
 
-    def schedule(self, contenders: Sequence[str]) -> list["CellTurn"]:
-        """All cells in the order they are measured."""
-        order: list[CellTurn] = []
+    def schedule(self, contenders: Sequence[str]) -> list[Cell]:
+        """All cells in the order they are measured, yet without requests."""
+        order: list[Cell] = []
         for repeat in range(self.repeats):
             shift = repeat % max(1, len(contenders))
             names = [*contenders[shift:], *contenders[:shift]]
-            order += [CellTurn(repeat, w, load, name) for w in self.workloads for load in self.loads for name in names]
+            order += [
+                Cell(contender=name, workload=workload.name, load=load, repeat=repeat, seconds=0.0, requests=())
+                for workload, load, name in itertools.product(self.workloads, self.loads, names)
+            ]
         return order
 
 
-class CellTurn(NamedTuple):
-    repeat: int
-    workload: Workload
-    load: Load
-    contender: str
-
-    def __str__(self) -> str:
-        return f"{self.contender}, {self.workload.name}, {self.load}, repeat {self.repeat + 1}"
-
-    def cell(
-        self, seconds: float, requests: Sequence[RequestRecord], status: Status, note: str | None, tally: Tally = ()
-    ) -> Cell:
-        """What came of it; the tally where only that of the whole cell is known."""
-        return Cell(
-            contender=self.contender,
-            workload=self.workload.name,
-            load=self.load,
-            repeat=self.repeat,
-            seconds=seconds,
-            requests=tuple(requests),
-            status=status,
-            note=note,
-            acceptance=tally,
-        )
+def cell_name(cell: Cell) -> str:
+    return f"{cell.contender}, {cell.workload}, {cell.load}, repeat {cell.repeat + 1}"
 
 
 @dataclass(kw_only=True)
@@ -112,7 +94,7 @@ class BenchRun(ABC):
         """Make everything ready and fill `contenders`."""
 
     @abstractmethod
-    def measure(self, turn: CellTurn, advance: Advance) -> None:
+    def measure(self, cell: Cell, advance: Advance) -> None:
         """Measure one cell and append it to `cells`, also when that is interrupted; advance by its prompts."""
 
     @property
@@ -130,12 +112,12 @@ class BenchRun(ABC):
         try:
             self.prepare()
             order = self.settings.schedule([one.name for one in self.contenders])
-            with self.progress.task("requests", sum(self.settings.prompts_for(turn.load) for turn in order)) as advance:
-                for turn in order:
+            with self.progress.task("requests", sum(self.settings.prompts_for(cell.load) for cell in order)) as advance:
+                for cell in order:
                     if self.settings.minutes is not None and time.monotonic() > started + 60 * self.settings.minutes:
                         break
                     try:
-                        self.measure(turn, advance)
+                        self.measure(cell, advance)
                     finally:
                         self._save(why)
             why = OUT_OF_TIME
@@ -150,7 +132,7 @@ class BenchRun(ABC):
         missing = order[len(self.cells) :]
         notes = self.notes
         if missing or self.interrupted:
-            named = [str(turn) for turn in missing[:_NAMED]]
+            named = [cell_name(cell) for cell in missing[:_NAMED]]
             more = [f"and {len(missing) - _NAMED} more"] if len(missing) > _NAMED else []
             told = f"; not measured: {'; '.join([*named, *more])}" if missing else ""
             notes.append(f"{why}: {len(self.cells)} of {len(order)} cells were begun{told}")

@@ -9,13 +9,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from fledge.bench.load.acceptance import tally_between
 from fledge.bench.load.client import StreamedAnswer, ask
 from fledge.bench.load.servers import PATHS, Endpoint, RemoteServer, ServerSpec, connect
-from fledge.bench.run import BenchRun, CellTurn, RunSettings
+from fledge.bench.run import BenchRun, RunSettings, cell_name
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.results import Cell, Load, RequestRecord, Results, Tally, turn_name
@@ -107,7 +107,7 @@ class CellRun:
 
     settings: ServeSettings
     server: RemoteServer
-    turn: CellTurn
+    cell: Cell  # yet without requests
     prompts: Sequence[Prompt]
     arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
     advance: Callable[[], None] = lambda: None  # after each prompt
@@ -125,9 +125,9 @@ class CellRun:
         before = await self.server.counters() if reads_counters else None
         self._begun = time.perf_counter()
         async with lag_watched(self.late), asyncio.TaskGroup() as group:
-            if self.turn.load.concurrency is not None:
+            if self.cell.load.concurrency is not None:
                 waiting = iter(self.prompts)
-                for _ in range(min(self.turn.load.concurrency, len(self.prompts))):
+                for _ in range(min(self.cell.load.concurrency, len(self.prompts))):
                     group.create_task(self._work(waiting))
             else:  # each prompt at its time, whatever became of the ones before
                 for prompt, due in zip(self.prompts, self.arrivals, strict=True):
@@ -213,12 +213,13 @@ class CellRun:
             remarks.insert(0, f"{expected - good} of {expected} requests failed: {'; '.join(shown)}")
         if lag_ms(self.late) > TOO_LATE_MS:
             remarks.append(LAGGED)
-        return self.turn.cell(
+        return replace(
+            self.cell,
             seconds=self._last - self._begun - records[0].sent if records else 0.0,  # failed ones took their time too
-            requests=records,
+            requests=tuple(records),
             status="complete" if good == expected else "partial" if good else "failed",
             note="; ".join(remarks) or None,
-            tally=self._acceptance,
+            acceptance=self._acceptance,
         )
 
 
@@ -263,45 +264,45 @@ class ServeRun(BenchRun):
             self._servers[spec.name] = server = self._loop.run(connect(spec))
             self.contenders.append(server.contender())
 
-    def measure(self, turn: CellTurn, advance: Advance) -> None:
-        self._loop.run(self._measure(turn, advance))
+    def measure(self, cell: Cell, advance: Advance) -> None:
+        self._loop.run(self._measure(cell, advance))
 
-    async def _measure(self, turn: CellTurn, advance: Advance) -> None:
-        server, seed = self._servers[turn.contender], self.settings.seed or 0
-        count = self.settings.prompts_for(turn.load)
-        label = f"{turn} of {self.settings.repeats}"
+    async def _measure(self, cell: Cell, advance: Advance) -> None:
+        server, seed = self._servers[cell.contender], self.settings.seed or 0
+        workload = next(one for one in self.settings.workloads if one.name == cell.workload)
+        count = self.settings.prompts_for(cell.load)
+        label = f"{cell_name(cell)} of {self.settings.repeats}"
         if server.dead is None:
             advance(0, note=label)
-            await self._warm_up(server, turn)
+            await self._warm_up(server, cell, workload)
         if server.dead is not None:
-            self.cells.append(turn.cell(0.0, (), "failed", f"not measured: {server.dead}"))
-            advance(count, note=f"{turn.contender} is dead")
+            self.cells.append(replace(cell, status="failed", note=f"not measured: {server.dead}"))
+            advance(count, note=f"{cell.contender} is dead")
             return
-        prompts = chosen(turn.workload, count, seed)
-        cell = CellRun(settings=self.settings, server=server, turn=turn, prompts=prompts)
-        cell.advance = lambda: advance(note=label)
-        if (rate := turn.load.rate) is not None:
-            cell.arrivals = arrival_times(count, rate, seed=f"{seed}/{turn.workload.name}/{rate}/{turn.repeat}")
+        run = CellRun(settings=self.settings, server=server, cell=cell, prompts=chosen(workload, count, seed))
+        run.advance = lambda: advance(note=label)
+        if (rate := cell.load.rate) is not None:
+            run.arrivals = arrival_times(count, rate, seed=f"{seed}/{cell.workload}/{rate}/{cell.repeat}")
         try:
-            await cell.run()
-            if cell.finished < count:  # it died
-                advance(count - cell.finished, note=label)
+            await run.run()
+            if run.finished < count:  # it died
+                advance(count - run.finished, note=label)
         finally:
-            result = cell.result()
+            result = run.result()
             self.cells.append(result)
             if result.note is not None:
                 self.progress.say(f"{label}: {result.note}")
 
-    async def _warm_up(self, server: RemoteServer, turn: CellTurn) -> None:
+    async def _warm_up(self, server: RemoteServer, cell: Cell, workload: Workload) -> None:
         """Before a server's first cell of a load: graphs, compilers, allocators, connections. Failures show later."""
-        count = self.settings.warmup_for(turn.load)
-        key = (turn.contender, turn.workload.name, turn.load)
+        count = self.settings.warmup_for(cell.load)
+        key = (cell.contender, cell.workload, cell.load)
         if not count or key in self._warm:
             return
         self._warm.add(key)
-        turn = turn._replace(load=Load(concurrency=min(count, turn.load.concurrency or count)))
-        prompts = chosen(turn.workload, count, (self.settings.seed or 0) + 1)  # others than are measured next
-        await CellRun(settings=self.settings, server=server, turn=turn, prompts=prompts).run()
+        cell = replace(cell, load=Load(concurrency=min(count, cell.load.concurrency or count)))
+        prompts = chosen(workload, count, (self.settings.seed or 0) + 1)  # others than are measured next
+        await CellRun(settings=self.settings, server=server, cell=cell, prompts=prompts).run()
 
 
 def arrival_times(count: int, rate: float, *, seed: str) -> list[float]:

@@ -65,13 +65,9 @@ class RemoteServer:
 
     def contender(self) -> Contender:
         url = split_url(self.spec.url)
-        return Contender(
-            name=self.spec.name,
-            kind="server",
-            target=self.model,
-            url=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl(),  # without a password
-            versions={self.family: self.version},
-        )
+        shown = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()  # without a password
+        versions = {self.family: self.version}
+        return Contender(name=self.spec.name, kind="server", target=self.model, url=shown, versions=versions)
 
     def body(self, messages: Sequence[Mapping[str, Any]], endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
         """The JSON of a request; what the user adds comes last."""

@@ -14,8 +14,6 @@ from fledge.errors import ConfigError
 if TYPE_CHECKING:
     from fledge.bench.load.servers import ServerSpec
 
-SECRETS = ("--api-key", "--header")
-
 
 @options("bench serve")
 def serve(
@@ -127,13 +125,5 @@ def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
     """The command line as others may see it: no keys, no headers, no passwords in addresses."""
-    shown: list[str] = []
-    for i, argument in enumerate(arguments):
-        option, equals, _ = argument.partition("=")
-        if option in SECRETS and equals:
-            shown.append(f"{option}=...")
-        elif i and arguments[i - 1] in SECRETS:
-            shown.append("...")
-        else:
-            shown.append(re.sub(r"(?<=://)[^/@]*@", "", argument))
-    return shown
+    text = re.sub(r"(?<=://)[^/@\0]*@", "", "\0".join(arguments))
+    return re.sub(r"(?<=\0)(--api-key|--header)([=\0])[^\0]*", r"\1\2...", text).split("\0")

@@ -255,10 +255,8 @@ def fetch(source: str) -> Path:
 def _chosen(source: str, files: Sequence[str], pattern: str | None) -> str:
     """The one file that is meant: of all that can be read, those of a test split before others."""
     found = [name for name in files if name.endswith(SUFFIXES) and "/." not in f"/{name}"]
-    if pattern is not None:
-        found = fnmatch.filter(found, pattern)
-    tests = [name for name in found if "test" in Path(name).name]
-    found = tests or found
+    found = fnmatch.filter(found, pattern or "*")
+    found = [name for name in found if "test" in Path(name).name] or found
     if len(found) == 1:
         return found[0]
     if not found:

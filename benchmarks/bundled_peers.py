@@ -27,8 +27,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from fledge.bench.engines import Models, contenders, draft_modes, load_models, make_engine, titles
-from fledge.bench.offline import ClosedLoop, cycled, token_digest
+from fledge.bench.offline import (
+    ClosedLoop,
+    Models,
+    contenders,
+    cycled,
+    draft_modes,
+    load_models,
+    make_engine,
+    titles,
+    token_digest,
+)
 from fledge.bench.summary import Summary
 from fledge.bench.tables import print_results
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve

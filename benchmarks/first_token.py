@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fledge.bench.engines import contenders, draft_modes, load_models, make_engine
+from fledge.bench.offline import contenders, draft_modes, load_models, make_engine
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig

@@ -17,10 +17,9 @@ import sys
 import time
 from typing import Any
 
-from fledge.bench.load.run import CellRun, Health, ServeSettings, lag_ms
+from fledge.bench.load.run import CellRun, ServeSettings, lag_ms
 from fledge.bench.load.servers import ServerSpec, connect
-from fledge.bench.run import CellTurn
-from fledge.evaluation.results import Load
+from fledge.evaluation.results import Cell, Load
 from fledge.evaluation.workloads import Prompt, Workload
 
 GAP = 0.01
@@ -73,12 +72,13 @@ async def measure(url: str, concurrency: int, requests: int, pieces: int) -> dic
     messages = ({"role": "user", "content": "What is measured here is the one who asks. " * 5},)
     prompts = [Prompt(id=str(i), category="x", messages=messages) for i in range(requests)]
     workload = Workload(name="", prompts=tuple(prompts), source="", licence="")
-    turn = CellTurn(0, workload, Load(concurrency=concurrency), "instant")
+    load = Load(concurrency=concurrency)
+    cell = Cell(contender="instant", workload=workload.name, load=load, repeat=0, seconds=0.0, requests=())
     settings = ServeSettings(
-        servers=(server.spec,), workloads=(workload,), loads=(turn.load,), max_tokens=pieces, stall_seconds=60
+        servers=(server.spec,), workloads=(workload,), loads=(load,), max_tokens=pieces, timeout=60
     )
     for _ in range(2):  # the first is warm-up
-        run = CellRun(settings=settings, server=server, health=Health(), turn=turn, prompts=prompts)
+        run = CellRun(settings=settings, server=server, cell=cell, prompts=prompts)
         begun = time.process_time()
         await run.run()
         spent = time.process_time() - begun

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fledge.bench.inflate import inflate_drafter, inflate_target
-from fledge.bench.shapes import SHAPES
+from fledge.bench.inflate import SHAPES, inflate_drafter, inflate_target
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target

@@ -8,8 +8,7 @@ import sys
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fledge.bench.rounds import PROMPT_TOKENS, prompted_engine
-from fledge.bench.shapes import make_pair
+from fledge.bench.rounds import PROMPT_TOKENS, make_pair, prompted_engine
 
 ROUNDS = 10
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fledge.bench.shapes import SHAPES
+from fledge.bench.inflate import SHAPES
 from fledge.evaluation.results import read_results
 from tests.command_line import fledge
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair

@@ -12,7 +12,7 @@ import torch
 if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
-from fledge.bench.shapes import make_pair
+from fledge.bench.rounds import make_pair
 from fledge.drift.metrics import judge
 from fledge.drift.replay import replay
 from fledge.drift.segments import Segment

@@ -19,28 +19,69 @@ In float32 the large pair gives the small pair's tokens. In 16 bits the rescaled
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fledge.bench.shapes import SHAPES, empty_model
-from fledge.errors import ConfigError
-from fledge.layers.attention import Attention
-from fledge.layers.config import LayerConfig
-from fledge.layers.mlp import SwiGLU
+from fledge.errors import ConfigError, nearest_name_hint
+from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.layers.norm import RMSNorm
+from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetModel
 
+_Model = TypeVar("_Model", TargetModel, Drafter)
+
 RANDOM_STD = 0.02
 # So small that no norm notices it, and the logits of new ids are below -10^6 while states stay below 10^6.
 SPARE = 2.0**-14
 SPARE_HEAD = -(2.0**60)
+
+
+def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int, vocab: int) -> TargetConfig:
+    layer = LayerConfig(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0),
+    )
+    return TargetConfig(
+        family="llama", layer=layer, num_layers=layers, vocab_size=vocab, max_positions=262144, tied_head=False
+    )
+
+
+SHAPES = {
+    "8b": _shape(4096, 32, 32, 8, 128, 14336, 32000),
+    "3b": _shape(3072, 28, 24, 8, 128, 8192, 32000),
+    "1b": _shape(2048, 16, 32, 8, 64, 8192, 32000),
+    "1b-deep": _shape(2048, 28, 32, 8, 64, 3968, 32000),  # as many weights as 1b, in more layers
+    "120m": _shape(768, 12, 12, 4, 64, 2048, 32000),
+    "29m": _shape(512, 8, 8, 4, 64, 1536, 8192),
+}
+
+
+def shape_named(name: str) -> TargetConfig:
+    if name not in SHAPES:
+        raise ConfigError(f"unknown shape '{name}'.{nearest_name_hint(name, SHAPES)}")
+    return SHAPES[name]
+
+
+def empty_model(make: Callable[[], _Model], dtype: torch.dtype, device: torch.device) -> _Model:
+    """Make a model on `device` whose weights are yet to be filled in."""
+    with torch.device("meta"):
+        model = make()
+    model.to(dtype).to_empty(device=device)
+    model.rope = RotaryEmbedding(model.config.layer.rope, model.config.layer.head_dim).to(device)  # no weights
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +102,24 @@ class LayerMap:
         return torch.cat([half, self.large.head_dim // 2 + half])
 
     @property
+    def groups(self) -> tuple[int, int]:
+        """Query heads for each KV head, of the small layer and of the large one."""
+        return self.small.num_heads // self.small.num_kv_heads, self.large.num_heads // self.large.num_kv_heads
+
+    @property
+    def copies(self) -> int:
+        """Large KV heads that one small KV head's query heads fill."""
+        return -(-self.groups[0] // self.groups[1])
+
+    @property
     def query_heads(self) -> list[int]:
         """The large head of each small query head."""
-        of_small, of_large = _group(self.small), _group(self.large)
-        places = []
-        for head in range(self.small.num_heads):
-            kv, number = divmod(head, of_small)
-            group = kv * _copies(self.small, self.large) + number // of_large
-            places.append(group * of_large + number % of_large)
-        return places
+        of_small, of_large = self.groups
+        heads = (divmod(head, of_small) for head in range(self.small.num_heads))
+        return [(kv * self.copies + number // of_large) * of_large + number % of_large for kv, number in heads]
 
     def kv_rows(self, copy: int) -> Tensor:
-        copies = _copies(self.small, self.large)
-        return self._rows([kv * copies + copy for kv in range(self.small.num_kv_heads)])
+        return self._rows([kv * self.copies + copy for kv in range(self.small.num_kv_heads)])
 
     def _rows(self, heads: list[int]) -> Tensor:
         return torch.cat([head * self.large.head_dim + self.dims for head in heads])
@@ -86,30 +132,24 @@ class LayerMap:
         for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             if hasattr(small, norm):
                 self.fill_norm(getattr(large, norm), getattr(small, norm))
-        self._fill_attention(large.self_attn, small.self_attn, self.hidden if inputs is None else inputs)
-        self._fill_mlp(large.mlp, small.mlp)
-
-    def _fill_attention(self, large: Attention, small: Attention, inputs: Tensor) -> None:
-        old, new, config = small.qkv_proj.weight, large.qkv_proj.weight, self.small
-        query, key, value = torch.split(old, [config.query_size, config.kv_size, config.kv_size])
-        width, query_rows = self.large.head_dim, self._rows(self.query_heads)
+        inputs = self.hidden if inputs is None else inputs
+        new, config, width = large.self_attn.qkv_proj.weight, self.small, self.large.head_dim
+        query, key, value = small.self_attn.qkv_proj.weight.split([config.query_size, config.kv_size, config.kv_size])
         for head in self.query_heads:
             new[head * width : (head + 1) * width] = 0  # dimensions that the small head has not must not be compared
         # The scale makes up for that of the larger head's softmax.
+        query_rows = self._rows(self.query_heads)
         _put(new, query_rows, inputs, query, math.sqrt(width / config.head_dim))
-        for copy in range(_copies(self.small, self.large)):
+        for copy in range(self.copies):
             _put(new, self.large.query_size + self.kv_rows(copy), inputs, key)
             _put(new, self.large.query_size + self.large.kv_size + self.kv_rows(copy), inputs, value)
-        large.o_proj.weight.zero_()
-        _put(large.o_proj.weight, self.hidden, query_rows, small.o_proj.weight)
-
-    def _fill_mlp(self, large: SwiGLU, small: SwiGLU) -> None:
-        rows = torch.arange(self.small.intermediate_size)
-        gate, up = small.gate_up_proj.weight.chunk(2)
-        _put(large.gate_up_proj.weight, rows, self.hidden, gate)
-        _put(large.gate_up_proj.weight, self.large.intermediate_size + rows, self.hidden, up)
-        large.down_proj.weight.zero_()
-        _put(large.down_proj.weight, self.hidden, rows, small.down_proj.weight)
+        mlp_rows = torch.arange(config.intermediate_size)
+        for number, part in enumerate(small.mlp.gate_up_proj.weight.chunk(2)):
+            rows = number * self.large.intermediate_size + mlp_rows
+            _put(large.mlp.gate_up_proj.weight, rows, self.hidden, part)
+        silence(large)
+        _put(large.self_attn.o_proj.weight, self.hidden, query_rows, small.self_attn.o_proj.weight)
+        _put(large.mlp.down_proj.weight, self.hidden, mlp_rows, small.mlp.down_proj.weight)
 
     def fill_norm(self, large: RMSNorm, small: RMSNorm, inputs: Tensor | None = None) -> None:
         """`inputs`: where the small norm's dimensions lie, if they are not the first."""
@@ -118,130 +158,116 @@ class LayerMap:
         large.weight[self.hidden if inputs is None else inputs] = _like(scaled, large.weight)
 
 
+def silence(layer: Any) -> None:
+    """Let a layer add nothing to the stream."""
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+
+
+def _refuse(condition: object, message: str) -> None:
+    if condition:
+        raise ConfigError(f"inflate: {message}")
+
+
 def _large_layer(small: LayerConfig, shape: LayerConfig, *, constant: float = 0.0) -> LayerConfig:
     """The shape's layer with the small one's rotation and eps. Raises ConfigError if the small one does not fit in.
 
     `constant` is in one more dimension of the stream: what it adds to the mean of squares is taken off eps.
     """
-    if small.qk_norm or small.qkv_bias or small.output_bias or small.mlp_bias:
-        raise ConfigError("inflate: layers with biases or with norms on queries and keys cannot be enlarged")
-    if shape.head_dim % small.head_dim:
-        raise ConfigError(
-            f"inflate: heads of {small.head_dim} dimensions cannot become heads of {shape.head_dim}: "
-            "only a multiple has the same rotary frequencies among its own"
-        )
-    if shape.head_dim > small.head_dim and small.rope.type == "yarn":
-        raise ConfigError("inflate: yarn's frequencies depend on the head's size; heads cannot grow with it")
+    biased = small.qk_norm or small.qkv_bias or small.output_bias or small.mlp_bias
+    _refuse(biased, "layers with biases or with norms on queries and keys cannot be enlarged")
+    _refuse(
+        shape.head_dim % small.head_dim,
+        f"heads of {small.head_dim} dimensions cannot become heads of {shape.head_dim}: "
+        "only a multiple has the same rotary frequencies among its own",
+    )
+    stretched = shape.head_dim > small.head_dim and small.rope.type == "yarn"
+    _refuse(stretched, "yarn's frequencies depend on the head's size; heads cannot grow with it")
     for name in ("hidden_size", "intermediate_size"):
         has, most = getattr(small, name), getattr(shape, name)
-        if has > most:
-            raise ConfigError(f"inflate: {name} is {has}, more than the {most} of the shape")
-    if _copies(small, shape) * small.num_kv_heads > shape.num_kv_heads:
-        raise ConfigError(
-            f"inflate: {small.num_heads} query heads on {small.num_kv_heads} KV heads do not fit into "
-            f"{shape.num_heads} on {shape.num_kv_heads}"
-        )
+        _refuse(has > most, f"{name} is {has}, more than the {most} of the shape")
+    _refuse(
+        LayerMap(small=small, large=shape).copies * small.num_kv_heads > shape.num_kv_heads,
+        f"{small.num_heads} query heads on {small.num_kv_heads} KV heads do not fit into "
+        f"{shape.num_heads} on {shape.num_kv_heads}",
+    )
     eps = (small.norm_eps * small.hidden_size - constant**2) / shape.hidden_size
     return replace(shape, norm_eps=eps, rope=small.rope)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetPlan:
+def target_config(
+    small: TargetConfig, shape: TargetConfig, dtype: torch.dtype, *, pad_vocab: bool = True
+) -> TargetConfig:
     """What an enlarged target will be."""
+    other = small.family != "llama" or small.sliding_windows
+    _refuse(other, f"the target is of family '{small.family}'; only llama can be enlarged")
+    _refuse(
+        small.num_layers > shape.num_layers,
+        f"the target has {small.num_layers} layers, more than the {shape.num_layers} of the shape; "
+        f"shapes with enough: {', '.join(n for n, s in SHAPES.items() if s.num_layers >= small.num_layers)}",
+    )
+    # float16 ends at 65,504, far too low for what the head's new rows need.
+    room = shape.hidden_size > small.hidden_size and dtype != torch.float16
+    vocab = max(small.vocab_size, shape.vocab_size) if pad_vocab and room else small.vocab_size
+    return replace(
+        shape,
+        layer=_large_layer(small.layer, shape.layer, constant=SPARE if vocab > small.vocab_size else 0.0),
+        vocab_size=vocab,
+        max_positions=small.max_positions,
+        tied_head=False,
+        dtype=str(dtype).removeprefix("torch."),
+        bos_id=small.bos_id,
+        eos_ids=small.eos_ids,
+    )
 
-    small: TargetConfig
-    large: TargetConfig
-    seed: int
 
-    @classmethod
-    def of(
-        cls, small: TargetConfig, shape: TargetConfig, dtype: torch.dtype, *, pad_vocab: bool = True, seed: int = 0
-    ) -> "TargetPlan":
-        if small.family != "llama" or small.sliding_windows:
-            raise ConfigError(f"inflate: the target is of family '{small.family}'; only llama can be enlarged")
-        if small.num_layers > shape.num_layers:
-            raise ConfigError(
-                f"inflate: the target has {small.num_layers} layers, more than the {shape.num_layers} of the shape; "
-                f"shapes with enough: {', '.join(n for n, s in SHAPES.items() if s.num_layers >= small.num_layers)}"
-            )
-        # float16 ends at 65,504, far too low for what the head's new rows need.
-        room = shape.hidden_size > small.hidden_size and dtype != torch.float16
-        vocab = max(small.vocab_size, shape.vocab_size) if pad_vocab and room else small.vocab_size
-        constant = SPARE if vocab > small.vocab_size else 0.0
-        large = replace(
-            shape,
-            layer=_large_layer(small.layer, shape.layer, constant=constant),
-            vocab_size=vocab,
-            max_positions=small.max_positions,
-            tied_head=False,
-            dtype=str(dtype).removeprefix("torch."),
-            bos_id=small.bos_id,
-            eos_ids=small.eos_ids,
-        )
-        return cls(small=small, large=large, seed=seed)
+def layer_places(small: TargetConfig, large: TargetConfig) -> list[int]:
+    """The large layer that does what each small one does, and has its input: spread evenly, so that depths stay
+    comparable. The last is that of the output.
+    """
+    return [layer * large.num_layers // small.num_layers for layer in range(small.num_layers + 1)]
 
-    @property
-    def map(self) -> LayerMap:
-        return LayerMap(small=self.small.layer, large=self.large.layer)
 
-    @property
-    def places(self) -> list[int]:
-        """The large layer that does what each small one does, and has its input: spread evenly, so that depths stay
-        comparable. The last is that of the output.
-        """
-        count = self.small.num_layers
-        return [layer * self.large.num_layers // count for layer in range(count + 1)]
+def inflate_target(
+    small: TargetModel,
+    shape: TargetConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    pad_vocab: bool = True,
+    seed: int = 0,
+    take_layer: Callable[[int, nn.Module], None] | None = None,
+) -> TargetModel:
+    """Return `small` at the size of `shape`, built on `device` without a second copy.
 
-    def fill_layer(self, large: Any, index: int, small: TargetModel) -> None:
-        """Make `large` layer `index` of the large target. Its old values do not matter."""
-        _randomise(large, self.seed * 1000 + index)
-        if index in self.places:
-            self.map.fill_block(large, small.layers[self.places.index(index)])
-        else:
-            large.self_attn.o_proj.weight.zero_()
-            large.mlp.down_proj.weight.zero_()
-
-    def fill_ends(self, large: TargetModel, small: TargetModel) -> None:
-        """Embedding and head [vocab, hidden], and the final norm."""
-        embedding, norm, head = large.embed_tokens.weight, large.norm, large.lm_head.weight
-        vocab, width = small.embed_tokens.weight.shape
+    `take_layer` is for who writes a model that memory cannot hold: it gets each layer, which is then let go.
+    """
+    config = target_config(small.config, shape, dtype, pad_vocab=pad_vocab)
+    large = empty_model(lambda: TargetModel(config), dtype, device)
+    place = LayerMap(small=small.config.layer, large=config.layer)
+    sources = {index: i for i, index in enumerate(layer_places(small.config, config)[:-1])}
+    embedding, norm, head = large.embed_tokens.weight, large.norm, large.lm_head.weight
+    vocab, width = small.embed_tokens.weight.shape
+    with torch.no_grad():
         embedding.zero_()
         embedding[:vocab, :width] = _like(small.embed_tokens.weight, embedding)
-        _random_matrix(head, self.seed * 1000 + 998)
+        _random_matrix(head, seed * 1000 + 998)
         head[:vocab, :width] = _like(small.lm_head.weight, head)
-        self.map.fill_norm(norm, small.norm)
-        if self.large.vocab_size > self.small.vocab_size:
+        place.fill_norm(norm, small.norm)
+        if config.vocab_size > vocab:
             embedding[:, width] = SPARE
             norm.weight[width] = 1
             head[:vocab, width] = 0
             head[vocab:, width] = SPARE_HEAD
-
-
-def inflate_target(
-    small: TargetModel, shape: TargetConfig, dtype: torch.dtype, device: torch.device, *, seed: int = 0
-) -> TargetModel:
-    """Return `small` at the size of `shape`, built on `device` without a second copy."""
-    plan = TargetPlan.of(small.config, shape, dtype, seed=seed)
-    large = empty_model(lambda: TargetModel(plan.large), dtype, device)
-    with torch.no_grad():
         for index, layer in enumerate(large.layers):
-            plan.fill_layer(layer, index, small)
-        plan.fill_ends(large, small)
-    return large.eval().requires_grad_(False)
-
-
-def inflate_drafter(
-    small: Drafter, small_target: TargetModel, large_target: TargetModel, *, shape: TargetConfig, seed: int = 0
-) -> Drafter:
-    """Return the drafter of `small_target` for `large_target`, which `inflate_target` made of it."""
-    config = drafter_config(small.config, small_target.config, large_target.config, shape)
-    weight = large_target.embed_tokens.weight
-    large = empty_model(lambda: build(config), weight.dtype, weight.device)
-    assert isinstance(large, Eagle3Drafter)
-    assert isinstance(small, Eagle3Drafter)
-    with torch.no_grad():
-        _fill_drafter(large, small, seed)
-    large.share_with(large_target)
+            _randomise(layer, seed * 1000 + index)
+            if index in sources:
+                place.fill_block(layer, small.layers[sources[index]])
+            else:
+                silence(layer)
+            if take_layer is not None:
+                take_layer(index, layer)
+                layer.to("meta")
     return large.eval().requires_grad_(False)
 
 
@@ -249,14 +275,14 @@ def drafter_config(
     small: DrafterConfig, small_target: TargetConfig, large_target: TargetConfig, shape: TargetConfig
 ) -> DrafterConfig:
     """A drafter with one layer of the shape (or as many as the small one has), for the enlarged target."""
-    if small.architecture is not Architecture.EAGLE3:
-        raise ConfigError("inflate: the drafter is EAGLE-1; only EAGLE-3 and EAGLE-3.1 can be enlarged")
-    if small.hidden_size != small.target_hidden_size or small.aux_layer_ids is None:
-        raise ConfigError(
-            f"inflate: the drafter is {small.hidden_size} wide and its target {small.target_hidden_size}; "
-            "only a drafter as wide as its target can be enlarged"
-        )
-    places = TargetPlan(small=small_target, large=large_target, seed=0).places
+    is_eagle1 = small.architecture is not Architecture.EAGLE3
+    _refuse(is_eagle1, "the drafter is EAGLE-1; only EAGLE-3 and EAGLE-3.1 can be enlarged")
+    _refuse(
+        small.hidden_size != small.target_hidden_size or small.aux_layer_ids is None,
+        f"the drafter is {small.hidden_size} wide and its target {small.target_hidden_size}; "
+        "only a drafter as wide as its target can be enlarged",
+    )
+    places = layer_places(small_target, large_target)
     padded = large_target.vocab_size > small_target.vocab_size
     # A head of its own where rows are repeated; not the whole vocabulary, which would need no map from copies to ids.
     draft_vocab = max(small.draft_vocab_size, (large_target.vocab_size - 1) // 64 * 64)
@@ -267,12 +293,21 @@ def drafter_config(
         draft_vocab_size=draft_vocab if padded else small.draft_vocab_size,
         own_head=small.own_head or padded,
         target_hidden_size=large_target.hidden_size,
-        aux_layer_ids=tuple(places[i] for i in small.aux_layer_ids),
+        aux_layer_ids=tuple(places[i] for i in small.aux_layer_ids or ()),
         dtype=large_target.dtype,
     )
 
 
-def _fill_drafter(large: Eagle3Drafter, small: Eagle3Drafter, seed: int) -> None:
+@torch.no_grad()
+def inflate_drafter(
+    small: Drafter, small_target: TargetModel, large_target: TargetModel, *, shape: TargetConfig, seed: int = 0
+) -> Drafter:
+    """Return the drafter of `small_target` for `large_target`, which `inflate_target` made of it."""
+    config = drafter_config(small.config, small_target.config, large_target.config, shape)
+    weight = large_target.embed_tokens.weight
+    large = empty_model(lambda: build(config), weight.dtype, weight.device)
+    assert isinstance(large, Eagle3Drafter)
+    assert isinstance(small, Eagle3Drafter)
     place = LayerMap(small=small.config.layer, large=large.config.layer)
     width, wide = small.config.hidden_size, large.config.target_hidden_size
     for number, module in enumerate([large.fusion, *large.layers]):
@@ -297,8 +332,7 @@ def _fill_drafter(large: Eagle3Drafter, small: Eagle3Drafter, seed: int) -> None
         place.fill_block(large_layer, small_layer, both if number == 0 else None)
     if large.embed_tokens is not None and small.embed_tokens is not None:
         large.embed_tokens.weight.zero_()
-        kept = large.embed_tokens.weight[: small.config.vocab_size, :width]
-        kept.copy_(_like(small.embed_tokens.weight, kept))
+        large.embed_tokens.weight[: small.config.vocab_size, :width] = small.embed_tokens.weight
     if large.lm_head is not None and small.lm_head is not None:
         # Every row of the small head as often as there is room, and the draft vocabulary likewise, ascending.
         rows, small_rows = large.config.draft_vocab_size, small.config.draft_vocab_size
@@ -308,16 +342,8 @@ def _fill_drafter(large: Eagle3Drafter, small: Eagle3Drafter, seed: int) -> None
         if large.vocabulary is not None:
             ids = source if small.vocabulary is None else small.vocabulary.target_ids[source]
             large.vocabulary.d2t.copy_(ids - torch.arange(rows, device=ids.device))
-
-
-def _group(config: LayerConfig) -> int:
-    """Query heads for each KV head."""
-    return config.num_heads // config.num_kv_heads
-
-
-def _copies(small: LayerConfig, large: LayerConfig) -> int:
-    """Large KV heads that one small KV head's query heads fill."""
-    return -(-_group(small) // _group(large))
+    large.share_with(large_target)
+    return large.eval().requires_grad_(False)
 
 
 def _like(values: Tensor, other: Tensor) -> Tensor:

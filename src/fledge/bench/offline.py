@@ -1,33 +1,178 @@
 """Our engine without HTTP: with and without drafters, at several depths and concurrencies, in turns.
 
 A closed loop: so many requests are in flight at all times, and when one ends the next prompt joins, as in a server that
-is never idle. All contenders share the same weights.
+is never idle. All contenders share the target's weights; each has its own drafter, way to draft and KV pool.
 """
 
 import hashlib
 import itertools
+import re
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from fledge.bench.engines import DraftMode, Models, contenders, graph_sizes, load_models, make_engine
-from fledge.bench.run import INTERRUPTED, BenchRun, CellTurn, RunSettings
+import torch
+
+from fledge.bench.inflate import inflate_drafter, inflate_target, shape_named
+from fledge.bench.run import INTERRUPTED, BenchRun, RunSettings, cell_name
+from fledge.checkpoints.contract import INFLATED
+from fledge.checkpoints.drafter import load_drafter
+from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
-from fledge.engine.config import EngineConfig
+from fledge.devices import choose_device, choose_dtype
+from fledge.engine.config import DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import DeadEngineError, Engine
+from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError
-from fledge.evaluation.results import RequestRecord, Status, tally_triples
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Status, tally_triples
 from fledge.evaluation.workloads import Prompt, spread, tokenised
+from fledge.files import read_json
+from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.variants import name_of
+from fledge.models.target.decoder import TargetModel
 from fledge.progress import Advance
+from fledge.version import __version__
 
+NO_SPECULATION = "no speculation"
+MAX_CONTENDERS = 24  # each has a KV pool, and on a GPU its graphs
+DraftMode = Mapping[str, Any]  # a --speculative-config without its model: a chain, a tree, or depths by batch size
 INFLATED_NOTE = (
     "Inflated to the shape {shape}: cost is that of the shape, text and acceptance are those of the small pair. Much "
     "of what is multiplied is zero, which draws less power than trained weights would. In 16 bits the rescaled weights "
     "are rounded anew, so answers may differ from the small pair's."
 )
+
+
+def draft_modes(depths: Sequence[int], trees: str, schedules: Sequence[str]) -> list[DraftMode]:
+    """Chains of all depths, then trees ("4x16,8x32") at each, then depths by running requests ("1-4:5,5-64:3")."""
+    modes: list[DraftMode] = [{"num_speculative_tokens": depth} for depth in depths]
+    shapes = parse_trees(trees)
+    modes += [{"num_speculative_tokens": depth, **shape} for shape in shapes for depth in depths]
+    for text in schedules:
+        rows = parse_schedule(text)
+        deepest = max([1, *(depth for *_, depth in rows)])
+        modes.append({"num_speculative_tokens": deepest, "num_speculative_tokens_per_batch_size": rows})
+    for mode in modes:
+        SpeculativeConfig.from_dict({"model": "any", **mode})  # raises for what no engine could do
+    return modes
+
+
+def parse_trees(text: str) -> list[DraftMode]:
+    """Read "4x16,8x32": width and budget of each; a width alone has the usual budget."""
+    found = _numbers("tree", text, r"(\d+)(?:x(\d+))?", "WIDTH or WIDTHxNODES, such as 4x16")
+    return [{"tree_width": width, "tree_budget": budget or DEFAULT_TREE_BUDGET} for width, budget in found]
+
+
+def parse_schedule(text: str) -> list[list[int]]:
+    """Read "1-4:5,5-64:3": rows of first and last number of running requests, and the depth for them."""
+    found = _numbers("schedule", text, r"(\d+)(?:-(\d+))?:(\d+)", "FIRST-LAST:DEPTH, such as 1-4:5")
+    rows = [[first, last or first, depth] for first, last, depth in found]
+    if any(first > last for first, last, _ in rows):
+        raise ConfigError(f"--schedule: found {text!r}, expected last numbers that are not below the first")
+    return rows
+
+
+def _numbers(option: str, text: str, pattern: str, expected: str) -> list[list[int]]:
+    """The numbers in each part of a list with commas; 0 for what a part leaves out."""
+    numbers = []
+    for part in filter(None, text.split(",")):
+        if (found := re.fullmatch(pattern, part)) is None:
+            raise ConfigError(f"--{option}: found {part!r}, expected {expected}")
+        numbers.append([int(one or 0) for one in found.groups()])
+    return numbers
+
+
+def mode_name(mode: DraftMode) -> str:
+    """Write "K=3", "K=3 tree 4x16" or "K=5@1-4,3@5-64"."""
+    if rows := mode.get("num_speculative_tokens_per_batch_size"):
+        return "K=" + ",".join(f"{depth}@{first}-{last}" for first, last, depth in rows)
+    tree = f" tree {mode['tree_width']}x{mode['tree_budget']}" if "tree_width" in mode else ""
+    return f"K={mode['num_speculative_tokens']}{tree}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """A target and its drafters, by the names they were given."""
+
+    target: TargetModel
+    drafters: Mapping[str, Drafter]
+    eos_ids: tuple[int, ...]
+    inflated: str | None = None  # the shape they were enlarged to, here or before
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Of the target, and of each drafter what is its own."""
+        own = set(self.target.parameters())
+        drafters = {name: {*one.parameters()} - own for name, one in self.drafters.items()}
+        return {name: sum(p.numel() for p in several) for name, several in {"target": own, **drafters}.items()}
+
+
+def load_models(
+    target: str, drafters: Sequence[str], *, dtype: str, device: str, inflate: str | None, seed: int = 0
+) -> Models:
+    """Load each once, and enlarge them on the device if asked to."""
+    directory, place = resolve(target), choose_device(device)
+    precision = choose_dtype(dtype) or (torch.float32 if place.type == "cpu" else None)
+    if inflate is None:
+        model = load_target(directory, dtype=precision, device=place)
+        loaded = {name: load_drafter(resolve(name), model) for name in drafters}
+    else:
+        shape = shape_named(inflate)
+        small = load_target(directory)
+        model = inflate_target(small, shape, precision or torch.bfloat16, place, seed=seed)
+        loaded = {
+            name: inflate_drafter(load_drafter(resolve(name), small), small, model, shape=shape, seed=seed)
+            for name in drafters
+        }
+    own = getattr(load_tokenizer(directory), "eos_token_id", None)
+    eos_ids = tuple(sorted({*model.config.eos_ids, *(() if own is None else (own,))}))
+    label = (read_json(directory / "config.json") or {}).get(INFLATED) or {"shape": None}
+    inflated = inflate or label["shape"]
+    return Models(target=model.requires_grad_(False), drafters=loaded, eos_ids=eos_ids, inflated=inflated)
+
+
+def contenders(models: Models, target: str, modes: Sequence[DraftMode]) -> list[Contender]:
+    """No speculation first, then every drafter in every mode."""
+    versions = {"fledge": __version__}
+    plain = Contender(name=NO_SPECULATION, kind="fledge", target=target, inflated=models.inflated, versions=versions)
+    found = [
+        replace(plain, name=f"{title} {mode_name(mode)}", drafter=name, speculation={"model": name, **mode})
+        for name, title in titles(models).items()
+        for mode in modes
+    ]
+    if len(found) >= MAX_CONTENDERS:
+        many = f"{len(found) + 1} contenders are too many for one run, at most {MAX_CONTENDERS}"
+        raise ConfigError(f"{many}: give fewer drafters, depths or trees")
+    return [plain, *found]
+
+
+def titles(models: Models) -> dict[str, str]:
+    """What each drafter is called: its variant, or its own name where two are of one variant."""
+    variants = {name: name_of(drafter.config) for name, drafter in models.drafters.items()}
+    times = Counter(variants.values())
+    return {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
+
+
+def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:
+    """An engine on the shared weights, its graphs captured for `batch_sizes`; others are padded to the next of them."""
+    config, drafter = replace(base, cudagraph_capture_sizes=tuple(batch_sizes)), None
+    if contender.drafter is not None and contender.speculation is not None:
+        drafter = models.drafters[contender.drafter]
+        config = replace(config, speculative_config=SpeculativeConfig.from_dict(contender.speculation))
+    engine = LLMEngine(models.target, drafter, config)
+    engine.warm_up()
+    return engine
+
+
+def graph_sizes(concurrencies: Sequence[int]) -> list[int]:
+    """Powers of two up to the largest, and what will run: capturing every size would take longer than measuring."""
+    largest = max(concurrencies)
+    return sorted({*concurrencies, *(2**i for i in range(largest.bit_length()) if 2**i <= largest)})
 
 
 @dataclass(kw_only=True)
@@ -79,16 +224,16 @@ class ClosedLoop:
         assert metrics is not None
         if error is None and last.finish_reason not in ("stop", "length"):
             error = self.failure or f"ended with {last.finish_reason}"
-
-        def after(seconds: float | None) -> float | None:
-            """From the start, in microseconds: a run has many thousand of them."""
-            return None if seconds is None else round(metrics.arrived - self.started + seconds, 6)
-
+        # From the start, in microseconds: a run has many thousand of them.
+        sent, first, done = (
+            None if seconds is None else round(metrics.arrived - self.started + seconds, 6)
+            for seconds in (0.0, metrics.time_to_first_token, metrics.seconds)
+        )
         return RequestRecord(
             prompt=prompt.id,
-            sent=round(metrics.arrived - self.started, 6),
-            first_token=after(metrics.time_to_first_token),
-            done=None if error is not None else after(metrics.seconds),
+            sent=sent or 0.0,
+            first_token=first,
+            done=None if error is not None else done,
             prompt_tokens=len(prompt.token_ids),
             output_tokens=len(tokens),
             error=error,
@@ -116,6 +261,8 @@ def cycled(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 class OfflineSettings(RunSettings):
     """What is measured: loads are concurrencies."""
 
+    recorded = (*RunSettings.recorded, "inflate", "dtype", "enforce_eager")
+
     target: str
     drafters: tuple[str, ...]
     modes: tuple[DraftMode, ...]
@@ -132,10 +279,6 @@ class OfflineSettings(RunSettings):
     def concurrencies(self) -> list[int]:
         return [load.concurrency or 1 for load in self.loads]
 
-    def to_dict(self) -> dict[str, Any]:
-        own = {"seed": self.seed, "inflate": self.inflate, "dtype": self.dtype, "enforce_eager": self.enforce_eager}
-        return {**super().to_dict(), **own}
-
 
 @dataclass(kw_only=True)
 class OfflineRun(BenchRun):
@@ -143,14 +286,10 @@ class OfflineRun(BenchRun):
 
     settings: OfflineSettings
     _notes: list[str] = field(default_factory=list)
-    _models: Models | None = None
+    _eos_ids: tuple[int, ...] = ()
     _prompts: dict[str, list[Prompt]] = field(default_factory=dict)  # by workload, with their token ids
     _engines: dict[str, LLMEngine] = field(default_factory=dict)
     _dead: dict[str, str] = field(default_factory=dict)  # contender -> why nothing more is asked of it
-
-    @property
-    def names(self) -> list[str]:
-        return [one.name for one in self.contenders]
 
     @property
     def notes(self) -> list[str]:
@@ -159,7 +298,7 @@ class OfflineRun(BenchRun):
     def prepare(self) -> None:
         settings = self.settings
         self.progress.say(f"loading {settings.target}" + (f" as {settings.inflate}" if settings.inflate else ""))
-        self._models = models = load_models(
+        models = load_models(
             settings.target,
             settings.drafters,
             dtype=settings.dtype,
@@ -167,6 +306,7 @@ class OfflineRun(BenchRun):
             inflate=settings.inflate,
             seed=settings.seed,
         )
+        self._eos_ids = models.eos_ids
         if models.inflated is not None:
             self._notes.append(INFLATED_NOTE.format(shape=models.inflated))
         longest = self._read_prompts(models.target.config.max_positions)
@@ -212,35 +352,31 @@ class OfflineRun(BenchRun):
         """Every engine at every concurrency, a few rounds: kernels are compiled and graphs captured when first met."""
         several = list(itertools.chain.from_iterable(self._prompts.values()))
         with self.progress.task("warm-up", len(self._engines) * len(self.settings.loads)) as advance:
-            for name in self._engines:
-                for concurrency in self.settings.concurrencies:
+            for name, concurrency in itertools.product(self._engines, self.settings.concurrencies):
+                if name not in self._dead:
                     try:
-                        self._loop(name, cycled(several, concurrency), concurrency, max_tokens=16).run()
+                        self._loop(name, several, concurrency, concurrency, max_tokens=16).run()
                     except DeadEngineError as error:
                         self._dead[name] = str(error)
-                        break
-                    advance(note=name)
+                advance(note=name)
 
-    def _loop(self, name: str, prompts: Sequence[Prompt], concurrency: int, max_tokens: int) -> ClosedLoop:
-        assert self._models is not None, "prepared"
+    def _loop(
+        self, name: str, prompts: Sequence[Prompt], count: int, concurrency: int, max_tokens: int | None = None
+    ) -> ClosedLoop:
         settings = self.settings
+        most = min(max_tokens or settings.max_tokens, settings.max_tokens)
         return ClosedLoop(
             engine=self._engines[name],
-            prompts=prompts,
+            prompts=cycled(prompts, count),
             concurrency=concurrency,
-            params=SamplingParams(
-                temperature=settings.temperature,
-                max_tokens=min(max_tokens, settings.max_tokens),
-                ignore_eos=settings.ignore_eos,
-            ),
-            eos_ids=self._models.eos_ids,
+            params=SamplingParams(temperature=settings.temperature, max_tokens=most, ignore_eos=settings.ignore_eos),
+            eos_ids=self._eos_ids,
             seed=settings.seed,
         )
 
-    def measure(self, turn: CellTurn, advance: Advance) -> None:
-        name, count = turn.contender, self.settings.prompts_for(turn.load)
-        prompts = cycled(self._prompts[turn.workload.name], count)
-        loop = self._loop(name, prompts, turn.load.concurrency or 1, self.settings.max_tokens)
+    def measure(self, cell: Cell, advance: Advance) -> None:
+        name, count = cell.contender, self.settings.prompts_for(cell.load)
+        loop = self._loop(name, self._prompts[cell.workload], count, cell.load.concurrency or 1)
         try:
             if name not in self._dead:
                 loop.run()
@@ -259,5 +395,5 @@ class OfflineRun(BenchRun):
             note = loop.failure or (None if requests else self._dead.get(name))
             answered = any(request.error is None for request in requests)
             status: Status = "complete" if note is None else "partial" if answered else "failed"
-            self.cells.append(turn.cell(loop.seconds, requests, status, note))
-        advance(count, note=str(turn))
+            self.cells.append(replace(cell, seconds=loop.seconds, requests=requests, status=status, note=note))
+        advance(count, note=cell_name(cell))

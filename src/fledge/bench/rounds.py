@@ -5,19 +5,32 @@ The engine is driven as `LLM.generate` drives it, scheduler and sampling include
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from fledge.bench.inflate import empty_model, shape_named
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
-from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetModel
 
 PROMPT_TOKENS = 128
 
 Pair = tuple[TargetModel, Drafter]
+
+
+def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> Pair:
+    """Return a random target of the shape `name` and a one-layer EAGLE-3.1 drafter for it."""
+    config = replace(shape_named(name), dtype=str(dtype).removeprefix("torch."))
+    target = empty_model(lambda: TargetModel(config), dtype, device)
+    drafter = empty_model(lambda: build(EAGLE_3_1.config_for(config)), dtype, device)
+    for parameter in (*target.parameters(), *drafter.parameters()):
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() == 2 else torch.nn.init.ones_(parameter)
+    drafter.share_with(target)
+    return target.eval().requires_grad_(False), drafter.eval().requires_grad_(False)
 
 
 def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce_eager: bool) -> dict[str, float]:
@@ -53,30 +66,29 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int) -> dict[str, float]:
 
     def seconds() -> float:
         engine = prompted_engine(pair, 0, prompts, tokens, 1, room=tokens + 64)
-
-        def read() -> None:
-            while engine.has_unfinished:
-                engine.step()
-
-        return _seconds(engine.device, read)
+        return _seconds(engine.device, lambda: _step_while(engine, lambda: engine.has_unfinished))
 
     best = min(seconds() for _ in range(3))
-    return {"seconds": best, "teraflops": prompts * prefill_flops(pair[0].config, tokens) / best / 1e12}
+    # Multiply-adds of the matrices and of causal attention, counted as two operations each.
+    config, layer = pair[0].config, pair[0].config.layer
+    per_token = layer.hidden_size * (2 * layer.query_size + 2 * layer.kv_size + 3 * layer.intermediate_size)
+    flops = config.num_layers * (2 * per_token * tokens + 2 * layer.query_size * tokens**2)
+    return {"seconds": best, "teraflops": prompts * flops / best / 1e12}
 
 
 def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50) -> dict[str, float]:
     """Decode at the end of a context of `tokens` tokens: milliseconds per round, and bytes read per second."""
     engine = prompted_engine(pair, depth, 1, tokens, 900, room=tokens + 1024)
-
-    def read() -> None:
-        while engine.stats().output_tokens == 0:
-            engine.step()
-
-    prefill = _seconds(engine.device, read)
+    prefill = _seconds(engine.device, lambda: _step_while(engine, lambda: engine.stats().output_tokens == 0))
     for _ in range(8):
         engine.step()
     per_round = _seconds(engine.device, engine.step, rounds)
-    size = round_bytes(*pair, tokens, depth)
+    size = 0  # weights and keys and values that a round must read: the target's once, the drafter's `depth` times
+    parts: list[tuple[TargetModel | Drafter, int]] = [(pair[0], 1), (pair[1], depth)]
+    for model, times in parts:
+        weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+        cached = 2 * model.config.num_layers * model.config.layer.kv_size * tokens
+        size += times * (weights + cached * pair[0].lm_head.weight.element_size())
     return {
         "prefill_seconds": prefill,
         "milliseconds": 1e3 * per_round,
@@ -100,25 +112,6 @@ def measure_limits(device: torch.device) -> dict[str, float]:
     }
 
 
-def round_bytes(target: TargetModel, drafter: Drafter, tokens: int, depth: int) -> int:
-    """Weights and keys and values that a round must read: the target's once, the drafter's `depth` times."""
-
-    def read(model: TargetModel | Drafter) -> int:
-        weights = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "embed_tokens" not in n)
-        config = model.config
-        return weights + 2 * config.num_layers * config.layer.kv_size * target.lm_head.weight.element_size() * tokens
-
-    return read(target) + depth * read(drafter)
-
-
-def prefill_flops(config: TargetConfig, tokens: int) -> float:
-    """Multiply-adds of the matrices and of causal attention, counted as two operations each."""
-    layer = config.layer
-    per_token = layer.hidden_size * (2 * layer.query_size + 2 * layer.kv_size + 3 * layer.intermediate_size)
-    attention = 2 * 2 * layer.query_size * tokens * tokens / 2
-    return config.num_layers * (2 * per_token * tokens + attention)
-
-
 def prompted_engine(
     pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, *, room: int, enforce_eager: bool = False
 ) -> LLMEngine:
@@ -140,13 +133,14 @@ def prompted_engine(
     return engine
 
 
+def _step_while(engine: LLMEngine, condition: Callable[[], bool]) -> None:
+    while condition():
+        engine.step()
+
+
 def _seconds(device: torch.device, work: Callable[[], object], times: int = 1) -> float:
     """How long `work` takes on the mean, with what it leaves to the device."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     started = time.perf_counter()
     for _ in range(times):

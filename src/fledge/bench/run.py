@@ -4,14 +4,15 @@ For each repeat, workload and load all contenders take turns, never two at once,
 repeat. Prompts are the same for all.
 """
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, Status, Tally, write_results
+from fledge.evaluation.results import Cell, Contender, Load, Results, Status, write_results
 from fledge.evaluation.workloads import Workload
 from fledge.progress import Advance, Progress
 from fledge.provenance import run_provenance
@@ -26,6 +27,7 @@ class RunSettings:
 
     least_requests: ClassVar[int] = 8
     rounds_of_load: ClassVar[int] = 2  # prompts for each place in flight
+    recorded: ClassVar[tuple[str, ...]] = ("max_tokens", "temperature", "ignore_eos", "repeats", "seed")
 
     workloads: tuple[Workload, ...]
     loads: tuple[Load, ...]
@@ -33,6 +35,7 @@ class RunSettings:
     repeats: int = 3
     max_tokens: int = 128
     temperature: float = 0.0
+    seed: int | None = 0
     ignore_eos: bool = False
     minutes: float | None = None  # no new cell after this
     title: str = ""
@@ -46,48 +49,26 @@ class RunSettings:
     def to_dict(self) -> dict[str, Any]:
         """What results say about how they were made."""
         return {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "ignore_eos": self.ignore_eos,
+            **{name: getattr(self, name) for name in self.recorded},
             "requests": {str(load): self.prompts_for(load) for load in self.loads},
-            "repeats": self.repeats,
             "workloads": [workload.facts for workload in self.workloads],
         }
 
-    def schedule(self, contenders: Sequence[str]) -> list["CellTurn"]:
-        """All cells in the order they are measured."""
-        order: list[CellTurn] = []
+    def schedule(self, contenders: Sequence[str]) -> list[Cell]:
+        """All cells in the order they are measured, yet without requests."""
+        order: list[Cell] = []
         for repeat in range(self.repeats):
             shift = repeat % max(1, len(contenders))
             names = [*contenders[shift:], *contenders[:shift]]
-            order += [CellTurn(repeat, w, load, name) for w in self.workloads for load in self.loads for name in names]
+            order += [
+                Cell(contender=name, workload=workload.name, load=load, repeat=repeat, seconds=0.0, requests=())
+                for workload, load, name in itertools.product(self.workloads, self.loads, names)
+            ]
         return order
 
 
-class CellTurn(NamedTuple):
-    repeat: int
-    workload: Workload
-    load: Load
-    contender: str
-
-    def __str__(self) -> str:
-        return f"{self.contender}, {self.workload.name}, {self.load}, repeat {self.repeat + 1}"
-
-    def cell(
-        self, seconds: float, requests: Sequence[RequestRecord], status: Status, note: str | None, tally: Tally = ()
-    ) -> Cell:
-        """What came of it; the tally where only that of the whole cell is known."""
-        return Cell(
-            contender=self.contender,
-            workload=self.workload.name,
-            load=self.load,
-            repeat=self.repeat,
-            seconds=seconds,
-            requests=tuple(requests),
-            status=status,
-            note=note,
-            acceptance=tally,
-        )
+def cell_name(cell: Cell) -> str:
+    return f"{cell.contender}, {cell.workload}, {cell.load}, repeat {cell.repeat + 1}"
 
 
 @dataclass(kw_only=True)
@@ -113,17 +94,12 @@ class BenchRun(ABC):
         """Make everything ready and fill `contenders`."""
 
     @abstractmethod
-    def measure(self, turn: CellTurn, advance: Advance) -> None:
+    def measure(self, cell: Cell, advance: Advance) -> None:
         """Measure one cell and append it to `cells`, also when that is interrupted; advance by its prompts."""
 
     @property
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Of all that take part, prepared or not; the first is the baseline unless another is named."""
-
-    @property
     def baseline(self) -> str | None:
-        return self.names[0] if self.names else None
+        return self.contenders[0].name if self.contenders else None
 
     @property
     def notes(self) -> list[str]:
@@ -135,13 +111,13 @@ class BenchRun(ABC):
         why = UNFINISHED
         try:
             self.prepare()
-            order = self.settings.schedule(self.names)
-            with self.progress.task("requests", sum(self.settings.prompts_for(turn.load) for turn in order)) as advance:
-                for turn in order:
+            order = self.settings.schedule([one.name for one in self.contenders])
+            with self.progress.task("requests", sum(self.settings.prompts_for(cell.load) for cell in order)) as advance:
+                for cell in order:
                     if self.settings.minutes is not None and time.monotonic() > started + 60 * self.settings.minutes:
                         break
                     try:
-                        self.measure(turn, advance)
+                        self.measure(cell, advance)
                     finally:
                         self._save(why)
             why = OUT_OF_TIME
@@ -151,26 +127,19 @@ class BenchRun(ABC):
         return self._save(why)
 
     def _save(self, why: str) -> Results:
-        results = self.results(why)
-        if self.out is not None and self.contenders:
-            write_results(results, self.out)
-        return results
-
-    def results(self, why: str = UNFINISHED) -> Results:
-        """What is known so far; `why` something may be missing."""
-        order = self.settings.schedule(self.names)
+        """What is known so far, written down; `why` something may be missing."""
+        order = self.settings.schedule([one.name for one in self.contenders])
         missing = order[len(self.cells) :]
         notes = self.notes
         if missing or self.interrupted:
-            note = f"{why}: {len(self.cells)} of {len(order)} cells were begun"
-            if missing:
-                more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-                note += f"; not measured: {'; '.join(map(str, missing[:_NAMED]))}{more}"
-            notes.append(note)
+            named = [cell_name(cell) for cell in missing[:_NAMED]]
+            more = [f"and {len(missing) - _NAMED} more"] if len(missing) > _NAMED else []
+            told = f"; not measured: {'; '.join([*named, *more])}" if missing else ""
+            notes.append(f"{why}: {len(self.cells)} of {len(order)} cells were begun{told}")
         status: Status = "failed" if self.cells and not any(cell.good for cell in self.cells) else "partial"
         if order and not missing and all(cell.status == "complete" for cell in self.cells):
             status = "complete"
-        return Results(
+        results = Results(
             kind=self.kind,
             title=self.settings.title,
             baseline=self.baseline,
@@ -181,3 +150,6 @@ class BenchRun(ABC):
             status=status,
             notes=tuple(dict.fromkeys(notes)),
         )
+        if self.out is not None and self.contenders:
+            write_results(results, self.out)
+        return results

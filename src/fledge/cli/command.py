@@ -8,11 +8,12 @@ import inspect
 import json
 import math
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_origin, get_type_hints
 
 import typer
 
@@ -21,9 +22,10 @@ from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
-    from fledge.bench.summary import Summary
+    from fledge.bench.run import BenchRun
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
+_Settings = TypeVar("_Settings")
 _Number = TypeVar("_Number", int, float)
 INTERRUPTED = 130  # exit status
 
@@ -149,33 +151,36 @@ def leave(status: int, *lines: str) -> NoReturn:
     raise typer.Exit(status)
 
 
-def finish_bench(
-    summary: "Summary",
-    file: Path,
-    *,
-    is_interrupted: bool,
-    failure: str | None,
-    as_json: bool,
-    quiet: bool,
-    more: Mapping[str, Any] | None = None,
-) -> None:
-    """Print what was measured, with `more` in the JSON object, and exit with 130 or 1 where it is not whole."""
+def settings_of(kind: type[_Settings], given: Mapping[str, Any], **own: Any) -> _Settings:
+    """The options of a verb (its `locals()`) that are called as fields of a dataclass, and `own` values, as one."""
+    names = {field.name for field in fields(cast(Any, kind))}
+    return kind(**{name: value for name, value in given.items() if name in names} | own)
+
+
+def run_bench(run: "BenchRun", *, fail_on_errors: bool = True, as_json: bool) -> None:
+    """Measure, print what was measured, and exit with 130 or 1 where it is not whole."""
     from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
 
+    from fledge.bench.summary import Summary  # noqa: PLC0415
     from fledge.bench.tables import print_results  # noqa: PLC0415
+    from fledge.evaluation.results import check_writable  # noqa: PLC0415
 
-    results = summary.results
+    run.out = run.out or Path(time.strftime(f"bench-{run.kind}-%Y%m%d-%H%M%S.json"))
+    check_writable("--out", run.out)
+    results = run.run()
+    summary = Summary(results, results.baseline)
     if as_json:
-        print(json.dumps({"results": str(file), **summary.to_dict(), **(more or {})}, allow_nan=False))
+        best = {"best": [one.to_dict() for one in summary.best_modes]} if run.kind == "offline" else {}
+        print(json.dumps({"results": str(run.out), **summary.to_dict(), **best}, allow_nan=False))
     elif results.cells:
         console = Console(highlight=False)
         print_results(summary, console)
         for line in summary.best_modes:
             console.print(str(line), markup=False, soft_wrap=True)
-    if results.contenders and not quiet:
-        print(f"results: {file}", file=sys.stderr)
-    if is_interrupted:
+    if results.contenders and not run.progress.quiet:
+        print(f"results: {run.out}", file=sys.stderr)
+    if run.interrupted:
         saved = "what was measured is saved" if results.contenders else "nothing was measured"
         leave(INTERRUPTED, f"interrupted; {saved}")
-    if failure is not None:
-        leave(1, f"error: {failure}, see the notes above")
+    if fail_on_errors and any(cell.status != "complete" for cell in results.cells):
+        leave(1, f"error: this run is {results.status}: some requests failed, see the notes above")

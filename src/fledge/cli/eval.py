@@ -6,7 +6,9 @@ from pathlib import Path
 
 import typer
 
-from fledge.cli.command import INTERRUPTED, leave, models, numbers, options
+from fledge.cli.command import INTERRUPTED, leave, models, numbers, options, settings_of
+
+_WIDE = 160  # columns, where no terminal says how many it has
 
 
 @options("eval")
@@ -36,7 +38,7 @@ def evaluate(
     drafter may change. Ctrl-C saves what was measured.
     """
     target, drafters = models(target, drafter)
-    depths, temperatures = numbers("depth", depth, int), numbers("temperature", temperature, float)
+    depths, temperatures = tuple(numbers("depth", depth, int)), tuple(numbers("temperature", temperature, float))
 
     from rich.console import Console  # noqa: PLC0415
 
@@ -50,19 +52,7 @@ def evaluate(
     for option, path in (("--out", out), ("--markdown", markdown)):
         if path is not None:
             check_writable(option, path)
-    settings = EvalSettings(
-        target=target,
-        drafters=drafters,
-        depths=tuple(depths),
-        temperatures=tuple(temperatures),
-        max_tokens=max_tokens,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        sample=sample or None,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-    )
+    settings = settings_of(EvalSettings, locals(), sample=sample or None)
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
     results = run_eval(settings, workloads, Progress(quiet=quiet), out)
     if not results.cells:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,16 +100,9 @@ class AcceptanceMeter:
 
     @cached_property
     def llm(self) -> LLM:
-        settings = self.settings
-        return LLM(
-            settings.target,
-            dtype=settings.dtype,
-            device=settings.device,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            enable_prefix_caching=False,
-            seed=settings.seed,
-        )
+        names = ("dtype", "device", "max_model_len", "max_num_seqs", "seed")
+        options: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
+        return LLM(self.settings.target, enable_prefix_caching=False, **options)
 
     @property
     def dtype(self) -> str:
@@ -151,17 +145,17 @@ class AcceptanceMeter:
         ]
         params = SamplingParams(temperature=temperature, max_tokens=self.settings.max_tokens, seed=self.settings.seed)
         answer_dialogues(self.llm, dialogues, params, least_room=_LEAST_ROOM, advance=advance)
-        turns: list[TargetTurn] = []
-        too_long: list[tuple[str, str]] = []
-        cut_short: list[tuple[str, str]] = []
-        for (workload, prompt), dialogue in zip(asked, dialogues, strict=True):
-            if dialogue.dropped is not None:
-                (cut_short if dialogue.answers else too_long).append((workload, prompt.id))
-            turns += [
-                TargetTurn(workload=workload, category=prompt.category, prompt=prompt.id, **vars(turn))
+        done = [(name, prompt, dialogue) for (name, prompt), dialogue in zip(asked, dialogues, strict=True)]
+        dropped = [((name, prompt.id), one.answers) for name, prompt, one in done if one.dropped is not None]
+        return TargetAnswers(
+            turns=tuple(
+                TargetTurn(workload=name, category=prompt.category, prompt=prompt.id, **vars(turn))
+                for name, prompt, dialogue in done
                 for turn in dialogue.answers
-            ]
-        return TargetAnswers(turns=tuple(turns), too_long=tuple(too_long), cut_short=tuple(cut_short))
+            ),
+            too_long=tuple(which for which, answers in dropped if not answers),
+            cut_short=tuple(which for which, answers in dropped if answers),
+        )
 
     def _first_ids(self, prompt: Prompt) -> Sequence[int]:
         """Of a plain text its beginning."""
@@ -187,15 +181,12 @@ class AcceptanceMeter:
         seconds = time.perf_counter() - started
         drafter = self.llm.drafter
         in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
-        requests, different = [], []
-        for number, (turn, output) in enumerate(zip(turns, outputs, strict=True)):
-            requests.append(request_record(turn.prompt, output, in_draft))
-            answer = output.outputs[0].token_ids
-            if tuple(answer) != turn.answer_token_ids:
-                different.append((number, first_difference(answer, turn.answer_token_ids)))
+        pairs = [
+            (output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in zip(turns, outputs, strict=True)
+        ]
         return Measurement(
-            requests=tuple(requests),
-            different=tuple(different),
+            requests=tuple(request_record(t.prompt, out, in_draft) for t, out in zip(turns, outputs, strict=True)),
+            different=tuple((i, first_difference(*pair)) for i, pair in enumerate(pairs) if tuple(pair[0]) != pair[1]),
             seconds=seconds,
             failure=self.llm.engine.stats().drafter_failure,
         )
@@ -213,13 +204,8 @@ class AcceptanceMeter:
             [[*turns[i].prompt_token_ids, *turns[i].answer_token_ids[:place]] for i, place in places.items()],
             [SamplingParams(temperature=temperature, logprobs=2, max_tokens=1, seed=turns[i].seed) for i in places],
         )
-        clear = set()
-        for number, output in zip(places, outputs, strict=True):
-            (scores,) = output.outputs[0].logprobs or ()
-            (_, best), (_, second) = scores.top[:2]
-            if best - second > self.tie:
-                clear.add(number)
-        return clear
+        best_two = [[score for _, score in (output.outputs[0].logprobs or ())[0].top[:2]] for output in outputs]
+        return {i for i, (best, second) in zip(places, best_two, strict=True) if best - second > self.tie}
 
     def close(self) -> None:
         """Give back the memory."""

@@ -12,7 +12,8 @@ The format is recognised record by record:
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,8 @@ class Conversation:
     @property
     def topic(self) -> str:
         """The first user turn, or a plain text itself: conversations with the same topic count as duplicates."""
-        if self.text is not None:
-            return " ".join(self.text.split())
-        first = next((message["content"] for message in self.messages if message["role"] == "user"), "")
-        return " ".join((first or "").split())
+        asked = (message["content"] for message in self.messages if message["role"] == "user")
+        return " ".join((self.text if self.text is not None else next(asked, "")).split())
 
     @property
     def is_answered(self) -> bool:
@@ -73,9 +72,9 @@ def parse(record: Any, default_category: str) -> Conversation:
         raise BadRecordError(f"found {type(record).__name__}, expected an object")
     category = next((record[k] for k in ("category", "source") if isinstance(record.get(k), str)), default_category)
     if "messages" in record:
-        messages = _messages(record["messages"])
+        messages = _messages("messages", record["messages"])
     elif "conversations" in record:
-        messages = _listed("conversations", record["conversations"], _sharegpt_message)
+        messages = _messages("conversations", record["conversations"])
     elif "prompt" in record:
         answer = record.get("completion", record.get("response"))
         messages = _side(record["prompt"], "user") + (() if answer is None else _side(answer, "assistant"))
@@ -98,53 +97,47 @@ def parse(record: Any, default_category: str) -> Conversation:
 
 def _side(value: Any, role: str) -> tuple[Message, ...]:
     """One side of a pair: text, or messages."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise BadRecordError(f"the {role}'s text is empty")
-        return ({"role": role, "content": value},)
-    return _messages(value)
+    if not isinstance(value, str):
+        return _messages("messages", value)
+    if not value.strip():
+        raise BadRecordError(f"the {role}'s text is empty")
+    return ({"role": role, "content": value},)
 
 
-def _messages(values: Any) -> tuple[Message, ...]:
-    return _listed("messages", values, _message)
-
-
-def _listed(what: str, values: Any, read: Callable[[int, Any], Message]) -> tuple[Message, ...]:
+def _messages(what: str, values: Any) -> tuple[Message, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise BadRecordError(f"{what}: expected a list that is not empty")
-    return tuple(read(number, value) for number, value in enumerate(values))
+    messages = []
+    for number, value in enumerate(values):
+        try:
+            if not isinstance(value, Mapping):
+                raise BadRecordError(f"found {type(value).__name__}, expected an object")
+            if what == "conversations":
+                speaker = value.get("from", value.get("role"))
+                if (role := _SHAREGPT_ROLES.get(str(speaker).lower())) is None:
+                    raise BadRecordError(f"from {speaker!r}, expected human, gpt, system or tool")
+                value = {"role": role, "content": value.get("value", value.get("content"))}  # noqa: PLW2901
+            messages.append(_message(value))
+        except BadRecordError as error:
+            raise BadRecordError(f"message {number}: {error}") from None
+    return tuple(messages)
 
 
-def _message(number: int, value: Any) -> Message:
-    if not isinstance(value, Mapping):
-        raise BadRecordError(f"message {number}: found {type(value).__name__}, expected an object")
-    role = value.get("role")
+def _message(value: Mapping[str, Any]) -> Message:
+    role, content = value.get("role"), value.get("content")
     if role not in ROLES:
-        raise BadRecordError(f"message {number}: role {role!r}, expected one of {', '.join(ROLES)}")
+        raise BadRecordError(f"role {role!r}, expected one of {', '.join(ROLES)}")
     kept = {key: value[key] for key in _KEPT_KEYS if value.get(key) is not None}
-    content = value.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
-            raise BadRecordError(f"message {number}: has a part that is not text")
+            raise BadRecordError("has a part that is not text")
         content = "".join(texts)
     if content is None and role == "assistant" and kept:
         content = ""  # a turn that only calls tools
-    return {"role": role, "content": _text(number, "content", content), **kept}
-
-
-def _sharegpt_message(number: int, value: Any) -> Message:
-    speaker = value.get("from", value.get("role")) if isinstance(value, Mapping) else None
-    if not isinstance(speaker, str) or speaker.lower() not in _SHAREGPT_ROLES:
-        raise BadRecordError(f"message {number}: from {speaker!r}, expected human, gpt, system or tool")
-    content = _text(number, "value", value.get("value", value.get("content")))
-    return {"role": _SHAREGPT_ROLES[speaker.lower()], "content": content}
-
-
-def _text(number: int, what: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise BadRecordError(f"message {number}: its {what} is {type(value).__name__}, expected text")
-    return value
+    if not isinstance(content, str):
+        raise BadRecordError(f"its content is {type(content).__name__}, expected text")
+    return {"role": role, "content": content, **kept}
 
 
 def split_turns(messages: Sequence[Message], *, keep_answers: bool = False) -> list[tuple[Message, ...]]:
@@ -163,20 +156,28 @@ def split_turns(messages: Sequence[Message], *, keep_answers: bool = False) -> l
     return turns
 
 
+def refuse_surrogates(value: Any) -> None:
+    """Half of a surrogate pair: JSON can spell it, no tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRecordError("has characters that are no Unicode text") from None
+
+
 @dataclass
 class Skipped:
     """Records that could not be used: how many, why, and where the first one is."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # reason -> records
+    counts: Counter[str] = field(default_factory=Counter)  # by reason
     first: str | None = None
 
     def add(self, where: str, kind: str, detail: str = "") -> None:
-        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.counts[kind] += 1
         self.first = self.first or f"{where}: {detail or kind}"
 
     @property
     def total(self) -> int:
-        return sum(self.counts.values())
+        return self.counts.total()
 
 
 def read_conversations(sources: Iterable[str | Path], skipped: Skipped) -> Iterator[tuple[str, Conversation]]:
@@ -188,11 +189,9 @@ def read_conversations(sources: Iterable[str | Path], skipped: Skipped) -> Itera
             where = f"{path.name}, line {line}"
             try:
                 conversation = parse(record, default)
-                json.dumps(conversation.messages or conversation.text, ensure_ascii=False).encode()
+                refuse_surrogates(conversation.messages or conversation.text)
             except BadRecordError as error:
                 skipped.add(where, "not a conversation", str(error))
-            except UnicodeEncodeError:  # half of a surrogate pair: JSON can spell it, no tokenizer takes it
-                skipped.add(where, "not a conversation", "has characters that are no Unicode text")
             else:
                 yield where, conversation
 

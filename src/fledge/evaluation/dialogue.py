@@ -90,27 +90,24 @@ def answer_dialogues(
     `llm.encode_chat` does. Where it raises PromptError, or where a prompt leaves fewer than `least_room` of the
     `longest` tokens, the dialogue is dropped with the reason. `advance` is told of turns that are answered or given up.
     """
-    longest = llm.max_model_len if longest is None else min(longest, llm.max_model_len)
+    longest = min(longest or llm.max_model_len, llm.max_model_len)
+    encode = encode or (lambda dialogue: llm.encode_chat(dialogue.next_messages))
     while waiting := [dialogue for dialogue in dialogues if dialogue.is_open]:
         asked: list[tuple[Dialogue, list[int], SamplingParams]] = []
         for dialogue in waiting:
             turn = len(dialogue.answers)
+            known = dialogue.first_ids if turn == 0 else None
             try:
-                if turn == 0 and dialogue.first_ids is not None:
-                    ids = list(dialogue.first_ids)
-                else:
-                    ids = list(llm.encode_chat(dialogue.next_messages) if encode is None else encode(dialogue))
+                ids = list(encode(dialogue) if known is None else known)
+                dialogue.dropped = TOO_LONG if len(ids) + least_room > longest else None
             except PromptError:
                 dialogue.dropped = REFUSED
-            else:
-                dialogue.dropped = TOO_LONG if len(ids) + least_room > longest else None
             if dialogue.dropped is not None:
                 advance(len(dialogue.turns) - turn)
                 continue
             room = longest - len(ids)
-            most = room if params.max_tokens is None else min(params.max_tokens, room)
             seed = answer_seed(params.seed or 0, dialogue.number, dialogue.sample, turn)
-            asked.append((dialogue, ids, replace(params, max_tokens=most, seed=seed)))
+            asked.append((dialogue, ids, replace(params, max_tokens=min(params.max_tokens or room, room), seed=seed)))
         if not asked:
             break
         outputs = llm.generate([ids for _, ids, _ in asked], [own for *_, own in asked], progress=steps(advance))

@@ -39,12 +39,10 @@ class EvalSettings(AcceptanceSettings):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise ConfigError(f"{name}: found {list(values)}, expected at least one, each only once")
-        for depth in self.depths:
-            if not 1 <= depth <= MAX_DEPTH:
-                raise ConfigError(f"depth: found {depth}, allowed is 1 to {MAX_DEPTH}")
-        for temperature in self.temperatures:
-            if not 0 <= temperature <= 2:
-                raise ConfigError(f"temperature: found {temperature:g}, allowed is 0 to 2")
+        for name, least, most in (("depth", 1, MAX_DEPTH), ("temperature", 0, 2)):
+            for value in getattr(self, f"{name}s"):
+                if not least <= value <= most:
+                    raise ConfigError(f"{name}: found {value:g}, allowed is {least} to {most}")
 
 
 def run_eval(
@@ -106,54 +104,44 @@ class _EvalRun:
                 found = meter.answer(workloads, temperature, advance)
             if not found.turns:
                 raise ConfigError(f"no prompt fits into {meter.llm.max_model_len} tokens; choose other workloads")
-            for workload in workloads:
-                self.turns[workload.name, temperature] = [t for t in found.turns if t.workload == workload.name]
-            for why in ("too_long", "cut_short"):
-                for name, prompt in getattr(found, why):
-                    if prompt not in self.unfit[name][why]:  # at another temperature
-                        self.unfit[name][why].append(prompt)
+            for name, unfit in self.unfit.items():
+                self.turns[name, temperature] = [turn for turn in found.turns if turn.workload == name]
+                for why, ids in unfit.items():
+                    ids += [one for where, one in getattr(found, why) if where == name and one not in ids]
 
     def measure(self, drafter: str, depth: int) -> None:
         """Add the cells of one drafter at one depth, all temperatures and workloads."""
-        todo = [
-            (self._contender(drafter, depth, temperature).name, workload.name, temperature)
-            for temperature in self.settings.temperatures
-            for workload in self.workloads
-            if self.turns[workload.name, temperature]
-        ]
-        before = len(self.cells)
+        empty = Cell(
+            contender="",
+            workload="",
+            load=Load(concurrency=self.settings.max_num_seqs),
+            repeat=0,
+            seconds=0.0,
+            requests=(),
+        )
+        cells = {
+            key: replace(empty, contender=self._contender(drafter, depth, key[1]).name, workload=key[0])
+            for key, turns in self.turns.items()
+            if turns
+        }
         try:
             self.meter.exchange(drafter, depth)
-            total = sum(len(self.turns[workload, temperature]) for _, workload, temperature in todo)
+            total = sum(len(self.turns[key]) for key in cells)
             with self.progress.task(f"{self.names[drafter]} K={depth}", total) as advance:
-                for contender, workload, temperature in todo:
-                    measured = self.meter.measure(self.turns[workload, temperature], temperature, advance)
+                for key in list(cells):
+                    measured = self.meter.measure(self.turns[key], key[1], advance)
                     requests = measured.requests
-                    if temperature == 0:
+                    if key[1] == 0:
                         self.different[len(self.cells)] = measured.different
                         requests = _labelled(requests, {i: "unchecked" for i, _ in measured.different})
-                    failure = measured.failure and f"the drafter failed and was switched off: {measured.failure}"
-                    self._add(contender, workload, measured.seconds, requests, failure)
+                    cell = replace(cells.pop(key), seconds=measured.seconds, requests=requests)
+                    if measured.failure is not None:
+                        note = f"the drafter failed and was switched off: {measured.failure}"
+                        cell = replace(cell, status="failed", note=note)
+                    self.cells.append(cell)
         except (FledgeError, RuntimeError) as error:  # of CUDA too
             reason = " ".join(str(error).split()) or type(error).__name__
-            for contender, workload, _ in todo[len(self.cells) - before :]:
-                self._add(contender, workload, 0.0, (), reason)
-
-    def _add(
-        self, contender: str, workload: str, seconds: float, requests: tuple[RequestRecord, ...], failure: str | None
-    ) -> None:
-        self.cells.append(
-            Cell(
-                contender=contender,
-                workload=workload,
-                load=Load(concurrency=self.settings.max_num_seqs),
-                repeat=0,
-                seconds=seconds,
-                requests=requests,
-                status="complete" if failure is None else "failed",
-                note=failure,
-            )
-        )
+            self.cells += [replace(cell, status="failed", note=reason) for cell in cells.values()]
 
     def judge(self) -> None:
         """Where answers parted from the target's own, find out whether its choice was a tie."""
@@ -197,15 +185,14 @@ class _EvalRun:
         notes = [note for workload in self.workloads for note in workload.notes]
         if self.inflated:
             notes.append(f"inflated to the shape {self.inflated}: acceptance is that of the small pair")
-        room = f"{self.machine.get('max_model_len', 0):,} tokens"
+        room = f"do not fit into {self.machine.get('max_model_len', 0):,} tokens"
         for workload in self.workloads:
             too_long, cut_short = self.unfit[workload.name].values()
-            if too_long:
-                share = f"{len(too_long)} of {len(workload.prompts)} prompts"
-                notes.append(f"{workload.name}: {share} do not fit into {room} and were not asked: {_listed(too_long)}")
-            if cut_short:
-                share = f"later turns of {len(cut_short)} prompts"
-                notes.append(f"{workload.name}: {share} do not fit into {room}: {_listed(cut_short)}")
+            whole = f"{len(too_long)} of {len(workload.prompts)} prompts {room} and were not asked"
+            for ids, what in ((too_long, whole), (cut_short, f"later turns of {len(cut_short)} prompts {room}")):
+                if ids:
+                    more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+                    notes.append(f"{workload.name}: {what}: {', '.join(ids[:_NAMED])}{more}")
         notes += dict.fromkeys(f"{cell.contender}: {cell.note}" for cell in failed)
         if self.is_interrupted or not finished:
             why = "interrupted" if self.is_interrupted else "still running, or killed"
@@ -227,7 +214,3 @@ class _EvalRun:
 def _labelled(requests: Sequence[RequestRecord], labels: Mapping[int, Difference]) -> tuple[RequestRecord, ...]:
     """How those differ from the target's own answers that `labels` names by their places."""
     return tuple(replace(one, differs=labels[i]) if i in labels else one for i, one in enumerate(requests))
-
-
-def _listed(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:_NAMED]) + (f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else "")

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge.bench.inflate import LayerMap, inflate_drafter, inflate_target
+from fledge.bench.inflate import SHAPES, LayerMap, inflate_drafter, inflate_target, shape_named
 from fledge.bench.inflate_files import Inflation, write_inflated
-from fledge.bench.shapes import SHAPES, shape_named
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.target import load_target
 from fledge.decoding.drafting import SettledRows, TreeShape, draft_chain, draft_tree

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 
 from fledge.bench import offline
-from fledge.bench.engines import draft_modes, graph_sizes, parse_schedule, parse_trees
-from fledge.bench.offline import ClosedLoop, OfflineRun, OfflineSettings, cycled, token_digest
-from fledge.bench.shapes import SHAPES
+from fledge.bench.inflate import SHAPES
+from fledge.bench.offline import (
+    ClosedLoop,
+    OfflineRun,
+    OfflineSettings,
+    cycled,
+    draft_modes,
+    graph_sizes,
+    parse_schedule,
+    parse_trees,
+    token_digest,
+)
 from fledge.bench.summary import Best, Summary
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
@@ -86,9 +95,8 @@ def test_a_run_records_every_request_of_every_cell(pair: Pair, tmp_path: Path) -
 
 
 def test_contenders_take_turns_in_another_order_each_time(pair: Pair) -> None:
-    run = OfflineRun(settings=settings(pair, max_tokens=2))
-    run.run()
-    order = [(c.repeat, c.load.concurrency, c.contender) for c in run.results().cells]
+    cells = run_offline(settings(pair, max_tokens=2)).cells
+    order = [(c.repeat, c.load.concurrency, c.contender) for c in cells]
     firsts = [[name for *_, name in group] for _, group in itertools.groupby(order, key=lambda c: c[:2])]
     assert all(sorted(group) == sorted(firsts[0]) for group in firsts)
     assert firsts[0][0] != firsts[-1][0]

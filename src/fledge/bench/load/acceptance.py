@@ -5,60 +5,47 @@ before and after a cell is the cell's. Both give totals by depth, not single rou
 so many drafts follows from them exactly, and so do the acceptance length and the rates by depth.
 """
 
+import contextlib
+import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fledge.evaluation.results import Tally
 
 _SAMPLE = re.compile(
-    r"^(?P<prefix>vllm|fledge):spec_decode_num_(?P<what>drafts|draft_tokens_per_pos|accepted_tokens_per_pos)(?:_total)?"
+    r"^(?:vllm|fledge):spec_decode_num_(?P<what>drafts|draft_tokens_per_pos|accepted_tokens_per_pos)(?:_total)?"
     r"(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)",
     re.MULTILINE,
 )
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculationCounters:
-    """Totals since the server started, all its engines together. Entry 0 of a list is the first draft."""
-
-    rounds: int = 0
-    accepted: tuple[int, ...] = ()
-    drafted: tuple[int, ...] | None = None  # vLLM does not tell
+# Totals since the server started, all its engines together, by what they count and the draft's position (from 0).
+# vLLM does not tell draft_tokens_per_pos.
+SpeculationCounters = Counter[tuple[str, int]]
 
 
 def read_metrics(text: str) -> SpeculationCounters | None:
     """Read Prometheus' text format; None if the server counts no speculation."""
-    rounds: int | None = None
-    by_position: dict[str, dict[int, int]] = {"draft_tokens_per_pos": {}, "accepted_tokens_per_pos": {}}
+    counts: SpeculationCounters = Counter()
     for sample in _SAMPLE.finditer(text):
-        try:
-            value = int(float(sample["value"]))
-        except (ValueError, OverflowError):
-            continue
-        if sample["what"] == "drafts":
-            rounds = (rounds or 0) + value
-        elif (found := _POSITION.search(sample["labels"] or "")) is not None:
-            counts, position = by_position[sample["what"]], int(found[1])
-            counts[position] = counts.get(position, 0) + value
-    if rounds is None:
-        return None
-    drafted, accepted = (
-        tuple(counts.get(i, 0) for i in range(max(counts, default=-1) + 1)) for counts in by_position.values()
-    )
-    return SpeculationCounters(rounds=rounds, accepted=accepted, drafted=drafted or None)
+        position = _POSITION.search(sample["labels"] or "")
+        with contextlib.suppress(ValueError, OverflowError):
+            counts[sample["what"], int(position[1]) if position else 0] += int(float(sample["value"]))
+    return counts if ("drafts", 0) in counts else None
 
 
-def tally_between(before: SpeculationCounters, after: SpeculationCounters) -> Tally:
+def tally_between(before: SpeculationCounters | None, after: SpeculationCounters | None) -> Tally:
     """The rounds between two readings. Raises ValueError if the counters cannot be of one server's life."""
+    if before is None or after is None:
+        raise ValueError("/metrics did not answer")
+    counts = Counter({key: value - before[key] for key, value in after.items()})
 
-    def difference(new: Sequence[int], old: Sequence[int]) -> list[int]:
-        return [value - (old[i] if i < len(old) else 0) for i, value in enumerate(new)]
+    def by_depth(what: str) -> list[int]:
+        return [counts[what, i] for i in range(1 + max((i for name, i in counts if name == what), default=-1))]
 
-    drafted = None if after.drafted is None else difference(after.drafted, before.drafted or ())
-    return tally_of(after.rounds - before.rounds, difference(after.accepted, before.accepted), drafted)
+    return tally_of(counts["drafts", 0], by_depth("accepted_tokens_per_pos"), by_depth("draft_tokens_per_pos") or None)
 
 
 def tally_of(rounds: int, accepted: Sequence[int], drafted: Sequence[int] | None = None) -> Tally:
@@ -70,31 +57,18 @@ def tally_of(rounds: int, accepted: Sequence[int], drafted: Sequence[int] | None
     """
     if drafted is None:
         drafted = [rounds] * len(accepted)
-    depths, lengths = _exactly(rounds, drafted), _exactly(rounds, accepted)
+    for counts in ([rounds, *accepted, 0], [rounds, *drafted, 0]):
+        if counts != sorted(counts, reverse=True):
+            raise ValueError(f"counts of speculation that contradict each other: {rounds} rounds, then {counts[1:-1]}")
+    # In ascending order of either, round `rounds - n` is the first of the n that have a token more.
     triples: list[tuple[int, int, int]] = []
-    depth = length = 0
-    while depth < len(depths) and length < len(lengths):
-        matched = min(depths[depth], lengths[length])
-        if matched and depth < length:
+    for first, end in itertools.pairwise(sorted({0, rounds, *(rounds - n for n in (*accepted, *drafted))})):
+        depth, length = (sum(rounds - n <= first for n in counts) for counts in (drafted, accepted))
+        if length > depth:
             raise ValueError(f"counts of speculation that contradict each other: {length} of {depth} drafts accepted")
-        if matched and depth:
-            triples.append((depth, length, matched))
-        depths[depth] -= matched
-        lengths[length] -= matched
-        if depths[depth] == 0:
-            depth += 1
-        else:
-            length += 1
+        if depth:
+            triples.append((depth, length, end - first))
     return tuple(triples)
-
-
-def _exactly(rounds: int, at_least: Sequence[int]) -> list[int]:
-    """Turn counts of at least 1, 2, ... into counts of exactly 0, 1, 2, ..."""
-    counts = [rounds, *at_least, 0]
-    exact = [counts[i] - counts[i + 1] for i in range(len(counts) - 1)]
-    if min(exact) < 0:
-        raise ValueError(f"counts of speculation that contradict each other: {rounds} rounds, by depth {at_least}")
-    return exact
 
 
 def tally_of_report(report: Mapping[str, Any]) -> Tally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fledge.bench.load.acceptance import tally_of_report
-from fledge.bench.load.http import HttpClient, HttpError, Response
+from fledge.bench.load.http import HttpClient, HttpError
 from fledge.evaluation.results import Tally
 
 DONE = "[DONE]"
@@ -117,10 +117,7 @@ class StreamedAnswer:
 
 def _text(choice: Mapping[str, Any]) -> str:
     """All text in a piece: answer, reasoning, arguments of tool calls."""
-    delta = choice.get("delta")
-    if not isinstance(delta, Mapping):
-        text = choice.get("text")
-        return text if isinstance(text, str) else ""
+    delta = choice["delta"] if isinstance(choice.get("delta"), Mapping) else {"content": choice.get("text")}
     found = [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
     calls = delta.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
@@ -140,7 +137,9 @@ async def ask(
     try:
         async with asyncio.timeout(stall_seconds) as limit, client.request("POST", path, content) as response:
             if response.status != 200:
-                raise StreamError(_refusal(response, await response.whole()))
+                said, wait = _message(await response.whole()), response.headers.get("retry-after")
+                status = f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "")
+                raise StreamError(f"{status}: {said}" if said else status)
             parser = EventParser()
             async for data in response.parts():
                 now = time.perf_counter()
@@ -153,35 +152,28 @@ async def ask(
             for event in parser.close():
                 answer.read(event, time.perf_counter())
             answer.check(response.headers.get("content-type", ""))
-    except (StreamError, ValueError) as error:
-        text = str(error) if isinstance(error, StreamError) else f"unreadable stream: {error}"
-        answer.error, answer.failure = text, "other"
+    except StreamError as error:
+        answer.error, answer.failure = str(error), "other"
+    except ValueError as error:
+        answer.error, answer.failure = f"unreadable stream: {error}", "other"
     except TimeoutError:
-        text = f"stalled: nothing for {stall_seconds:g} s, after {answer.pieces} pieces of text"
-        answer.error, answer.failure = text, "stall"
+        answer.error = f"stalled: nothing for {stall_seconds:g} s, after {answer.pieces} pieces of text"
+        answer.failure = "stall"
     except HttpError as error:
         lost = "no connection" if error.connecting else f"connection lost after {answer.pieces} pieces of text"
         answer.error, answer.failure = _short(f"{lost}: {error}"), "connection"
     return answer
 
 
-def _refusal(response: Response, body: bytes) -> str:
-    """Say what an HTTP error is about, on one line."""
-    try:
-        said = _message(json.loads(body))
-    except (ValueError, RecursionError):
-        said = _short(body.decode("utf-8", errors="replace"))
-    wait = response.headers.get("retry-after")
-    return f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "") + (f": {said}" if said else "")
-
-
 def _message(value: Any) -> str:
-    """The words in an error object, whichever of the usual shapes it has."""
-    while isinstance(value, dict):
-        inner = next((value[key] for key in ("error", "message", "detail") if value.get(key)), None)
-        if inner is None:
-            break
-        value = inner
+    """The words in an error object or a body, whichever of the usual shapes it has."""
+    if isinstance(value, bytes):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = value.decode("utf-8", errors="replace")
+    while isinstance(value, dict) and (inner := [value[k] for k in ("error", "message", "detail") if value.get(k)]):
+        value = inner[0]
     return _short(value if isinstance(value, str) else json.dumps(value))
 
 
@@ -204,14 +196,13 @@ class EventParser:
         *events, self._rest = _TWO_LINE_ENDS.split(self._rest + data)
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
-        return [event for lines in events if (event := _event_data(lines)) is not None]
+        found = []
+        for event in events:
+            fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
+            if lines := [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]:
+                found.append(b"\n".join(lines).decode("utf-8", errors="replace"))
+        return found
 
     def close(self) -> list[str]:
         """Return the last event, if the stream ended without the empty line after it."""
         return self.feed(b"\n\n")
-
-
-def _event_data(event: bytes) -> str | None:
-    fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
-    data = [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]
-    return b"\n".join(data).decode("utf-8", errors="replace") if data else None

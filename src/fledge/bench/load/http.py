@@ -57,8 +57,12 @@ class Response:
         if self.headers.get("content-encoding", "identity") != "identity":
             raise HttpError(f"the answer is compressed ({self.headers['content-encoding']}), which was not asked for")
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            while data := await self._chunk():
-                yield data
+            while size := _length((await self.reader.readuntil(b"\r\n")).partition(b";")[0].decode("latin-1"), 16):
+                if size > MAX_BYTES:
+                    raise HttpError(f"a chunk of {size} bytes")
+                yield (await self.reader.readexactly(size + 2))[:-2]
+            while await self.reader.readuntil(b"\r\n") != b"\r\n":
+                pass  # trailers
         elif "content-length" in self.headers:
             left = _length(self.headers["content-length"], 10)
             while left:
@@ -71,17 +75,6 @@ class Response:
             while data := await self.reader.read(2**16):
                 yield data
         self.finished = True
-
-    async def _chunk(self) -> bytes:
-        line = await self.reader.readuntil(b"\r\n")
-        size = _length(line.partition(b";")[0].strip().decode("latin-1"), 16)
-        if size > MAX_BYTES:
-            raise HttpError(f"a chunk of {size} bytes")
-        if size:
-            return (await self.reader.readexactly(size + 2))[:-2]
-        while await self.reader.readuntil(b"\r\n") != b"\r\n":
-            pass  # trailers
-        return b""
 
     async def whole(self) -> bytes:
         body = bytearray()
@@ -176,18 +169,13 @@ async def _response(reader: asyncio.StreamReader) -> Response:
         if status >= 200:  # others only announce it
             break
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if status in (204, 304):
-        headers["content-length"] = "0"
     if version == "HTTP/1.0":
         headers.setdefault("connection", "close")
     return Response(status=status, headers=headers, reader=reader)
 
 
 def _length(text: str, base: int) -> int:
-    try:
-        length = int(text, base)
-    except ValueError:
-        length = -1
-    if length < 0:
-        raise HttpError(f"no length: {text[:80]!r}")
-    return length
+    with contextlib.suppress(ValueError):
+        if (length := int(text, base)) >= 0:
+            return length
+    raise HttpError(f"no length: {text[:80]!r}")

@@ -9,13 +9,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from fledge.bench.load.acceptance import SpeculationCounters, tally_between
+from fledge.bench.load.acceptance import tally_between
 from fledge.bench.load.client import StreamedAnswer, ask
 from fledge.bench.load.servers import PATHS, Endpoint, RemoteServer, ServerSpec, connect
-from fledge.bench.run import BenchRun, CellTurn, RunSettings
+from fledge.bench.run import BenchRun, RunSettings, cell_name
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.results import Cell, Load, RequestRecord, Results, Tally, turn_name
@@ -25,7 +25,6 @@ from fledge.progress import Advance
 OPEN_LOOP_SECONDS = 20.0
 LAG_INTERVAL = 0.005
 TOO_LATE_MS = 20.0
-DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them
 COUNTED = "tokens are pieces of text counted, too few where a piece has several: the server tells no usage"
 LAGGED = f"the load generator could not keep up: 1 % of its turns came over {TOO_LATE_MS:.0f} ms late; give it a core"
 
@@ -36,15 +35,16 @@ class ServeSettings(RunSettings):
 
     least_requests: ClassVar[int] = 16
     rounds_of_load: ClassVar[int] = 4
+    recorded = (*RunSettings.recorded, "endpoint", "timeout", "sample")
 
     servers: tuple[ServerSpec, ...]
     baseline: str | None = None  # None: the first server
     warmup: int | None = None  # prompts before a server's first cell of a load; None: as many as run at once
     seed: int | None = None  # of arrival times, and sent with each request; None: 0, and not sent
-    stall_seconds: float = 120.0
+    timeout: float = 120.0  # seconds without an event
     endpoint: Endpoint = "chat"
     title: str = "Servers under load"
-    facts: Mapping[str, Any] = field(default_factory=dict)  # more to write down with the settings
+    sample: int | None = None  # what the workloads were sampled with, for the record
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.servers]
@@ -69,31 +69,9 @@ class ServeSettings(RunSettings):
         """No keys and no headers."""
         return {
             **super().to_dict(),
-            "seed": self.seed,
             "warmup": {str(load): self.warmup_for(load) for load in self.loads},
-            "endpoint": self.endpoint,
-            "timeout": self.stall_seconds,
             "extra_body": {spec.name: dict(spec.extra_body) for spec in self.servers if spec.extra_body},
-            **self.facts,
         }
-
-
-@dataclass(kw_only=True)
-class Health:
-    """Whether a server is still there. One for each server, over all its cells."""
-
-    dead: str | None = None  # why nothing more is sent to it
-    _failures: int = 0
-
-    async def observe(self, answer: StreamedAnswer, server: RemoteServer) -> None:
-        """Count failures in a row; when there are enough, see whether anybody is there at all."""
-        self._failures = self._failures + 1 if answer.failure in ("connection", "stall") else 0
-        if self._failures < DEAD_AFTER or self.dead is not None:
-            return
-        if answer.failure == "connection" and await server.is_there():
-            self._failures = 0
-        else:
-            self.dead = f"{DEAD_AFTER} failures in a row, the last: {answer.error}"
 
 
 @contextlib.asynccontextmanager
@@ -129,8 +107,7 @@ class CellRun:
 
     settings: ServeSettings
     server: RemoteServer
-    health: Health
-    turn: CellTurn
+    cell: Cell  # yet without requests
     prompts: Sequence[Prompt]
     arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
     advance: Callable[[], None] = lambda: None  # after each prompt
@@ -139,66 +116,58 @@ class CellRun:
     _records: list[RequestRecord] = field(default_factory=list)
     _begun: float = 0.0
     _last: float = 0.0  # when a request ended
-    _is_counted: bool = False  # tokens were, by us
     _acceptance: Tally = ()
-    _remarks: list[str] = field(default_factory=list)
-    _ended: bool = False
+    _remarks: dict[str, None] = field(default_factory=dict)  # each once, in order
+    _unsent: str = "finished: interrupted"  # why requests are missing
 
     async def run(self) -> None:
         reads_counters = self.server.has_counters and not self.server.reports
         before = await self.server.counters() if reads_counters else None
         self._begun = time.perf_counter()
         async with lag_watched(self.late), asyncio.TaskGroup() as group:
-            if self.turn.load.concurrency is not None:
+            if self.cell.load.concurrency is not None:
                 waiting = iter(self.prompts)
-                for _ in range(min(self.turn.load.concurrency, len(self.prompts))):
+                for _ in range(min(self.cell.load.concurrency, len(self.prompts))):
                     group.create_task(self._work(waiting))
             else:  # each prompt at its time, whatever became of the ones before
                 for prompt, due in zip(self.prompts, self.arrivals, strict=True):
                     await asyncio.sleep(max(0.0, self._begun + due - time.perf_counter()))
-                    if self.health.dead is not None:
+                    if self.server.dead is not None:
                         break
                     group.create_task(self._work(iter([prompt])))
-        self._ended = True
-        if reads_counters and self.health.dead is None:
-            self._count_acceptance(before, await self.server.counters())
-
-    def _count_acceptance(self, before: SpeculationCounters | None, after: SpeculationCounters | None) -> None:
-        if before is None or after is None:
-            self._remarks.append("acceptance unknown: /metrics did not answer")
-            return
-        try:
-            self._acceptance = tally_between(before, after)
-        except ValueError as error:
-            self._remarks.append(f"acceptance unknown: {error}")
+        self._unsent = f"asked: {self.server.dead}"
+        if reads_counters and self.server.dead is None:
+            try:
+                self._acceptance = tally_between(before, await self.server.counters())
+            except ValueError as error:
+                self._remarks[f"acceptance unknown: {error}"] = None
 
     async def _work(self, waiting: Iterator[Prompt]) -> None:
-        """Take the next prompt as soon as the last one is answered."""
-        for prompt in waiting:
-            if self.health.dead is not None:
-                return
-            await self._converse(prompt)
+        """Take the next prompt as soon as the last one is answered.
 
-    async def _converse(self, prompt: Prompt) -> None:
-        """Ask a prompt's turns one after another; the server's own answers are the history of the next."""
-        parts = split_turns(prompt.messages, keep_answers=True)
-        history: list[Mapping[str, Any]] = []
-        failed = False
-        for number, part in enumerate(parts, start=1):
-            name = prompt.id if len(parts) == 1 else turn_name(prompt.id, number)
-            if failed:
-                now = time.perf_counter() - self._begun
-                self._records.append(RequestRecord(prompt=name, sent=now, error="not asked: an earlier turn failed"))
-                continue
-            history += part
-            answer = await self._ask(history)
-            self._last = time.perf_counter()
-            self._records.append(self._record(name, answer))
-            await self.health.observe(answer, self.server)
-            failed = answer.error is not None
-            history.append({"role": "assistant", "content": "".join(answer.text)})
-        self.finished += 1
-        self.advance()
+        Its turns are asked one after another; the server's own answers are the history of the next.
+        """
+        for prompt in waiting:
+            if self.server.dead is not None:
+                return
+            parts = split_turns(prompt.messages, keep_answers=True)
+            history: list[Mapping[str, Any]] = []
+            failed = False
+            for number, part in enumerate(parts, start=1):
+                name = prompt.id if len(parts) == 1 else turn_name(prompt.id, number)
+                if failed:
+                    now, error = time.perf_counter() - self._begun, "not asked: an earlier turn failed"
+                    self._records.append(RequestRecord(prompt=name, sent=now, error=error))
+                    continue
+                history += part
+                answer = await self._ask(history)
+                self._last = time.perf_counter()
+                self._records.append(self._record(name, answer))
+                await self.server.observe(answer)
+                failed = answer.error is not None
+                history.append({"role": "assistant", "content": "".join(answer.text)})
+            self.finished += 1
+            self.advance()
 
     async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> StreamedAnswer:
         settings = self.settings
@@ -207,25 +176,23 @@ class CellRun:
             options["seed"] = settings.seed
         if settings.ignore_eos:
             options["ignore_eos"] = True
-        return await ask(
-            self.server.client,
-            PATHS[settings.endpoint],
-            self.server.body(messages, settings.endpoint, options),
-            stall_seconds=settings.stall_seconds,
-            max_pieces=4 * settings.max_tokens + 1000,
-        )
+        body = self.server.body(messages, settings.endpoint, options)
+        stall, most = settings.timeout, 4 * settings.max_tokens + 1000
+        return await ask(self.server.client, PATHS[settings.endpoint], body, stall_seconds=stall, max_pieces=most)
 
     def _record(self, name: str, answer: StreamedAnswer) -> RequestRecord:
-        def after_start(moment: float | None) -> float | None:
-            return None if moment is None else round(moment - self._begun, 6)
-
+        sent, first, done = (
+            None if moment is None else round(moment - self._begun, 6)
+            for moment in (answer.sent, answer.first_token, answer.done)
+        )
         good = answer.error is None
-        self._is_counted |= good and answer.counted
+        if good and answer.counted:
+            self._remarks[COUNTED] = None
         return RequestRecord(
             prompt=name,
-            sent=round(answer.sent - self._begun, 6),
-            first_token=after_start(answer.first_token),
-            done=after_start(answer.done) if good else None,
+            sent=sent or 0.0,
+            first_token=first,
+            done=done if good else None,
             prompt_tokens=answer.prompt_tokens,
             output_tokens=answer.output_tokens,
             error=answer.error,
@@ -234,32 +201,26 @@ class CellRun:
         )
 
     def result(self) -> Cell:
+        """Also says how many requests were not answered, and why; the most frequent reasons first."""
         records = sorted(self._records, key=lambda record: record.sent)
-        good = sum(record.error is None for record in records)
         expected = sum(len(split_turns(prompt.messages, keep_answers=True)) for prompt in self.prompts)
-        remarks = [] if good == expected else [self._missing(expected)]
-        if self._is_counted:
-            remarks.append(COUNTED)
+        reasons = Counter(record.error for record in records if record.error is not None)
+        good, unsent, remarks = len(records) - reasons.total(), expected - len(records), list(self._remarks)
+        if good < expected:
+            shown = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
+            shown += [f"{len(reasons) - 3} other reasons"] if len(reasons) > 3 else []
+            shown += [f"{unsent} not {self._unsent}"] if unsent else []
+            remarks.insert(0, f"{expected - good} of {expected} requests failed: {'; '.join(shown)}")
         if lag_ms(self.late) > TOO_LATE_MS:
             remarks.append(LAGGED)
-        return self.turn.cell(
+        return replace(
+            self.cell,
             seconds=self._last - self._begun - records[0].sent if records else 0.0,  # failed ones took their time too
-            requests=records,
+            requests=tuple(records),
             status="complete" if good == expected else "partial" if good else "failed",
-            note="; ".join([*remarks, *self._remarks]) or None,
-            tally=self._acceptance,
+            note="; ".join(remarks) or None,
+            acceptance=self._acceptance,
         )
-
-    def _missing(self, expected: int) -> str:
-        """Say how many requests were not answered, and why; the most frequent reasons first."""
-        reasons = Counter(record.error for record in self._records if record.error is not None)
-        shown = [f"{count} x {reason}" for reason, count in reasons.most_common(3)]
-        if len(reasons) > 3:
-            shown.append(f"{len(reasons) - 3} other reasons")
-        if unsent := expected - len(self._records):
-            why = f"asked: {self.health.dead}" if self._ended else "finished: interrupted"
-            shown.append(f"{unsent} not {why}")
-        return f"{sum(reasons.values()) + unsent} of {expected} requests failed: {'; '.join(shown)}"
 
 
 @dataclass(kw_only=True)
@@ -269,12 +230,7 @@ class ServeRun(BenchRun):
     settings: ServeSettings
     _loop: asyncio.Runner = field(default_factory=asyncio.Runner)
     _servers: dict[str, RemoteServer] = field(default_factory=dict)
-    _health: dict[str, Health] = field(default_factory=dict)
     _warm: set[tuple[str, str, Load]] = field(default_factory=set)
-
-    @property
-    def names(self) -> list[str]:
-        return [spec.name for spec in self.settings.servers]
 
     @property
     def baseline(self) -> str | None:
@@ -283,81 +239,70 @@ class ServeRun(BenchRun):
     @property
     def notes(self) -> list[str]:
         notes = [f"{workload.name}: {note}" for workload in self.settings.workloads for note in workload.notes]
-        notes += [f"{name} died in the run: {one.dead}" for name, one in self._health.items() if one.dead is not None]
+        notes += [f"{name} died in the run: {one.dead}" for name, one in self._servers.items() if one.dead is not None]
         return notes + [f"{c.contender}: {c.note}" for c in self.cells if c.status == "complete" and c.note]
 
     def run(self) -> Results:
-        _allow_connections()
+        with contextlib.suppress(ImportError, OSError, ValueError):
+            import resource  # noqa: PLC0415 - not on Windows
+
+            # As many connections as the system permits: the usual limit is a thousand.
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         gc.collect()
         gc.freeze()  # what is loaded by now (torch, for one) need not be looked through while requests are timed
-        try:
-            with self._loop:
-                try:
-                    return super().run()
-                finally:
-                    for server in self._servers.values():
-                        server.client.close()
-        finally:
-            gc.unfreeze()
+        with self._loop:
+            try:
+                return super().run()
+            finally:
+                for server in self._servers.values():
+                    server.client.close()
+                gc.unfreeze()
 
     def prepare(self) -> None:
         for spec in self.settings.servers:
-            server = self._loop.run(connect(spec))
-            self._servers[spec.name] = server
-            self._health[spec.name] = Health()
+            self._servers[spec.name] = server = self._loop.run(connect(spec))
             self.contenders.append(server.contender())
 
-    def measure(self, turn: CellTurn, advance: Advance) -> None:
-        self._loop.run(self._measure(turn, advance))
+    def measure(self, cell: Cell, advance: Advance) -> None:
+        self._loop.run(self._measure(cell, advance))
 
-    async def _measure(self, turn: CellTurn, advance: Advance) -> None:
-        health, seed = self._health[turn.contender], self.settings.seed or 0
-        count = self.settings.prompts_for(turn.load)
-        label = f"{turn} of {self.settings.repeats}"
-        if health.dead is None:
+    async def _measure(self, cell: Cell, advance: Advance) -> None:
+        server, seed = self._servers[cell.contender], self.settings.seed or 0
+        workload = next(one for one in self.settings.workloads if one.name == cell.workload)
+        count = self.settings.prompts_for(cell.load)
+        label = f"{cell_name(cell)} of {self.settings.repeats}"
+        if server.dead is None:
             advance(0, note=label)
-            await self._warm_up(turn)
-        if health.dead is not None:
-            self.cells.append(turn.cell(0.0, (), "failed", f"not measured: {health.dead}"))
-            advance(count, note=f"{turn.contender} is dead")
+            await self._warm_up(server, cell, workload)
+        if server.dead is not None:
+            self.cells.append(replace(cell, status="failed", note=f"not measured: {server.dead}"))
+            advance(count, note=f"{cell.contender} is dead")
             return
-        cell = self._cell(turn, chosen(turn.workload, count, seed))
-        cell.advance = lambda: advance(note=label)
-        if (rate := turn.load.rate) is not None:
-            cell.arrivals = arrival_times(count, rate, seed=f"{seed}/{turn.workload.name}/{rate}/{turn.repeat}")
+        run = CellRun(settings=self.settings, server=server, cell=cell, prompts=chosen(workload, count, seed))
+        run.advance = lambda: advance(note=label)
+        if (rate := cell.load.rate) is not None:
+            run.arrivals = arrival_times(count, rate, seed=f"{seed}/{cell.workload}/{rate}/{cell.repeat}")
         try:
-            await cell.run()
-            if cell.finished < count:  # it died
-                advance(count - cell.finished, note=label)
+            await run.run()
+            if run.finished < count:  # it died
+                advance(count - run.finished, note=label)
         finally:
-            result = cell.result()
+            result = run.result()
             self.cells.append(result)
             if result.note is not None:
                 self.progress.say(f"{label}: {result.note}")
 
-    async def _warm_up(self, turn: CellTurn) -> None:
+    async def _warm_up(self, server: RemoteServer, cell: Cell, workload: Workload) -> None:
         """Before a server's first cell of a load: graphs, compilers, allocators, connections. Failures show later."""
-        count = self.settings.warmup_for(turn.load)
-        key = (turn.contender, turn.workload.name, turn.load)
+        count = self.settings.warmup_for(cell.load)
+        key = (cell.contender, cell.workload, cell.load)
         if not count or key in self._warm:
             return
         self._warm.add(key)
-        at_once = Load(concurrency=min(count, turn.load.concurrency or count))
-        prompts = chosen(turn.workload, count, (self.settings.seed or 0) + 1)  # others than are measured next
-        await self._cell(turn._replace(load=at_once), prompts).run()
-
-    def _cell(self, turn: CellTurn, prompts: Sequence[Prompt]) -> CellRun:
-        server, health = self._servers[turn.contender], self._health[turn.contender]
-        return CellRun(settings=self.settings, server=server, health=health, turn=turn, prompts=prompts)
-
-
-def _allow_connections() -> None:
-    """Let the process open as many connections as the system permits: the usual limit is a thousand."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource  # noqa: PLC0415 - not on Windows
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        cell = replace(cell, load=Load(concurrency=min(count, cell.load.concurrency or count)))
+        prompts = chosen(workload, count, (self.settings.seed or 0) + 1)  # others than are measured next
+        await CellRun(settings=self.settings, server=server, cell=cell, prompts=prompts).run()
 
 
 def arrival_times(count: int, rate: float, *, seed: str) -> list[float]:

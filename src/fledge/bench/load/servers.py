@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fledge.bench.load.acceptance import SpeculationCounters, read_metrics
+from fledge.bench.load.client import StreamedAnswer
 from fledge.bench.load.http import HttpClient, HttpError, split_url
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.results import Contender
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[Endpoint, str] = {"chat": "v1/chat/completions", "completions": "v1/completions"}
+DEAD_AFTER = 3  # failures one after another, without an answer or a refusal between them
 SETTLE_SECONDS = 2.0  # until a server has counted the last round
 
 
@@ -42,16 +45,18 @@ def parse_url(text: str) -> tuple[str | None, str]:
     return name, address.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RemoteServer:
-    """A server that answered, with a client of its own, to be closed."""
+    """A server that answered, with a client of its own, to be closed; and whether it is still there."""
 
     spec: ServerSpec
     client: HttpClient
     model: str
     family: str  # "fledge", "vllm", "sglang", or whoever it says owns its models
-    version: str | None
-    has_counters: bool  # /metrics counts speculation
+    version: str = "unknown"
+    has_counters: bool = False  # /metrics counts speculation
+    dead: str | None = None  # why nothing more is sent to it
+    _failures: int = 0  # one after another
 
     @property
     def reports(self) -> bool:
@@ -60,13 +65,9 @@ class RemoteServer:
 
     def contender(self) -> Contender:
         url = split_url(self.spec.url)
-        return Contender(
-            name=self.spec.name,
-            kind="server",
-            target=self.model,
-            url=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl(),  # without a password
-            versions={self.family: self.version or "unknown"},
-        )
+        shown = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()  # without a password
+        versions = {self.family: self.version}
+        return Contender(name=self.spec.name, kind="server", target=self.model, url=shown, versions=versions)
 
     def body(self, messages: Sequence[Mapping[str, Any]], endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
         """The JSON of a request; what the user adds comes last."""
@@ -82,22 +83,30 @@ class RemoteServer:
 
     async def counters(self) -> SpeculationCounters | None:
         """What /metrics counts, once the numbers have come to rest; None if it tells nothing now."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + SETTLE_SECONDS
-        known = await _counters(self.client)
-        while known is not None and loop.time() < deadline:
+        deadline = time.monotonic() + SETTLE_SECONDS
+        before, known = None, await self._read_counters()
+        while known != before and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-            again = await _counters(self.client)
-            if again == known:
-                break
-            known = again
+            before, known = known, await self._read_counters()
         return known
 
-    async def is_there(self) -> bool:
-        try:
-            return (await self.client.get("v1/models"))[0] < 500
-        except HttpError:
-            return False
+    async def _read_counters(self) -> SpeculationCounters | None:
+        with contextlib.suppress(HttpError):
+            status, body = await self.client.get("metrics")
+            return read_metrics(body.decode("utf-8", errors="replace")) if status == 200 else None
+        return None
+
+    async def observe(self, answer: StreamedAnswer) -> None:
+        """Count failures in a row; when there are enough, see whether anybody is there at all."""
+        self._failures = self._failures + 1 if answer.failure in ("connection", "stall") else 0
+        if self._failures < DEAD_AFTER or self.dead is not None:
+            return
+        if answer.failure == "connection":
+            with contextlib.suppress(HttpError):
+                if (await self.client.get("v1/models"))[0] < 500:
+                    self._failures = 0
+                    return
+        self.dead = f"{DEAD_AFTER} failures in a row, the last: {answer.error}"
 
 
 async def connect(spec: ServerSpec) -> RemoteServer:
@@ -105,22 +114,19 @@ async def connect(spec: ServerSpec) -> RemoteServer:
     headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
     client = HttpClient(url=spec.url, headers={**headers, **spec.headers})
     try:
-        cards = await _models(client, spec)
-        names = [card["id"] for card in cards]
-        if spec.model is None and not names:
+        owners = {card["id"]: str(card.get("owned_by") or "") for card in await _models(client, spec)}
+        if spec.model is None and not owners:
             raise ConfigError(f"--url {spec.url}: the server names no model; name it with --model")
-        model = spec.model or names[0]
-        if names and model not in names:
-            raise ConfigError(f"--model {model}: not served at {spec.url}.{nearest_name_hint(model, names)}")
-        family = next((str(card.get("owned_by") or "") for card in cards if card["id"] == model), "") or "server"
-        return RemoteServer(
-            spec=spec,
-            client=client,
-            model=model,
-            family=family,
-            version=await _version(client),
-            has_counters=await _counters(client) is not None,
-        )
+        model = spec.model or next(iter(owners))
+        if owners and model not in owners:
+            raise ConfigError(f"--model {model}: not served at {spec.url}.{nearest_name_hint(model, owners)}")
+        server = RemoteServer(spec=spec, client=client, model=model, family=owners.get(model) or "server")
+        with contextlib.suppress(HttpError, ValueError, KeyError, TypeError):
+            status, body = await client.get("version")
+            if status == 200 and isinstance(version := json.loads(body)["version"], str):
+                server.version = version
+        server.has_counters = await server.counters() is not None
+        return server
     except BaseException:
         client.close()
         raise
@@ -135,26 +141,8 @@ async def _models(client: HttpClient, spec: ServerSpec) -> list[dict[str, Any]]:
         raise ConfigError(f"--url {spec.url}: the server wants another key (HTTP {status}); see --api-key")
     if status == 404 and spec.model is not None:
         return []  # a server with the one endpoint that matters; errors of requests will tell if it has not
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         cards = json.loads(body)["data"]
         if status == 200 and all(isinstance(card["id"], str) for card in cards):
             return list(cards)
-    except (ValueError, KeyError, TypeError):
-        pass
     raise ConfigError(f"--url {spec.url}: no OpenAI-compatible server: /v1/models answers HTTP {status} without models")
-
-
-async def _version(client: HttpClient) -> str | None:
-    with contextlib.suppress(HttpError, ValueError, KeyError, TypeError):
-        status, body = await client.get("version")
-        if status == 200 and isinstance(version := json.loads(body)["version"], str):
-            return version
-    return None
-
-
-async def _counters(client: HttpClient) -> SpeculationCounters | None:
-    try:
-        status, body = await client.get("metrics")
-    except HttpError:
-        return None
-    return read_metrics(body.decode("utf-8", errors="replace")) if status == 200 else None

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fledge.cli.command import options
+from fledge.cli.command import options, settings_of
 from fledge.errors import ConfigError
 
 
@@ -28,24 +28,15 @@ def inflate(
     if len(sources) != len(places):
         raise ConfigError(f"{len(sources)} --drafter but {len(places)} --drafter-out: give one for each")
 
+    from fledge.bench.inflate import shape_named  # noqa: PLC0415
     from fledge.bench.inflate_files import Inflation, write_inflated  # noqa: PLC0415 - torch takes seconds
-    from fledge.bench.shapes import shape_named  # noqa: PLC0415
     from fledge.devices import choose_dtype  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 
     config = shape_named(shape)
-    inflation = Inflation(
-        source=source,
-        destination=destination,
-        shape_name=shape,
-        shape=config,
-        drafters=tuple(zip(sources, places, strict=True)),
-        dtype=choose_dtype(dtype),
-        pad_vocab=not small_vocab,
-        seed=seed,
-    )
-    progress = Progress(quiet=quiet)
-    with progress.task("writing", config.num_layers + len(sources)) as advance:
-        write_inflated(inflation, advance)
+    drafters = tuple(zip(sources, places, strict=True))
+    own = {"shape_name": shape, "shape": config, "dtype": choose_dtype(dtype), "pad_vocab": not small_vocab}
+    with Progress(quiet=quiet).task("writing", config.num_layers + len(sources)) as advance:
+        write_inflated(settings_of(Inflation, locals(), **own), advance)
     for place in (destination, *places):
         print(f"wrote {place}", file=sys.stderr)

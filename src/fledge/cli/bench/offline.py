@@ -1,10 +1,9 @@
 """`fledge bench offline`: our engine without HTTP, with and without drafters."""
 
-import time
 from pathlib import Path
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
-from fledge.cli.command import finish_bench, numbers, options
+from fledge.cli.command import numbers, options, run_bench, settings_of
 from fledge.errors import ConfigError
 
 
@@ -44,50 +43,21 @@ def offline(
     """
     if drafter is None and target is not None:
         raise ConfigError("--target needs a --drafter: the bundled drafters are for the bundled target")
-    names = tuple(drafter) if drafter is not None else tuple(DRAFTERS.values())
+    target = target or TARGET
 
-    from fledge.bench.engines import draft_modes  # noqa: PLC0415 - `fledge --help` must stay quick
-    from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
-    from fledge.bench.summary import Summary  # noqa: PLC0415
+    from fledge.bench.offline import OfflineRun, OfflineSettings, draft_modes  # noqa: PLC0415 - torch takes seconds
     from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
-    from fledge.evaluation.results import Load, check_writable  # noqa: PLC0415
-    from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
+    from fledge.evaluation.results import Load  # noqa: PLC0415
+    from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
 
-    settings = OfflineSettings(
-        target=target or TARGET,
-        drafters=names,
+    settings = settings_of(
+        OfflineSettings,
+        locals(),
+        drafters=tuple(DRAFTERS.values() if drafter is None else drafter),
         modes=tuple(draft_modes(numbers("depth", depth, int, 1, MAX_DEPTH), tree, schedule or ())),
-        workloads=distinct_workloads(
-            load_workload(name, sample=sample, seed=seed) for name in workload or ("mt_bench",)
-        ),
+        workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed, whole_groups=True),
         loads=tuple(Load(concurrency=one) for one in numbers("concurrency", concurrency, int, 1, 512)),
-        requests=requests,
-        repeats=repeats,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        ignore_eos=ignore_eos,
-        seed=seed,
-        inflate=inflate,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        enforce_eager=enforce_eager,
-        minutes=minutes,
-        title=title,
         notes=tuple(note or ()),
     )
-    file = out or Path(time.strftime("bench-offline-%Y%m%d-%H%M%S.json"))
-    check_writable("--out", file)
-    run = OfflineRun(settings=settings, out=file, progress=Progress(quiet=quiet))
-    results = run.run()
-    summary = Summary(results, results.baseline)
-    finish_bench(
-        summary,
-        file,
-        is_interrupted=run.interrupted,
-        failure="some cells failed" if any(cell.status != "complete" for cell in results.cells) else None,
-        as_json=as_json,
-        quiet=quiet,
-        more={"best": [one.to_dict() for one in summary.best_modes]},
-    )
+    run_bench(OfflineRun(settings=settings, out=out, progress=Progress(quiet=quiet)), as_json=as_json)

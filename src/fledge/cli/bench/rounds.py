@@ -24,7 +24,6 @@ def rounds(
     from rich.console import Console  # noqa: PLC0415
 
     from fledge.bench import rounds as measure  # noqa: PLC0415
-    from fledge.bench.shapes import make_pair  # noqa: PLC0415
     from fledge.devices import choose_device, choose_dtype  # noqa: PLC0415
     from fledge.engine.config import MAX_DEPTH  # noqa: PLC0415
     from fledge.report.tables import Table  # noqa: PLC0415
@@ -40,7 +39,7 @@ def rounds(
     cells, body = [], []
     with console.status("measuring") as status:
         for name in shape.split(","):
-            pair = make_pair(name, precision, place)
+            pair = measure.make_pair(name, precision, place)
             for k in depths:
                 body.append([name, str(k)])
                 for size in sizes:

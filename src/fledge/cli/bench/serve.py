@@ -4,19 +4,15 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.cli.command import finish_bench, numbers, options
+from fledge.cli.command import numbers, options, run_bench, settings_of
 from fledge.errors import ConfigError
 
 if TYPE_CHECKING:
     from fledge.bench.load.servers import ServerSpec
-    from fledge.evaluation.results import Load
-
-SECRETS = ("--api-key", "--header")
 
 
 @options("bench serve")
@@ -55,49 +51,26 @@ def serve(
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415 - `fledge --help` must stay quick
-    from fledge.bench.summary import Summary  # noqa: PLC0415
-    from fledge.evaluation.results import check_writable  # noqa: PLC0415
-    from fledge.evaluation.workloads import distinct_workloads, load_workload  # noqa: PLC0415
+    from fledge.evaluation.results import Load  # noqa: PLC0415
+    from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
 
-    settings = ServeSettings(
+    if concurrency is None and rate is None:
+        concurrency = "1,4,16,64"
+    many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
+    rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
+    settings = settings_of(
+        ServeSettings,
+        locals(),
         servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
-        workloads=distinct_workloads(
-            load_workload(name, sample=sample, seed=seed or 0) for name in workload or ("mt_bench",)
-        ),
-        loads=_loads(concurrency, rate),
-        baseline=baseline,
-        requests=requests,
-        repeats=repeats,
-        warmup=warmup,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        ignore_eos=ignore_eos,
-        stall_seconds=timeout,
-        endpoint="chat" if endpoint == "chat" else "completions",
-        facts={"sample": sample},
+        workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed or 0, whole_groups=True),
+        loads=tuple(dict.fromkeys([*(Load(concurrency=one) for one in many), *(Load(rate=one) for one in rates)])),
     )
-    file = out or Path(time.strftime("bench-serve-%Y%m%d-%H%M%S.json"))
-    check_writable("--out", file)
-    command = shown_command(_without_secrets(sys.argv))
-    run = ServeRun(
-        settings=settings,
-        provenance={**run_provenance(), "command": command, "about": "the load generator and its machine"},
-        out=file,
-        progress=Progress(quiet=quiet),
-    )
-    results = run.run()
-    is_partial = results.status != "complete" and fail_on_errors
-    finish_bench(
-        Summary(results, results.baseline),
-        file,
-        is_interrupted=run.interrupted,
-        failure=f"this run is {results.status}: some requests failed" if is_partial else None,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    command = {"command": shown_command(_without_secrets(sys.argv)), "about": "the load generator and its machine"}
+    provenance = {**run_provenance(), **command}
+    run = ServeRun(settings=settings, provenance=provenance, out=out, progress=Progress(quiet=quiet))
+    run_bench(run, fail_on_errors=fail_on_errors, as_json=as_json)
 
 
 def _servers(
@@ -119,29 +92,22 @@ def _servers(
         if given and given not in names:
             raise ConfigError(f"--extra-body {text}: no server is called '{given}'; expected JSON, or NAME=JSON")
         try:
-            fields = json.loads(value)
-        except ValueError:
-            fields = None
-        if not isinstance(fields, dict):
-            raise ConfigError(f"--extra-body: found {value!r}, expected a JSON object")
-        for name in [given] if given else names:
-            bodies[name] |= fields
+            for name in [given] if given else names:
+                bodies[name].update(**json.loads(value))
+        except (ValueError, TypeError):
+            raise ConfigError(f"--extra-body: found {value!r}, expected a JSON object") from None
     common: dict[str, str] = {}
     for text in headers:
         name, colon, value = text.partition(":")
         if not colon or not name.strip() or not text.isascii() or not text.isprintable():
             raise ConfigError("--header: expected NAME:VALUE")
         common[name.strip()] = value.strip()
+    usual = os.environ.get("OPENAI_API_KEY")
     return tuple(
         ServerSpec(
-            name=name,
-            url=url,
-            model=model.get(name),
-            api_key=key.get(name) or os.environ.get("OPENAI_API_KEY"),
-            headers=common,
-            extra_body=bodies[name],
+            name=n, url=url, model=model.get(n), api_key=key.get(n) or usual, headers=common, extra_body=bodies[n]
         )
-        for name, (_, url) in zip(names, parsed, strict=True)
+        for n, (_, url) in zip(names, parsed, strict=True)
     )
 
 
@@ -157,25 +123,7 @@ def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _loads(concurrency: str | None, rate: str | None) -> tuple["Load", ...]:
-    from fledge.evaluation.results import Load  # noqa: PLC0415
-
-    if concurrency is None and rate is None:
-        concurrency = "1,4,16,64"
-    many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
-    rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
-    return tuple(dict.fromkeys([*(Load(concurrency=one) for one in many), *(Load(rate=one) for one in rates)]))
-
-
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
     """The command line as others may see it: no keys, no headers, no passwords in addresses."""
-    shown: list[str] = []
-    for i, argument in enumerate(arguments):
-        option, equals, _ = argument.partition("=")
-        if option in SECRETS and equals:
-            shown.append(f"{option}=...")
-        elif i and arguments[i - 1] in SECRETS:
-            shown.append("...")
-        else:
-            shown.append(re.sub(r"(?<=://)[^/@]*@", "", argument))
-    return shown
+    text = re.sub(r"(?<=://)[^/@\0]*@", "", "\0".join(arguments))
+    return re.sub(r"(?<=\0)(--api-key|--header)([=\0])[^\0]*", r"\1\2...", text).split("\0")

@@ -4,28 +4,32 @@ Workloads by name, from a file or from the hub. `data/catalogue.yaml` has the na
 groups of them, and public sets on the hub.
 """
 
+import contextlib
+import hashlib
+import itertools
+import json
+import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, TypeVar
 
+import transformers
 import yaml
 
-from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.workloads.base import (
-    LENGTH_BUCKETS,
-    Prompt,
-    Workload,
-    grouped,
-    length_bucket,
-    spread,
-    tokenised,
-    with_token_ids,
-)
+from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target import tokenizer_digests
+from fledge.engine.tokenizer import encode_chat, load_tokenizer
+from fledge.errors import ConfigError, PromptError, nearest_name_hint
+from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.workloads.formats import PREFIX, fetch, plain_name, read_prompts
+from fledge.evaluation.workloads.formats import Prompt as Prompt
+from fledge.files import cache_directory, digest, read_json, write_text
 
-__all__ = ["LENGTH_BUCKETS", "Prompt", "Workload", "grouped", "length_bucket", "spread", "tokenised", "with_token_ids"]
+_T = TypeVar("_T")
 
 DATA = Path(__file__).parent / "data"
 _CATALOGUE = yaml.safe_load((DATA / "catalogue.yaml").read_text(encoding="utf-8"))
@@ -33,6 +37,115 @@ SETS: Mapping[str, Mapping[str, str]] = _CATALOGUE["sets"]  # source, licence, p
 GROUPS: Mapping[str, Sequence[str]] = _CATALOGUE["groups"]
 ALIASES: Mapping[str, str] = _CATALOGUE["aliases"]
 HUB: Mapping[str, str] = _CATALOGUE["hub"]
+
+# Upper ends of the input-length buckets, in prompt tokens. From 1k on they are those of SPEED-Bench, and 4k.
+LENGTH_BUCKETS = {"128": 128, "512": 512, "1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192, "16k": 16384, "32k": 32768}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Prompts under a name."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    source: str  # where they come from, in words
+    licence: str
+    notes: tuple[str, ...] = ()  # what a reader of results must know, such as prompts left out
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the content: the same for the same prompts in the same order, whatever they are called."""
+        values = [
+            [p.id, p.category, p.bucket, p.sub_category, [dict(m) for m in p.messages], *([p.text] if p.text else [])]
+            for p in self.prompts
+        ]
+        text = json.dumps(values, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What results say of it, so that two of them can be told to be of the same prompts."""
+        told = {name: getattr(self, name) for name in ("digest", "source", "licence")}
+        return {"name": self.name, "prompts": len(self.prompts), **told}
+
+    @property
+    def categories(self) -> dict[str, list[str]]:
+        """The ids of the prompts by category."""
+        return {name: [p.id for p in group] for name, group in grouped(self.prompts, lambda p: p.category).items()}
+
+    def sampled(self, count: int | None, seed: int) -> "Workload":
+        """Return `count` prompts in their order, drawn with `seed`, spread evenly over buckets and categories.
+
+        A larger sample of the same seed contains the smaller ones.
+        """
+        if count is None:
+            return self
+        if count < 1:
+            raise ConfigError(f"sample: found {count}, allowed is an integer of at least 1")
+        mixed = _mixed(self.prompts, ("bucket", "category", "sub_category"), random.Random(seed))
+        chosen = {prompt.id for prompt in mixed[:count]}
+        return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt.id in chosen))
+
+
+def length_bucket(tokens: int) -> str:
+    """The input-length bucket of a prompt of so many tokens: the name of the smallest that holds it."""
+    return next((name for name, limit in LENGTH_BUCKETS.items() if tokens <= limit), "longer")
+
+
+def spread(items: Sequence[_T], count: int) -> list[_T]:
+    """Return `count` items evenly over the whole list: files are often sorted by subject."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def _mixed(prompts: Sequence[Prompt], keys: Sequence[str], draw: random.Random) -> list[Prompt]:
+    """All in an order whose every beginning is spread evenly over the groups of the first key, then the next."""
+    if not keys:
+        return draw.sample(prompts, len(prompts))
+    groups = [_mixed(group, keys[1:], draw) for group in grouped(prompts, attrgetter(keys[0])).values()]
+    draw.shuffle(groups)
+    turns = itertools.zip_longest(*groups)
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
+
+
+def grouped(items: Iterable[_T], key: Callable[[_T], str]) -> dict[str, list[_T]]:
+    """By key, in the order in which keys are first met."""
+    groups: dict[str, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> list[tuple[int, ...]]:
+    """Return the ids of every prompt through the target's chat template: of its first turn, where later ones wait for
+    answers.
+
+    They are kept in the user's cache, by what they follow from: the prompts, the tokenizer's files and template, and
+    who renders it. A cache that is missing, damaged or cannot be written costs time and nothing else.
+    """
+    directory = resolve(target)
+    key = digest([workload.digest, tokenizer_digests(directory), transformers.__version__])
+    path = (cache_dir or cache_directory()) / "tokens" / f"{key}.json"
+    kept = (read_json(path) or {}).get(workload.digest)
+    if kept is None:
+        tokenizer = load_tokenizer(directory)
+        if tokenizer is None:
+            raise PromptError(f"{target}: has no tokenizer, which workloads of chat messages need")
+        kept = [encode_chat(tokenizer, prompt.first_messages) for prompt in workload.prompts]
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps({workload.digest: kept}))
+    return [tuple(ids) for ids in kept]
+
+
+def with_token_ids(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> Workload:
+    """Return the workload with `token_ids` of its first turns, but for prompts that bring answers of their own."""
+    ids = tokenised(workload, target, cache_dir)
+    prompts = [
+        replace(prompt, token_ids=own) if prompt.first_messages in split_turns(prompt.messages)[:1] else prompt
+        for prompt, own in zip(workload.prompts, ids, strict=True)
+    ]
+    return replace(workload, prompts=tuple(prompts))
 
 
 def canonical(name: str) -> str:
@@ -72,18 +185,20 @@ def load_workload(
 
 
 def load_workloads(
-    names: Sequence[str | Path], *, sample: int | None = None, seed: int = 0, from_hub: bool = False
+    names: Sequence[str | Path],
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    from_hub: bool = False,
+    whole_groups: bool = False,
 ) -> tuple[Workload, ...]:
-    """Return every workload once, groups as their members; `sample` prompts of each."""
-    single = [one for name in names for one in ((name,) if Path(name).is_file() else expand(str(name)))]
-    loaded = [load_workload(one, sample=sample, seed=seed, from_hub=from_hub) for one in dict.fromkeys(single)]
-    return distinct_workloads(loaded)
+    """Return every workload once, groups as their members unless `whole_groups`; `sample` prompts of each.
 
-
-def distinct_workloads(loaded: Iterable[Workload]) -> tuple[Workload, ...]:
-    """The same workloads, the same one only once. Two of one name would be taken for one in results: refused."""
+    Two of one name would be taken for one in results: refused.
+    """
+    single = [one for n in names for one in ((n,) if whole_groups or Path(n).is_file() else expand(str(n)))]
     by_name: dict[str, Workload] = {}
-    for one in loaded:
+    for one in (load_workload(name, sample=sample, seed=seed, from_hub=from_hub) for name in dict.fromkeys(single)):
         other = by_name.setdefault(one.name, one)
         if (other.source, other.digest) != (one.source, one.digest):
             raise ConfigError(f"two workloads are called '{one.name}'; rename a file")
@@ -95,8 +210,7 @@ def _loaded(source: str | Path, from_hub: bool, as_written: bool = False) -> Wor
         return _from_file(Path(source), plain_name(Path(source)), str(source), as_written)
     name = str(source)
     if name.startswith(PREFIX):
-        path = fetch(name)
-        return _from_file(path, name.removeprefix(PREFIX).replace(":", "/"), name)
+        return _from_file(fetch(name), name.removeprefix(PREFIX).replace(":", "/"), name)
     known = canonical(name)
     if known in HUB and (from_hub or known.partition("/")[0] not in SETS):
         return _from_file(fetch(HUB[known]), known, HUB[known])
@@ -104,10 +218,16 @@ def _loaded(source: str | Path, from_hub: bool, as_written: bool = False) -> Wor
         known_there = ", ".join(one for one in HUB if "/" not in one)
         raise ConfigError(f"workload {name}: on the hub are {known_there}; name other datasets as hf:OWNER/NAME")
     if known in GROUPS:
-        return _group(known)
-    whole, slash, part = known.partition("/")
+        members = [_loaded(member, from_hub=False) for member in GROUPS[known]]
+        return Workload(
+            name=known,
+            prompts=tuple(prompt for member in members for prompt in member.prompts),
+            source="; ".join(member.source for member in members),
+            licence="; ".join(f"{member.name}: {member.licence}" for member in members),
+        )
+    whole, _, part = known.partition("/")
     if whole in SETS:
-        return _part(_packaged(whole), part) if slash else _packaged(whole)
+        return _part(_packaged(whole), part) if part else _packaged(whole)
     if Path(source).suffix or "/" in name:
         raise ConfigError(f"workload {name}: no such file")
     hint = nearest_name_hint(known, {*workload_names(), *HUB})
@@ -120,16 +240,11 @@ def _packaged(name: str) -> Workload:
     prompts, _ = read_prompts(DATA / f"{name}.jsonl.xz")
     if category := described.get("category"):
         several = len({p.category for p in prompts}) > 1
-        prompts = tuple(
-            replace(p, category=category, sub_category=p.sub_category or (_own(p) if several else None))
-            for p in prompts
-        )
+        # The set's own category, but for the length that the bucket says already: `4000w-novel` is `novel`.
+        own = [p.category.rpartition("-")[2] if p.bucket else p.category for p in prompts]
+        parts = [p.sub_category or (one if several else None) for p, one in zip(prompts, own, strict=True)]
+        prompts = tuple(replace(p, category=category, sub_category=s) for p, s in zip(prompts, parts, strict=True))
     return Workload(name=name, prompts=prompts, source=described["source"], licence=described["licence"])
-
-
-def _own(prompt: Prompt) -> str:
-    """The set's own category, but for the length that the bucket says already: `4000w-novel` is `novel`."""
-    return prompt.category.rpartition("-")[2] if prompt.bucket else prompt.category
 
 
 def _part(workload: Workload, part: str) -> Workload:
@@ -144,21 +259,11 @@ def _part(workload: Workload, part: str) -> Workload:
     return replace(workload, name=f"{workload.name}/{part}", prompts=chosen)
 
 
-def _group(name: str) -> Workload:
-    members = [_loaded(member, from_hub=False) for member in GROUPS[name]]
-    return Workload(
-        name=name,
-        prompts=tuple(prompt for member in members for prompt in member.prompts),
-        source="; ".join(member.source for member in members),
-        licence="; ".join(f"{member.name}: {member.licence}" for member in members),
-    )
-
-
 def _from_file(path: Path, name: str, source: str, as_written: bool = False) -> Workload:
     prompts, missing = read_prompts(path, as_written=as_written)
-    notes: tuple[str, ...] = ()
-    if missing:
-        text = f"{name}: {missing} of {missing + len(prompts)} prompts are left out, their publisher withholds the text"
-        warnings.warn(text, stacklevel=2)
-        notes = (text,)
-    return Workload(name=name, prompts=prompts, source=source, licence="that of its source", notes=notes)
+    workload = Workload(name=name, prompts=prompts, source=source, licence="that of its source")
+    if not missing:
+        return workload
+    text = f"{name}: {missing} of {missing + len(prompts)} prompts are left out, their publisher withholds the text"
+    warnings.warn(text, stacklevel=2)
+    return replace(workload, notes=(text,))

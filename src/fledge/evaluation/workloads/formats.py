@@ -20,7 +20,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
 from fledge.errors import ConfigError, DataError
-from fledge.evaluation.conversations import BadRecordError, parse
-from fledge.evaluation.workloads.base import Prompt
+from fledge.evaluation.conversations import BadRecordError, Message, parse, refuse_surrogates, split_turns
 from fledge.files import read_json_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson", ".json", ".parquet")
@@ -38,7 +37,6 @@ PREFIX = "hf:"
 _HUB_SOURCE = re.compile(r"hf:(?P<repo>[\w][\w.\-]*/[\w][\w.\-]*)(:(?P<file>.+))?")
 _HUMANEVAL_QUESTION = "Complete the following Python function:\n\n```python\n{prompt}```"
 _GSM8K_RESULT = "####"  # before the final number of every answer
-_MANY_ROWS = 256  # of a parquet file, read at a time
 _SHOWN = 6  # files of a dataset, in an error
 # The first that fits is said: the first and the third are kinds of the ones after them.
 _HUB_FAILURES = {
@@ -48,6 +46,32 @@ _HUB_FAILURES = {
     hub_errors.OfflineModeIsEnabled: "not in the local Hugging Face cache, and the hub cannot be reached",
     hub_errors.EntryNotFoundError: "the dataset has no file '{wanted}'",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """User turns to be answered one after another, or a history that ends with a user turn.
+
+    Where there are no messages, a text or ids to go on from: what training holds out may be such.
+    """
+
+    id: str  # unique in its workload
+    category: str  # what reports group by: SPEED-Bench's names where they fit
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()  # of the first turn as the target reads it, where they are known
+    bucket: str | None = None  # of input length in words, where the workload has such: 2k, 4k, 8k, 16k
+    sub_category: str | None = None  # the set's own, finer division
+
+    @property
+    def first_messages(self) -> tuple[Message, ...]:
+        """The messages that can be given before anything is answered: all, or up to the first open turn."""
+        return next(iter(split_turns(self.messages, keep_answers=True)), self.messages)
+
+    @property
+    def num_turns(self) -> int:
+        """How many answers it takes where the target writes all of them."""
+        return len(split_turns(self.messages)) or int(bool(self.text or self.token_ids))
 
 
 class PlaceholderError(BadRecordError):
@@ -73,14 +97,12 @@ def read_prompts(path: Path, *, as_written: bool = False) -> tuple[tuple[Prompt,
     for number, record in reader(path):
         try:
             prompt = prompt_of(record, name, number, as_written=as_written)
-            json.dumps([prompt.text, *map(dict, prompt.messages)], ensure_ascii=False).encode()
+            refuse_surrogates([prompt.text, *prompt.messages])
         except PlaceholderError:
             missing += 1
             continue
         except BadRecordError as error:
             raise DataError(f"{path}, record {number}: {error}") from None
-        except UnicodeEncodeError:  # half of a surrogate pair: JSON can spell it, no tokenizer takes it
-            raise DataError(f"{path}, record {number}: has characters that are no Unicode text") from None
         if prompt.id in prompts:
             raise DataError(f"{path}, record {number}: id '{prompt.id}' is also that of record {prompts[prompt.id][0]}")
         prompts[prompt.id] = (number, prompt)
@@ -151,8 +173,7 @@ def _turns(record: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _needed(record: Mapping[str, Any], key: str) -> str:
-    text = _text(record.get(key))
-    if text is None:
+    if (text := _text(record.get(key))) is None:
         raise BadRecordError(f"'{key}' is missing, empty or no text")
     return text
 
@@ -171,8 +192,7 @@ def _text(value: Any) -> str | None:
 
 
 def _is_texts(value: Any) -> bool:
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return listed and bool(value) and all(_text(part) is not None for part in value)
+    return isinstance(value, list | tuple) and bool(value) and all(_text(part) is not None for part in value)
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -197,13 +217,10 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
             f"{path.name}: parquet needs pyarrow, which is not installed; "
             "`pip install pyarrow`, or convert the file to JSON lines"
         ) from None
-    number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_MANY_ROWS):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield number, record
+            batches = file.iter_batches(batch_size=256)
+            yield from enumerate((record for batch in batches for record in batch.to_pylist()), start=1)
     except (ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet: {' '.join(str(error).split())}") from None
 
@@ -217,41 +234,29 @@ def fetch(source: str) -> Path:
     if matched is None:
         raise ConfigError(f"workload {source}: expected hf:OWNER/NAME or hf:OWNER/NAME:FILE")
     repo, wanted = matched["repo"], matched["file"]
+    verbosity = huggingface_hub.logging.get_verbosity()
+    huggingface_hub.logging.set_verbosity_error()  # it logs every attempt; what came of them is said once
     try:
-        with _quiet_hub():
-            if wanted is None or re.search(r"[*?\[]", wanted):
-                listed = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset")
-                wanted = _chosen(source, listed, wanted)
-            return Path(huggingface_hub.hf_hub_download(repo, wanted, repo_type="dataset"))
+        if wanted is None or re.search(r"[*?\[]", wanted):
+            listed = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset")
+            wanted = _chosen(source, listed, wanted)
+        return Path(huggingface_hub.hf_hub_download(repo, wanted, repo_type="dataset"))
     except DataError:
         raise
     except Exception as error:  # The hub client leaks its HTTP library's errors, whichever that is today.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = f"fetching it from the hub failed: {lines[0]}; or give a file that you have fetched yourself"
-        known = next(
-            (text.format(wanted=wanted) for kind, text in _HUB_FAILURES.items() if isinstance(error, kind)), other
-        )
-        raise DataError(f"{source}: {known}") from None
-
-
-@contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """The client logs every attempt; what came of them is said once."""
-    before = huggingface_hub.logging.get_verbosity()
-    huggingface_hub.logging.set_verbosity_error()
-    try:
-        yield
+        known = [text.format(wanted=wanted) for kind, text in _HUB_FAILURES.items() if isinstance(error, kind)]
+        raise DataError(f"{source}: {[*known, other][0]}") from None
     finally:
-        huggingface_hub.logging.set_verbosity(before)
+        huggingface_hub.logging.set_verbosity(verbosity)
 
 
 def _chosen(source: str, files: Sequence[str], pattern: str | None) -> str:
     """The one file that is meant: of all that can be read, those of a test split before others."""
     found = [name for name in files if name.endswith(SUFFIXES) and "/." not in f"/{name}"]
-    if pattern is not None:
-        found = fnmatch.filter(found, pattern)
-    tests = [name for name in found if "test" in Path(name).name]
-    found = tests or found
+    found = fnmatch.filter(found, pattern or "*")
+    found = [name for name in found if "test" in Path(name).name] or found
     if len(found) == 1:
         return found[0]
     if not found:

@@ -54,8 +54,8 @@ def settings(**changes: object) -> ServeSettings:
 
 def test_servers_take_turns_in_an_order_that_changes() -> None:
     order = settings(repeats=4).schedule(["a", "b", "c"])
-    assert "".join(turn.contender for turn in order) == "abc" + "bca" + "cab" + "abc"
-    assert [repeat for repeat, *_ in order] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert "".join(cell.contender for cell in order) == "abc" + "bca" + "cab" + "abc"
+    assert [cell.repeat for cell in order] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
 
 
 def test_the_number_of_requests_follows_the_load() -> None:

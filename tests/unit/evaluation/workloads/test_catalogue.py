@@ -16,7 +16,6 @@ from fledge.evaluation.workloads import (
     Prompt,
     Workload,
     canonical,
-    distinct_workloads,
     expand,
     length_bucket,
     load_workload,
@@ -151,8 +150,15 @@ def test_files_of_the_same_name_are_refused(tmp_path: Path) -> None:
         load_workloads([tmp_path / "a/mine.jsonl", tmp_path / "b/mine.jsonl"])
 
 
-def test_one_workload_given_twice_is_one_and_two_of_a_name_are_refused() -> None:
+def test_one_workload_given_twice_is_one(tmp_path: Path) -> None:
     gsm8k = load_workload("gsm8k", sample=2)
-    assert distinct_workloads([gsm8k, load_workload("gsm8k", sample=2)]) == (gsm8k,)
+    assert load_workloads(["gsm8k", "GSM8K"], sample=2, whole_groups=True) == (gsm8k,)
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(json.dumps({"prompt": "Hm?"}))
     with pytest.raises(ConfigError, match="two workloads are called 'gsm8k'"):
-        distinct_workloads([gsm8k, load_workload("gsm8k", sample=3)])
+        load_workloads(["gsm8k", path], sample=2, whole_groups=True)
+
+
+def test_a_group_is_one_workload_or_its_members() -> None:
+    assert [one.name for one in load_workloads(["coding"], sample=1)] == list(GROUPS["coding"])
+    assert [one.name for one in load_workloads(["coding"], sample=1, whole_groups=True)] == ["coding"]

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 
 from fledge.errors import PromptError
-from fledge.evaluation.workloads import Prompt, Workload, base, tokenised, with_token_ids
+from fledge.evaluation import workloads
+from fledge.evaluation.workloads import Prompt, Workload, tokenised, with_token_ids
 from fledge.files import cache_directory
 from tests.tiny_tokenizer import CHAT_TEMPLATE, save_tokenizer
 
@@ -40,7 +41,7 @@ def test_the_first_turn_through_the_template(target: Path, tmp_path: Path) -> No
 def test_the_second_time_nothing_is_tokenised(target: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = tokenised(workload("Hi", "Why?"), target, cache)
-    with mock.patch.object(base, "load_tokenizer", side_effect=AssertionError("tokenised again")):
+    with mock.patch.object(workloads, "load_tokenizer", side_effect=AssertionError("tokenised again")):
         assert tokenised(workload("Hi", "Why?"), target, cache) == first
         with pytest.raises(AssertionError):
             tokenised(workload("Ho", "Why?"), target, cache)
@@ -69,7 +70,7 @@ def test_a_damaged_cache_is_made_anew(target: Path, tmp_path: Path, damage: str)
     else:
         path.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "text": b"not JSON"}[damage])
     assert tokenised(workload("Hi", "Why?"), target, cache) == first
-    with mock.patch.object(base, "load_tokenizer", side_effect=AssertionError("not mended")):
+    with mock.patch.object(workloads, "load_tokenizer", side_effect=AssertionError("not mended")):
         tokenised(workload("Hi", "Why?"), target, cache)
 
 

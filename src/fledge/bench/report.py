@@ -1,32 +1,29 @@
-"""Results as one HTML page with its pictures, and what it says as text. `report.yaml` has the words of the page."""
+"""Results as one HTML page (`report.html.jinja`) with its pictures, and what it says as text."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.text import Text
 
-from fledge.bench.charts import MORE_LATENCY, charts
+from fledge.bench import tables
+from fledge.bench.charts import charts
 from fledge.bench.summary import Summary
-from fledge.bench.tables import answers_table, latency_table, markdown, rounds_table, speed_table, warnings
-from fledge.bench.verdict import Reference, anchor, disappointments, leaders, overall, verdicts
+from fledge.bench.verdict import Reference, disappointments, leaders, overall, verdicts, warnings
 from fledge.errors import ConfigError
-from fledge.evaluation.report import LENGTHS, MORE, EvalReport
+from fledge.evaluation.report import EvalReport
 from fledge.evaluation.results import Results
 from fledge.files import write_text
-from fledge.report import page as html
 from fledge.report.charts import Chart, save_png
 from fledge.report.intervals import RESAMPLES
+from fledge.report.page import Card, finished, page_style, page_template
 from fledge.report.tables import WARNING
 
 SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
-WORDS: dict[str, dict[str, Any]] = yaml.safe_load((files("fledge.bench") / "report.yaml").read_text(encoding="utf-8"))
 _PROVENANCE = {"cpu": "Processor", "cpus": "Processors", "fledge_version": "Fledge", "git_commit": "Commit"}
 
 
@@ -47,30 +44,36 @@ class BenchReport:
             for one in self.summaries
         ]
 
-    def to_page(self) -> html.Page:
-        facts = html.Facts({name: text.format(resamples=RESAMPLES) for name, text in WORDS["definitions"].items()})
-        parts = [
-            html.PagePart(
-                id=f"part-{one.number}",
-                title=one.results.title,
-                lead=list(_lead(one)),
-                sections=[
-                    html.Section(id=anchor(name, one), blocks=shown, **WORDS[name]["heading"])
-                    for name, shown in self._sections(one, drawn).items()
-                    if shown
-                ],
-            )
-            for one, drawn in zip(self.summaries, self.charts, strict=True)
-        ]
-        blocks: list[html.Block] = [html.Prose("In short; docs/bench.md of Fledge has every formula."), facts]
-        end = [html.Section(id="definitions", title="Definitions", blocks=blocks)]
-        return html.Page(kicker="Fledge benchmark report", title=self.title, parts=parts, end=end)
+    def to_html(self) -> str:
+        """One file that needs nothing else: no script, nothing that is loaded."""
+        parts = [self._part(one, drawn) for one, drawn in zip(self.summaries, self.charts, strict=True)]
+        template = page_template("fledge.bench", "report.html.jinja")
+        page = {"report": self, "parts": parts, "tables": tables, "resamples": RESAMPLES, "style": page_style()}
+        return finished(template.render(page))
 
-    def write(self, page: Path, *, pictures: Path | None = None, tables: Path | None = None) -> None:
+    def _part(self, summary: Summary, drawn: list[Chart]) -> dict[str, Any]:
+        """What the page shows of one results file."""
+        found = cards(summary)
+        leading = leaders(summary) if summary.has_speed else [card.name for card in found]
+        shown = [card for card in found if card.name in leading][:SHOWN_CARDS]
+        return {
+            "summary": summary,
+            "charts": drawn,
+            "eval": EvalReport(summary.results),
+            "warnings": warnings(summary),
+            "shown": shown,
+            "folded": found[len(shown) :],
+            "overall": overall(summary),
+            "losses": disappointments(summary, self.references),
+            "has_acceptance": any(row.figures.acceptance_length for row in summary.rows.values()),
+            "setup": _setup(summary.results),
+        }
+
+    def write(self, page: Path, *, pictures: Path | None = None, markdown: Path | None = None) -> None:
         """Write the page, every picture as a PNG and the tables as Markdown. Each is there in full or not at all."""
-        texts = {page: self.to_page().to_html()}
-        if tables is not None:
-            texts[tables] = markdown(self.summaries, self.notes)
+        texts = {page: self.to_html()}
+        if markdown is not None:
+            texts[markdown] = tables.markdown(self.summaries, self.notes)
         try:
             for path, text in texts.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,77 +87,10 @@ class BenchReport:
         except OSError as error:
             raise ConfigError(f"{error.filename or page}: cannot be written: {error.strerror or error}") from None
 
-    def _sections(self, summary: Summary, drawn: list[Chart]) -> dict[str, list[html.Block]]:
-        """Blocks by the name of their section; one that has none is left out."""
-        results = summary.results
 
-        def say(section: str, *which: str) -> html.Prose:
-            words = [WORDS[section][one].format(baseline=summary.baseline or "another") for one in which]
-            return html.Prose(" ".join(words), is_quiet="none" in which or "random" in which)
-
-        def pictures(*sections: str, fold: str = "") -> list[html.Block]:
-            chosen = html.Pictures([chart for section in sections for chart in drawn if chart.section == section])
-            return [] if not chosen.charts else [html.Fold(fold, [chosen])] if fold else [chosen]
-
-        notes: list[html.Block] = [html.Prose(note) for note in self.notes]
-        setup: list[html.Block] = [html.Facts(_setup(results), code=("Command",))]
-        has_acceptance = any(row.figures.acceptance_length for row in summary.rows.values())
-        if not summary.has_speed:
-            evaluated = EvalReport(results)
-            more = pictures(MORE, fold="Workload by workload")
-            found = [say("acceptance", "text"), *pictures(LENGTHS), *more, *evaluated.tables()]
-            return {
-                "acceptance": found if has_acceptance else [say("acceptance", "none")],
-                "notes": notes,
-                "answers": [html.Prose(evaluated.lossless, is_quiet=True)],
-                "setup": setup,
-            }
-        keys = ["text", *(["ratio"] if summary.baseline else ()), *(["references"] if self.references else ())]
-        depths = [say("speed", "depths")] if summary.deep_sweeps else []
-        losses = disappointments(summary, self.references)
-        rounds = [say("acceptance", "text", "costs"), *pictures("acceptance"), rounds_table(summary)]
-        return {
-            "speed": [say("speed", *keys), *depths, *pictures("speed"), speed_table(summary)],
-            "capacity": [say("capacity", "text"), *pictures("capacity")],
-            "latency": [
-                say("latency", "text"),
-                *pictures("latency"),
-                *pictures(MORE_LATENCY, fold="The loads between"),
-                html.Fold("Latency in numbers", [latency_table(summary)]),
-            ],
-            "acceptance": rounds if has_acceptance else [say("acceptance", "none")],
-            "why": [html.Sentences(losses) if losses else say("why", "none"), *notes],
-            "answers": [say("answers", "text"), answers_table(summary)]
-            if summary.answers
-            else [say("answers", "none" if results.is_greedy else "random")],
-            "setup": setup,
-        }
-
-
-def cards(summary: Summary) -> list[html.Card]:
+def cards(summary: Summary) -> list[Card]:
     """On each contender where speed was measured, and on each drafter where acceptance alone was."""
-    return verdicts(summary) if summary.has_speed else EvalReport(summary.results).cards(anchor("acceptance", summary))
-
-
-def _lead(summary: Summary) -> Iterator[html.Block]:
-    device = summary.results.provenance.get("device")
-    text = WORDS["kinds"][summary.results.kind] + (f", {device}" if device else "")
-    text += f"; compared with {summary.baseline}" if summary.baseline and summary.has_speed else ""
-    yield html.Prose(f"{text}. Ranges are 95 % intervals.", is_quiet=True)
-    if lines := warnings(summary):
-        yield html.Notice("Read this first", lines)
-    found = cards(summary)
-    leading = leaders(summary) if summary.has_speed else [card.name for card in found]
-    shown = [card for card in found if card.name in leading][:SHOWN_CARDS]
-    yield (
-        html.Cards(shown)
-        if shown
-        else html.Prose("Nothing was measured that a verdict could be given on.", is_quiet=True)
-    )
-    if more := found[len(shown) :]:
-        yield html.Fold(f"{len(more)} more contenders", [html.Cards(more)])
-    if sentences := overall(summary):
-        yield html.Sentences(sentences, title="Side by side")
+    return verdicts(summary) if summary.has_speed else EvalReport(summary.results).cards(summary.anchor("acceptance"))
 
 
 def _setup(results: Results) -> dict[str, str]:

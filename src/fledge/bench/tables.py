@@ -1,12 +1,12 @@
-"""Results as tables, printed, on the page and for a README, and what must be known before any figure is believed."""
+"""Results as tables: printed, on the page and for a README."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from fledge.bench.summary import Row, Summary
-from fledge.bench.verdict import badge, colour, load_text
+from fledge.bench.summary import Row, Summary, load_text
+from fledge.bench.verdict import warnings
 from fledge.evaluation.results import Load
 from fledge.report.intervals import Interval
 from fledge.report.page import ratio_bar
@@ -30,15 +30,15 @@ def print_results(summary: Summary, console: Console) -> None:
         console.print(Text(f"! {line}", style=WARNING), soft_wrap=True)
 
 
-def name_cell(summary: Summary, name: str) -> TableCell:
-    return TableCell(text=name, colour=colour(summary, name), badge=badge(summary, name))
+def _name_cell(summary: Summary, name: str) -> TableCell:
+    return TableCell(text=name, colour=summary.colour(name), badge=summary.badge(name))
 
 
 def _table(summary: Summary, title: str, rows: Iterable[Row], *columns: Column) -> Table:
     """Contenders by workload and load."""
     body = [
         TableRow(
-            cells=(name_cell(summary, row.contender), *(write(row) for _, write in columns)),
+            cells=(_name_cell(summary, row.contender), *(write(row) for _, write in columns)),
             group=f"{row.workload}, {load_text(row.load)}",
             is_partial=row.figures.partial,
             note=row.figures.reason or (row.reason if row.is_compared else None) or "",
@@ -113,7 +113,7 @@ def answers_table(summary: Summary) -> Table:
     for name, (compared, different) in summary.answers.items():
         where = [f"{row.where}: {row.different:,}" for row in summary.agreements if row.contender == name]
         count = TableCell(text=f"{different:,}", tone="bad" if different else "neutral")
-        body.append([name_cell(summary, name), f"{compared:,}", count, "; ".join(where) if different else ""])
+        body.append([_name_cell(summary, name), f"{compared:,}", count, "; ".join(where) if different else ""])
     return Table.of("", ("contender", f"compared with {summary.baseline}", "different", "of these"), body)
 
 
@@ -157,49 +157,9 @@ def _length_matrix(summary: Summary) -> Table:
 
 def _matrix(summary: Summary, heading: str, columns: Sequence[object], rows: dict[str, list[str]]) -> Table:
     """Contenders by columns. What is inflated says so in its row; if all are, the heading does."""
-    badges = {name: f" ({label})" if (label := badge(summary, name)) else "" for name in summary.contenders}
+    badges = {name: f" ({label})" if (label := summary.badge(name)) else "" for name in summary.contenders}
     if len(set(badges.values())) == 1:
         heading += next(iter(badges.values()))
         badges = dict.fromkeys(badges, "")
     body = [[f"{name}{badges[name]}", *row] for name, row in rows.items()]
     return Table.of("", (heading, *map(str, columns)), body)
-
-
-def warnings(summary: Summary) -> list[str]:
-    """What must stand beside the figures, most important first."""
-    results, lines, rows = summary.results, [], summary.rows.values()
-    if results.status != "complete":
-        lines.append(f"This run is {results.status}: some of what was asked for was not measured.")
-    partial = [row for row in rows if row.figures.partial]
-    lines += [f"{row.contender}, {row.where}: {row.figures.reason}; it has no ratio." for row in partial]
-    wanted = results.settings.get("repeats")
-    few = [row for row in rows if isinstance(wanted, int) and len(row.cells) < wanted]
-    if few:
-        more = f" and {len(few) - 3} more" if len(few) > 3 else ""
-        named = "; ".join(f"{row.contender}, {row.where}" for row in few[:3])
-        lines.append(f"Fewer than the {wanted} repeats that were asked for: {named}{more}.")
-    for shape in dict.fromkeys(one.inflated for one in results.contenders if one.inflated):
-        names = [one.name for one in results.contenders if one.inflated == shape]
-        who = "all contenders" if len(names) == len(results.contenders) > 1 else ", ".join(names)
-        lines.append(
-            f"Inflated to the shape {shape}: {who}. They cost as much as a model of that shape and say "
-            "what their small originals say; drafts of a trained model of that size may be accepted more or less often."
-        )
-    if any(different for _, different in summary.answers.values()):
-        lines.append(_other_answers(summary))
-    return [*lines, *(note for note in results.notes if note not in lines)]
-
-
-def _other_answers(summary: Summary) -> str:
-    """One line, however many contenders did not say the same as the baseline."""
-    compared, different = (sum(column) for column in zip(*summary.answers.values(), strict=True))
-    ordered = sorted(summary.answers.items(), key=lambda one: -one[1][1])
-    by_name = [f"{name}: {n:,} of {of:,}" for name, (of, n) in ordered if n]
-    more = f"; {len(by_name) - 3} more contenders" if len(by_name) > 3 else ""
-    line = f"{different:,} of {compared:,} answers differ from those of {summary.baseline} at temperature 0 "
-    line += f"({'; '.join(by_name[:3])}{more})."
-    if len(by_name) < len(ordered):
-        line += " The others gave the same answers."
-    if summary.results.settings.get("dtype") in ("bfloat16", "float16"):
-        line += " In 16 bits several tokens at once round in another way than one, which decides near-ties."
-    return line

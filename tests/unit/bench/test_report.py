@@ -8,8 +8,8 @@ import pytest
 
 from fledge.bench.report import BenchReport
 from fledge.bench.summary import Summary, summaries
-from fledge.bench.tables import markdown, warnings
-from fledge.bench.verdict import Reference, disappointments, overall, verdicts
+from fledge.bench.tables import markdown
+from fledge.bench.verdict import Reference, disappointments, overall, verdicts, warnings
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Load, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, make_eval_results, make_results

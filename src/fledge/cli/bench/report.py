@@ -40,7 +40,7 @@ def report(
         notes=(*(note or ()), *_paragraphs(note_file)),
     )
     is_printed = str(markdown) == "-"
-    page.write(out, pictures=png_dir, tables=None if is_printed else markdown)
+    page.write(out, pictures=png_dir, markdown=None if is_printed else markdown)
     if is_printed:
         print(to_markdown(page.summaries, page.notes), end="")
     elif not quiet:

@@ -100,7 +100,7 @@ def finish_bench(
     """Print what was measured, with `more` in the JSON object, and exit with 130 or 1 where it is not whole."""
     from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
 
-    from fledge.bench.tables import print_results  # noqa: PLC0415
+    from fledge.bench.report import print_results  # noqa: PLC0415
 
     results = summary.results
     if as_json:

@@ -45,7 +45,7 @@ def page_template(package: str, name: str) -> Template:
     Whatever is put into it must be there, and is escaped where it becomes HTML.
     """
     loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("fledge.report", ".")])
-    strict = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    strict: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     return Environment(loader=loader, autoescape=".html." in name, **strict).get_template(name)
 
 

@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from fledge.bench.charts import charts, style
-from fledge.bench.report import BenchReport
+from fledge.bench.report import BenchReport, print_results
 from fledge.bench.summary import Summary, Sweep, summaries
-from fledge.bench.tables import markdown, print_results
 from fledge.bench.verdict import Reference, disappointments, leaders, overall, verdicts, warnings
 from fledge.evaluation.results import Contender, Load, Results
 from fledge.report.charts import INK, PAPER
@@ -215,7 +214,7 @@ def test_all_contenders_are_called_that_once():
     everyone = [one.name for one in results.contenders]
     part = part_of(inflated(results, everyone))
     assert warnings(part)[0].startswith("Inflated to the shape 8b: all contenders. They cost")
-    text = markdown([part])
+    text = BenchReport(summaries=(part,), title="x").to_markdown()
     assert "| chat, per user (inflated: 8b) | C=1 | C=16 |" in text
     assert "| acceptance length (inflated: 8b) | chat |" in text
     assert "| EAGLE-3 K=2 | " in text
@@ -225,7 +224,7 @@ def test_all_contenders_are_called_that_once():
 def test_some_inflated_contenders_are_named():
     part = part_of(inflated(many_depths(), ["EAGLE-3 K=2", "EAGLE-3 K=3"]))
     assert warnings(part)[0].startswith("Inflated to the shape 8b: EAGLE-3 K=2, EAGLE-3 K=3. They cost")
-    text = markdown([part])
+    text = BenchReport(summaries=(part,), title="x").to_markdown()
     assert "| chat, per user | C=1 | C=16 |" in text
     assert "| EAGLE-3 K=2 (inflated: 8b) | " in text
     assert "| EAGLE-3 K=5 | " in text

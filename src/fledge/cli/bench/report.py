@@ -28,7 +28,6 @@ def report(
 
     from fledge.bench.report import BenchReport, print_verdicts  # noqa: PLC0415
     from fledge.bench.summary import summaries  # noqa: PLC0415
-    from fledge.bench.tables import markdown as to_markdown  # noqa: PLC0415
     from fledge.bench.verdict import Reference  # noqa: PLC0415
     from fledge.evaluation.results import read_results  # noqa: PLC0415
 
@@ -42,7 +41,7 @@ def report(
     is_printed = str(markdown) == "-"
     page.write(out, pictures=png_dir, markdown=None if is_printed else markdown)
     if is_printed:
-        print(to_markdown(page.summaries, page.notes), end="")
+        print(page.to_markdown(), end="")
     elif not quiet:
         console = Console(highlight=False)
         print_verdicts(page, console)

@@ -29,8 +29,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from fledge.bench.engines import Models, contenders, draft_modes, load_models, make_engine, titles
 from fledge.bench.offline import ClosedLoop, cycled, token_digest
-from fledge.bench.summary import Summary
 from fledge.bench.report import print_results
+from fledge.bench.summary import Summary
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig

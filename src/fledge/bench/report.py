@@ -1,7 +1,7 @@
 """Results for people: tables that are printed, Markdown, and one HTML page (`report.html.jinja`) with its pictures."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -158,6 +158,7 @@ class BenchReport:
                 verdict=verdict,
                 tables=tables,
                 resamples=RESAMPLES,
+                json=json.dumps,
                 style=page_style(),
             )
         )
@@ -211,7 +212,7 @@ def cards(summary: Summary) -> list[Card]:
     )
 
 
-def _setup(results: Results) -> dict[str, str]:
+def _setup(results: Results) -> dict[str, Any]:
     """How the results came about, and who took part."""
     found: dict[str, Any] = {_PROVENANCE.get(k, k.capitalize()): value for k, value in results.provenance.items()}
     found["Settings"] = {key: value for key, value in results.settings.items() if key != "workloads"}
@@ -220,13 +221,7 @@ def _setup(results: Results) -> dict[str, str]:
     found["Status"] = results.status
     for one in results.contenders:
         found[one.name] = {key: value for key, value in one.to_dict().items() if value and key != "name"}
-    return {name: _flat(value) for name, value in found.items() if value}
-
-
-def _flat(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_flat(item)}" for key, item in value.items())
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return {name: value for name, value in found.items() if value}
 
 
 def print_verdicts(report: BenchReport, console: Console) -> None:

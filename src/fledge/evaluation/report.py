@@ -92,19 +92,17 @@ class EvalReport:
 
     def cards(self, section: str) -> list[Card]:
         """The verdict on each drafter; `section` is the anchor of what backs it."""
-        return [self._card(drafter, section) for drafter in self.drafters]
-
-    def _card(self, drafter: str, section: str) -> Card:
-        rows = [row for row in self.rows if row.drafter == drafter]
-        coldest = min(row.temperature for row in rows)
-        means = sorted((row.depth, row.mean.value) for row in rows if row.temperature == coldest and row.mean)
-        headline, *sentences = said("fledge.evaluation", "verdict.jinja", rows=rows, means=means, section=section)
-        return Card(
-            name=drafter,
-            headline=headline.text,
-            tiles=tuple((f"{value:.2f}", f"mean at K={depth}, T={coldest:g}", "neutral") for depth, value in means),
-            sentences=tuple(sentences),
-        )
+        found = []
+        for drafter in self.drafters:
+            rows = [row for row in self.rows if row.drafter == drafter]
+            coldest = min(row.temperature for row in rows)
+            means = sorted((row.depth, row.mean.value) for row in rows if row.temperature == coldest and row.mean)
+            headline, *sentences = said("fledge.evaluation", "verdict.jinja", rows=rows, means=means, section=section)
+            tiles = tuple(
+                (f"{value:.2f}", f"mean at K={depth}, T={coldest:g}", headline.tone) for depth, value in means
+            )
+            found.append(Card(name=drafter, headline=headline.text, tiles=tiles, sentences=tuple(sentences)))
+        return found
 
     def charts(self, number: int = 1) -> list[Chart]:
         """Mean length against depth, drafts that stand by depth, and lengths by workload for each temperature.

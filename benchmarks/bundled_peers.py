@@ -38,8 +38,8 @@ from fledge.bench.offline import (
     titles,
     token_digest,
 )
+from fledge.bench.report import print_results
 from fledge.bench.summary import Summary
-from fledge.bench.tables import print_results
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig

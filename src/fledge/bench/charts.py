@@ -13,15 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from fledge.bench.figures import Latency, acceptance_length, acceptance_rates, latencies
-from fledge.bench.summary import Row, Summary, Sweep
-from fledge.bench.verdict import ACCEPTANCE, CAPACITY, LATENCY, SPEED, Reference, load_text
-from fledge.evaluation.charts import lengths_by_depth, lengths_by_workload, rates_by_depth
+from fledge.bench.figures import Latency, latencies
+from fledge.bench.summary import Row, Summary, Sweep, load_text
+from fledge.bench.verdict import Reference
+from fledge.evaluation.figures import acceptance_length, acceptance_rates, complete_cells, told
 from fledge.evaluation.results import Load
 from fledge.report import charts as draw
-from fledge.report.intervals import Interval
 
-MORE_LATENCY = "latency-more"  # charts of loads between the lowest and the highest
 _MOST_STEPS = 150
 _PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
 _LATENCIES: tuple[tuple[Latency, str], ...] = (("ttft", "Time to first token"), ("tpot", "Time per further token"))
@@ -45,63 +43,54 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[tupl
             loads = [load for load in summary.loads if (load.rate is not None) == is_rate]
             title = f"Speed per user against {summary.baseline}: {workload}"
             shown = () if is_rate else references
-            yield f"speed-{kind}-{tag}", SPEED, title, _ratios(summary, workload, loads, shown)
+            yield f"speed-{kind}-{tag}", "speed", title, _ratios(summary, workload, loads, shown)
             title = f"Speed per user by depth: {workload}"
-            yield f"depth-{kind}-{tag}", SPEED, title, _speed_by_depth(summary, workload, loads)
+            yield f"depth-{kind}-{tag}", "speed", title, _speed_by_depth(summary, workload, loads)
             title = f"Tokens per second, of all users and of each: {workload}"
-            yield f"capacity-{kind}-{tag}", CAPACITY, title, _capacity(summary, workload, loads)
+            yield f"capacity-{kind}-{tag}", "capacity", title, _capacity(summary, workload, loads)
         for which, title in _LATENCIES:
             for place, load in enumerate(summary.loads, start=1):
-                section = LATENCY if load in (summary.loads[0], summary.loads[-1]) else MORE_LATENCY
+                section = "latency" if load in (summary.loads[0], summary.loads[-1]) else "latency-more"
                 figure = _distribution(summary, workload, load, which)
                 yield f"{which}-{tag}-{place}", section, f"{title}, {load_text(load)}: {workload}", figure
         sweeps = {
-            sweep.title: (
-                style(summary, sweep.first),
-                _lengths(summary, {d: (n, workload) for n, d in sweep.depths.items()}),
-            )
+            sweep.title: _lengths(summary, sweep.first, {d: (n, workload) for n, d in sweep.depths.items()})
             for sweep in summary.deep_sweeps
         }
-        yield f"depths-{tag}", ACCEPTANCE, f"Acceptance length by depth: {workload}", lengths_by_depth(sweeps)
-        names = [[*line.depths][-1] for line in summary.lines]  # the deepest shows all depths
-        rates = {n: (style(summary, n), acceptance_rates(summary.complete_cells(n, workload))) for n in names}
-        yield f"acceptance-{tag}", ACCEPTANCE, f"Drafts that stand, by depth: {workload}", rates_by_depth(rates)
-    lines: dict[str, tuple[dict[str, Any], dict[Any, Interval]]] = {}
+        yield f"depths-{tag}", "acceptance", f"Acceptance length by depth: {workload}", draw.lines_by_depth(sweeps)
+        rates = {}
+        for name in ([*line.depths][-1] for line in summary.lines):  # the deepest shows all depths
+            cells = complete_cells(summary.results, name, workload)
+            rates[name] = style(summary, name), acceptance_rates(told(cells))
+        figure = draw.lines_by_depth(rates, percent=True)
+        yield f"acceptance-{tag}", "acceptance", f"Drafts that stand, by depth: {workload}", figure
+    lines: draw.Lines = {}
     for name in (line.title for line in summary.lines if not line.is_deep):
-        if lengths := _lengths(summary, {workload: (name, workload) for workload in summary.workloads}):
-            lines[name] = coloured(summary, name, len(lines)), lengths
-    yield f"lengths-{summary.number}", ACCEPTANCE, "Acceptance length by workload", lengths_by_workload(lines)
+        found = _lengths(summary, name, {workload: (name, workload) for workload in summary.workloads}, len(lines))
+        lines = {**lines, name: found} if found[1] else lines
+    figure = draw.forest(lines, "acceptance length")
+    yield f"lengths-{summary.number}", "acceptance", "Acceptance length by workload", figure
 
 
-def _lengths(summary: Summary, of: dict[Any, tuple[str, str]]) -> dict[Any, Interval]:
-    """Acceptance lengths of contenders on workloads, where there are any."""
-    found = {key: acceptance_length(summary.complete_cells(*one)) for key, one in of.items()}
-    return {key: length for key, length in found.items() if length is not None}
+def _lengths(summary: Summary, name: str, of: dict[Any, tuple[str, str]], shape: int | None = None) -> tuple[Any, Any]:
+    """A line of acceptance lengths of contenders on workloads, where there are any, in the style of `name`."""
+    found = {key: acceptance_length(told(complete_cells(summary.results, *one))) for key, one in of.items()}
+    return style(summary, name, shape), {key: length for key, length in found.items() if length is not None}
 
 
-# How a contender is drawn.
-
-
-def style(summary: Summary, name: str) -> dict[str, Any]:
-    """Of a line in all pictures. In grey print, marker and dash tell apart whatever is drawn in one picture."""
-    if name == summary.baseline:
-        return {"color": draw.INK, "marker": "o", "linestyle": "-", "linewidth": 1.4, "markersize": 3.5}
-    return coloured(summary, name, [name in sweep.depths for sweep in summary.sweeps].index(True))
-
-
-def coloured(summary: Summary, name: str, shape: int) -> dict[str, Any]:
-    """The colour of a contender's drafter, with the marker and the dash of that number."""
+def style(summary: Summary, name: str, shape: int | None = None) -> dict[str, Any]:
+    """Of a line in all pictures: the colour of its drafter. In grey print, marker and dash tell apart whatever is drawn
+    in one picture; `shape` is their number, if not that of the contender's line.
+    """
     place = summary.colour_number(name)
+    if place is None and shape is None:
+        return {"color": draw.INK, "marker": "o", "linestyle": "-", "linewidth": 1.4, "markersize": 3.5}
+    shape = summary.sweeps.index(summary.line(name)) if shape is None else shape
     return draw.series_style(shape) | {"color": draw.INK if place is None else draw.SERIES[place]}
 
 
 def _label(line: Sweep) -> str:
     return draw.short_title(f"{line.title}, fastest depth" if line.is_deep else line.title)
-
-
-def _rows(summary: Summary, line: Sweep, workload: str, loads: Sequence[Load]) -> list[Row | None]:
-    """Of the contender that stands for a line under each load."""
-    return [summary.rows.get((summary.shown(line, workload, load) or "", workload, load)) for load in loads]
 
 
 def _write(axes: Axes, text: str, at: tuple[float, float], colour: str, *, dx: float = 0, dy: float = 0) -> None:
@@ -110,12 +99,16 @@ def _write(axes: Axes, text: str, at: tuple[float, float], colour: str, *, dx: f
     axes.annotate(text, at, (dx, dy), textcoords="offset points", fontsize=7.5, color=colour, **sides)
 
 
-# Speed.
+def _finished(figure: Figure, axes: Axes, x: str, y: str, *, percent: bool = False) -> Figure:
+    draw.frame(axes, None, percent=percent)
+    axes.set(xlabel=x, ylabel=y)
+    draw.put_legend(figure, axes)
+    return figure
 
 
 def _ratios(summary: Summary, workload: str, loads: Sequence[Load], references: Sequence[Reference]) -> Figure | None:
     """Ratios against load, with the fastest depth at the points of a drafter that has many."""
-    lines = [(line, _rows(summary, line, workload, loads)) for line in summary.lines]
+    lines = [(line, [summary.shown(line, workload, load) for load in loads]) for line in summary.lines]
     lines = [(line, rows) for line, rows in lines if any(row and row.per_user for row in rows)]
     if not lines:
         return None
@@ -130,16 +123,10 @@ def _ratios(summary: Summary, workload: str, loads: Sequence[Load], references: 
                 place = at, row.per_user.ends[aside >= 0]
                 _write(axes, f"K={line.depths[row.contender]}", place, look["color"], dy=3 if aside >= 0 else -3)
     for number, reference in enumerate(references):
-        axes.plot(
-            *zip(*reference.points.items(), strict=True),
-            color=draw.MUTED,
-            marker="*x+1"[number % 4],
-            markersize=8,
-            linestyle=(0, (1, 2)),
-            linewidth=1,
-            label=f"{draw.short_title(reference.name)} (reported)",
-            zorder=4,  # else lines that agree with it hide it
-        )
+        label = f"{draw.short_title(reference.name)} (reported)"
+        look = {"color": draw.MUTED, "linestyle": (0, (1, 2)), "linewidth": 1, "zorder": 4}  # above lines that agree
+        points = zip(*reference.points.items(), strict=True)
+        axes.plot(*points, marker="*x+1"[number % 4], markersize=8, label=label, **look)
     axes.axhline(1.0, color=draw.INK, linewidth=1, linestyle=":")
     places = sorted({load.size for load in loads} | {float(c) for one in references for c in one.points})
     if len(places) > 1:
@@ -152,14 +139,6 @@ def _ratios(summary: Summary, workload: str, loads: Sequence[Load], references: 
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.8, low), max(1.5, high))
     return _finished(figure, axes, "concurrency" if loads[0].rate is None else "requests per second", "times its speed")
-
-
-def _finished(figure: Figure, axes: Axes, x: str, y: str, *, percent: bool = False) -> Figure:
-    draw.frame(axes, None, percent=percent)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    draw.put_legend(figure, axes)
-    return figure
 
 
 def _speed_by_depth(summary: Summary, workload: str, loads: Sequence[Load]) -> Figure | None:
@@ -189,12 +168,11 @@ def _speed_by_depth(summary: Summary, workload: str, loads: Sequence[Load]) -> F
 def _depth_panel(axes: Axes, summary: Summary, sweep: Sweep, workload: str, loads: Sequence[Load]) -> None:
     colour = style(summary, sweep.first)["color"]
     for number, load in enumerate(loads):
-        rows = [summary.rows.get((name, workload, load)) for name in sweep.depths]
-        values = {row.contender: row.per_user.value for row in rows if row and row.per_user}
         best = summary.best_depths.get((sweep, workload, load))
-        if not values or best is None:
+        rows = [summary.rows.get((name, workload, load)) for name in sweep.depths]
+        points = {r.contender: (sweep.depths[r.contender], r.per_user.value) for r in rows if r and r.per_user}
+        if not points or best is None:
             continue
-        points = {name: (sweep.depths[name], value) for name, value in values.items()}
         dash = draw.series_style(number)["linestyle"]
         axes.plot(*zip(*points.values(), strict=True), color=colour, linestyle=dash, linewidth=1.4)
         for name, point in points.items():
@@ -215,15 +193,15 @@ def _capacity(summary: Summary, workload: str, loads: Sequence[Load]) -> Figure 
     figure, axes = draw.new_figure()
     for line in summary.lines:
         look = style(summary, line.first)
-        points = []
-        for load, row in zip(loads, _rows(summary, line, workload, loads), strict=True):
+        points = np.full((len(loads), 2), np.nan)  # a line breaks where there is no value
+        for place, load in enumerate(loads):
+            row = summary.shown(line, workload, load)
             total = row and row.figures.total_tokens_per_second
-            points.append((np.nan, np.nan))
             if row and row.speed and total:
-                points[-1] = row.speed.value, total.value
-                _write(axes, f"{load.size:g}", points[-1], look["color"], dx=4, dy=3)
+                points[place] = row.speed.value, total.value
+                _write(axes, f"{load.size:g}", (row.speed.value, total.value), look["color"], dx=4, dy=3)
         if not np.isnan(points).all():
-            axes.plot(*zip(*points, strict=True), label=_label(line), **look)
+            axes.plot(*points.T, label=_label(line), **look)
     if not axes.lines:
         return None
     axes.set_yscale("log")
@@ -241,16 +219,16 @@ def _distribution(summary: Summary, workload: str, load: Load, which: Latency) -
     """The share of requests that took no longer."""
     figure, axes = draw.new_figure((draw.SIZE[0], 2.7))
     ends: list[float] = []
-    for line in summary.lines:
-        for row in filter(None, _rows(summary, line, workload, [load])):
-            cells = [cell for cell in row.cells if cell.status == "complete"]
-            values = sorted(value for several in latencies(cells, which).values() for value in several)
-            look = {key: value for key, value in style(summary, row.contender).items() if not key.startswith("marker")}
-            if values:
-                # Of many requests as many points as can be told apart: a page of all of them would be megabytes.
-                shown = values if len(values) <= _MOST_STEPS else np.quantile(values, np.linspace(0, 1, _MOST_STEPS))
-                axes.ecdf(shown, label=draw.short_title(row.contender), **look)
-                ends += values[0], values[-1]
+    shown: list[Row | None] = [summary.shown(line, workload, load) for line in summary.lines]
+    for row in filter(None, shown):
+        cells = [cell for cell in row.cells if cell.status == "complete"]
+        values = sorted(value for several in latencies(cells, which).values() for value in several)
+        look = {key: value for key, value in style(summary, row.contender).items() if not key.startswith("marker")}
+        if values:
+            # Of many requests as many points as can be told apart: a page of all of them would be megabytes.
+            steps = values if len(values) <= _MOST_STEPS else np.quantile(values, np.linspace(0, 1, _MOST_STEPS))
+            axes.ecdf(steps, label=draw.short_title(row.contender), **look)
+            ends += values[0], values[-1]
     if not ends:
         return None
     if min(ends) > 0 and max(ends) / min(ends) > 30:

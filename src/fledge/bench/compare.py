@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fledge.bench.figures import acceptance, decoding, latency, throughput, why_no_ratio, why_partial
+from fledge.bench.figures import decoding, latency, throughput, why_partial
 from fledge.bench.summary import Key, Row, Summary
+from fledge.evaluation.figures import acceptance, told
 from fledge.evaluation.results import Cell, Load, Results
 from fledge.records import Record, encode
 from fledge.report.intervals import LEVEL, Bootstrap, Interval, Panel, Statistic, divide, mean_ratio, pooled
@@ -40,7 +41,7 @@ METRICS = {
     "per-user": Metric("tokens/s per user", decoding),
     "total": Metric("tokens/s in all", throughput),
     "ttft": Metric("mean TTFT, ms", latency, higher_is_better=False),
-    "acceptance": Metric("acceptance length", acceptance, is_speed=False, offset=1.0),
+    "acceptance": Metric("acceptance length", lambda cells: acceptance(told(cells)), is_speed=False, offset=1.0),
 }
 
 
@@ -155,7 +156,8 @@ def _change(
     sides: tuple[Row, Row], name: str, reason: str | None, is_relative: bool, bootstrap: Bootstrap, threshold: float
 ) -> Change | None:
     """None where neither side has the figure, or it is that of a baseline as a ratio to itself."""
-    metric = METRICS[name]
+    metric, one = METRICS[name], sides[0]
+    where: Any = {"contender": one.contender, "workload": one.workload, "load": one.load, "metric": name}
     panels = [metric.panel(side.cells) for side in sides]
     is_baseline = sides[0].contender in [side.baseline for side in sides]
     if (is_relative and is_baseline) or not any(panel.values.size for panel in panels):
@@ -171,7 +173,7 @@ def _change(
         empty = [letter for letter, panel in zip("AB", panels, strict=True) if not panel.values.size]
         reason = f"not reported in {empty[0]}" if empty else "no prompt in common"
     if reason is not None:
-        return Change(**sides[0].key, metric=name, reason=reason)
+        return Change(**where, reason=reason)
     panels = [panel.only(prompts=common) for panel in panels]
     ratio = bootstrap.interval(panels, lambda both: divide(figure(both[1:]), figure(both[:1])))
     verdict: Verdict = "same"
@@ -180,15 +182,12 @@ def _change(
     elif (sign := sign_of(ratio, around=1.0)) and abs(ratio.value - 1) > threshold:
         verdict = "better" if (sign > 0) == metric.higher_is_better else "worse"
     before, after = (panel.value(figure) for panel in panels)
-    found: dict[str, Any] = {"before": before, "after": after, "ratio": ratio, "verdict": verdict, "reason": reason}
-    return Change(**sides[0].key, metric=name, **found)
+    return Change(**where, before=before, after=after, ratio=ratio, verdict=verdict, reason=reason)
 
 
 def _why_not(side: Row, metric: Metric, is_relative: bool) -> str | None:
     """Why a figure cannot be compared; None where it can."""
-    reason = why_partial(side.cells)
-    if is_relative:
-        reason = why_no_ratio(side.contender, side.cells, side.baseline, side.base) if side.baseline else "no baseline"
+    reason = (side.reason if side.baseline else "no baseline") if is_relative else why_partial(side.cells)
     is_single = metric.is_speed and len({cell.repeat for cell in side.cells}) < 2
     return reason or ("one repeat only, so noise is not known" if is_single else None)
 

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.evaluation.results import Cell, conversation_of, statistics_of
+from fledge.evaluation.figures import BOOTSTRAP, acceptance_length, acceptance_rates, told
+from fledge.evaluation.results import Cell, conversation_of
 from fledge.records import Record
-from fledge.report.intervals import Bootstrap, Interval, Panel, mean_ratio, pooled
+from fledge.report.intervals import Interval, Panel, mean_ratio, pooled
 from fledge.report.prose import number
 
-BOOTSTRAP = Bootstrap()
 Latency = Literal["ttft", "tpot"]
 
 
@@ -59,9 +58,9 @@ def figures_of(cells: Sequence[Cell]) -> Figures:
         total_tokens_per_second=BOOTSTRAP.interval([throughput(used)], pooled()),
         ttft_ms=_spread(used, "ttft"),
         tpot_ms=_spread(used, "tpot"),
-        acceptance_length=acceptance_length(used),
-        rate_by_depth=tuple(acceptance_rates(used)),
-        rounds=AcceptanceStatistics.merge(cell.acceptance_statistics for cell in used).rounds,
+        acceptance_length=acceptance_length(told(used)),
+        rate_by_depth=tuple(acceptance_rates(told(used)).values()),
+        rounds=sum(rounds for *_, tally in told(used) for *_, rounds in tally),
         requests=sum(len(cell.good) for cell in used),
         errors=_errors(cells),
         cells=len(used),
@@ -91,8 +90,7 @@ def why_partial(cells: Sequence[Cell]) -> str | None:
 def why_no_ratio(contender: str, cells: Sequence[Cell], baseline: str, base: Sequence[Cell]) -> str | None:
     """None where these two have a ratio."""
     for name, side in ((contender, cells), (baseline, base)):
-        reason = why_partial(side)
-        if reason:
+        if reason := why_partial(side):
             return f"{name}: {reason}"
     if not {cell.repeat for cell in cells} & {cell.repeat for cell in base}:
         return "no repeat in common"
@@ -132,35 +130,6 @@ def throughput(cells: Iterable[Cell]) -> Panel:
     return Panel.collect(rows, columns=2)
 
 
-def acceptance(cells: Iterable[Cell], depths: int = 0) -> Panel:
-    """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts."""
-    rows = []
-    for cell in cells:
-        # A server tells of all prompts together: only repeats can differ.
-        alone = [("", cell.acceptance)] if cell.acceptance else []
-        telling = [(conversation_of(one.prompt), one.acceptance) for one in cell.good if one.acceptance]
-        for prompt, tally in telling or alone:
-            told = statistics_of(tally)
-            sums = [sum(told.accepted_by_depth), told.rounds]
-            if depths:
-                sums = [n for pair in zip(told.accepted_by_depth, told.drafted_by_depth, strict=True) for n in pair]
-                sums += [0] * (2 * depths - len(sums))
-            rows.append((cell.repeat, prompt, sums))
-    return Panel.collect(rows, columns=2 * (depths or 1))
-
-
-def acceptance_length(cells: Iterable[Cell]) -> Interval | None:
-    return BOOTSTRAP.interval([acceptance(cells)], pooled(offset=1.0), is_share=True)
-
-
-def acceptance_rates(cells: Sequence[Cell]) -> list[Interval]:
-    """Of each depth that was drafted to, the share of drafts that stood."""
-    depths = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in cells).depth
-    panel = acceptance(cells, depths)
-    found = [BOOTSTRAP.interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
-    return [one for one in found if one is not None]
-
-
 def latencies(cells: Iterable[Cell], which: Latency) -> dict[tuple[int, str], list[float]]:
     """Milliseconds of each request that tells, by repeat and prompt."""
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -181,9 +150,7 @@ def latency(cells: Iterable[Cell], which: Latency = "ttft") -> Panel:
 def _spread(cells: Sequence[Cell], which: Latency) -> Spread | None:
     several = BOOTSTRAP.quantiles(latencies(cells, which), (0.5, 0.9, 0.99))
     mean = BOOTSTRAP.interval([latency(cells, which)], pooled())
-    if several is None or mean is None:
-        return None
-    return Spread(mean=mean, p50=several[0], p90=several[1], p99=several[2])
+    return Spread(mean=mean, p50=several[0], p90=several[1], p99=several[2]) if several and mean else None
 
 
 def _timed(cells: Iterable[Cell]) -> Iterator[tuple[int, str, float, int, float]]:

@@ -1,33 +1,134 @@
-"""Results as one HTML page with its pictures, and what it says as text. `report.yaml` has the words of the page."""
+"""Results for people: tables that are printed, Markdown, and one HTML page (`report.html.jinja`) with its pictures."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.text import Text
 
-from fledge.bench.charts import MORE_LATENCY, charts
-from fledge.bench.summary import Summary
-from fledge.bench.tables import answers_table, latency_table, markdown, rounds_table, speed_table, warnings
-from fledge.bench.verdict import Reference, anchor, disappointments, leaders, overall, verdicts
+from fledge.bench import verdict
+from fledge.bench.charts import charts
+from fledge.bench.summary import Row, Summary, load_text
+from fledge.bench.verdict import Reference, overall, warnings
 from fledge.errors import ConfigError
-from fledge.evaluation.report import LENGTHS, MORE, EvalReport
+from fledge.evaluation.report import EvalReport
 from fledge.evaluation.results import Results
 from fledge.files import write_text
-from fledge.report import page as html
+from fledge.report import prose
 from fledge.report.charts import Chart, save_png
-from fledge.report.intervals import RESAMPLES
-from fledge.report.tables import WARNING
+from fledge.report.intervals import RESAMPLES, Interval
+from fledge.report.page import Card, finished, page_style, page_template, ratio_bar
+from fledge.report.prose import DASH
+from fledge.report.tables import WARNING, Table, TableCell, TableRow, figure_cell, markdown_text
 
 SHOWN_CARDS = 4  # of a part's contenders, the most telling first; the others are folded away
-WORDS: dict[str, dict[str, Any]] = yaml.safe_load((files("fledge.bench") / "report.yaml").read_text(encoding="utf-8"))
 _PROVENANCE = {"cpu": "Processor", "cpus": "Processors", "fledge_version": "Fledge", "git_commit": "Commit"}
+Column = tuple[str, Callable[[Row], TableCell | str]]  # its heading, and what a row has there
+_REQUESTS: Column = (
+    "requests",
+    lambda row: f"{row.figures.requests:,}" + (f" (+{row.figures.errors} failed)" if row.figures.errors else ""),
+)
+_LENGTH: Column = ("acceptance length", lambda row: figure_cell(row.figures.acceptance_length, "{:.2f}"))
+
+
+def print_results(summary: Summary, console: Console) -> None:
+    """Tables, and under them whatever a reader must know before believing them."""
+    has_latency = any(row.figures.ttft_ms or row.figures.tpot_ms for row in summary.rows.values())
+    for table in [speed_table(summary), *([latency_table(summary)] if has_latency else [])]:
+        console.print(*table.to_rich())
+    for line in warnings(summary):
+        console.print(Text(f"! {line}", style=WARNING), soft_wrap=True)
+
+
+def _name_cell(summary: Summary, name: str) -> TableCell:
+    return TableCell(text=name, colour=summary.colour(name), badge=summary.badge(name))
+
+
+def _table(summary: Summary, title: str, rows: Iterable[Row], *columns: Column) -> Table:
+    """Contenders by workload and load."""
+    body = [
+        TableRow(
+            cells=(_name_cell(summary, row.contender), *(write(row) for _, write in columns)),
+            group=f"{row.workload}, {load_text(row.load)}",
+            is_partial=row.figures.partial,
+            note=row.figures.reason or (row.reason if row.is_compared else None) or "",
+        )
+        for row in rows
+    ]
+    return Table(title=title, header=("contender", *(heading for heading, _ in columns)), rows=tuple(body))
+
+
+def speed_table(summary: Summary) -> Table:
+    """One row for each contender, workload and load. A ratio that cannot be given shows a dash."""
+    end = max([1.2, *(min(row.per_user.ends[1], 6.0) for row in summary.ratios if row.per_user)])
+
+    def ratio(row: Row, value: Interval | None, *, has_bar: bool = False) -> TableCell:
+        bar = ratio_bar(value, end, f"the speed of {row.baseline}") if value and has_bar else ""
+        return figure_cell(value, "{:.2f}", unit="x", missing=DASH if row.is_compared else "", graphic=bar)
+
+    return _table(
+        summary,
+        summary.results.title + (f" (ratios to {summary.baseline})" if summary.baseline else ""),
+        summary.rows.values(),
+        ("tokens/s per user", lambda row: figure_cell(row.figures.per_user_tokens_per_second)),
+        ("ratio", lambda row: ratio(row, row.per_user, has_bar=True)),
+        ("tokens/s in all", lambda row: figure_cell(row.figures.total_tokens_per_second)),
+        ("ratio", lambda row: ratio(row, row.total)),
+        _LENGTH,
+        _REQUESTS,
+    )
+
+
+def latency_table(summary: Summary) -> Table:
+    """Milliseconds to the first token and per further token, and how many requests these are of."""
+    return _table(
+        summary,
+        "Latency in milliseconds: mean / p50 / p90 / p99",
+        summary.rows.values(),
+        ("to first token (TTFT)", lambda row: str(row.figures.ttft_ms or DASH)),
+        ("per further token (TPOT)", lambda row: str(row.figures.tpot_ms or DASH)),
+        _REQUESTS,
+    )
+
+
+def rounds_table(summary: Summary) -> Table:
+    """What rounds yield and, as a ratio is tokens per round over what a round costs, what they cost."""
+
+    def at_once(row: Row) -> str:
+        depth = summary.depth(row.contender)
+        return "" if row.load.concurrency is None or depth is None else f"{row.load.concurrency * (depth + 1):,}"
+
+    def cost(row: Row) -> TableCell:
+        is_loss = row.per_user is not None and row.per_user.value <= 1
+        return TableCell(text=f"{row.round_cost:.2f}" if row.round_cost else "", tone="bad" if is_loss else "neutral")
+
+    return _table(
+        summary,
+        "",
+        [row for row in summary.rows.values() if row.figures.acceptance_length],
+        _LENGTH,
+        ("round costs, in plain steps", cost),
+        ("tokens verified at once", at_once),
+        (
+            "% accepted at depth 1, 2, …",
+            lambda row: "  ".join(f"{100 * x.value:.0f}" for x in row.figures.rate_by_depth),
+        ),
+        ("rounds", lambda row: f"{row.figures.rounds:,}"),
+    )
+
+
+def answers_table(summary: Summary) -> Table:
+    """Of each contender how many were compared and how many differ, and where."""
+    body: list[list[TableCell | str]] = []
+    for name, (compared, different) in summary.answers.items():
+        where = [f"{row.where}: {row.different:,}" for row in summary.agreements if row.contender == name]
+        count = TableCell(text=f"{different:,}", tone="bad" if different else "neutral")
+        body.append([_name_cell(summary, name), f"{compared:,}", count, "; ".join(where) if different else ""])
+    return Table.of("", ("contender", f"compared with {summary.baseline}", "different", "of these"), body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,30 +148,47 @@ class BenchReport:
             for one in self.summaries
         ]
 
-    def to_page(self) -> html.Page:
-        facts = html.Facts({name: text.format(resamples=RESAMPLES) for name, text in WORDS["definitions"].items()})
-        parts = [
-            html.PagePart(
-                id=f"part-{one.number}",
-                title=one.results.title,
-                lead=list(_lead(one)),
-                sections=[
-                    html.Section(id=anchor(name, one), blocks=shown, **WORDS[name]["heading"])
-                    for name, shown in self._sections(one, drawn).items()
-                    if shown
-                ],
+    def to_html(self) -> str:
+        """One file that needs nothing else: no script, nothing that is loaded."""
+        tables = {"speed": speed_table, "latency": latency_table, "rounds": rounds_table, "answers": answers_table}
+        return finished(
+            page_template("fledge.bench", "report.html.jinja").render(
+                report=self,
+                parts=[self._part(one, drawn) for one, drawn in zip(self.summaries, self.charts, strict=True)],
+                verdict=verdict,
+                tables=tables,
+                resamples=RESAMPLES,
+                json=json.dumps,
+                style=page_style(),
             )
-            for one, drawn in zip(self.summaries, self.charts, strict=True)
-        ]
-        blocks: list[html.Block] = [html.Prose("In short; docs/bench.md of Fledge has every formula."), facts]
-        end = [html.Section(id="definitions", title="Definitions", blocks=blocks)]
-        return html.Page(kicker="Fledge benchmark report", title=self.title, parts=parts, end=end)
+        )
 
-    def write(self, page: Path, *, pictures: Path | None = None, tables: Path | None = None) -> None:
+    def _part(self, summary: Summary, drawn: list[Chart]) -> dict[str, Any]:
+        """What the page shows of one results file."""
+        found = cards(summary)
+        leading = verdict.leaders(summary) if summary.has_speed else [card.name for card in found]
+        shown = [card for card in found if card.name in leading][:SHOWN_CARDS]
+        return {
+            "summary": summary,
+            "charts": drawn,
+            "eval": EvalReport(summary.results),
+            "shown": shown,
+            "folded": found[len(shown) :],
+            "has_acceptance": any(row.figures.acceptance_length for row in summary.rows.values()),
+            "setup": _setup(summary.results),
+        }
+
+    def to_markdown(self) -> str:
+        """Tables for a README, and what must be known beside them."""
+        words = {**vars(prose), "text": markdown_text, "warnings": warnings}
+        template = page_template("fledge.bench", "tables.md.jinja")
+        return template.render(words, summaries=self.summaries, notes=self.notes).rstrip("\n") + "\n"
+
+    def write(self, page: Path, *, pictures: Path | None = None, markdown: Path | None = None) -> None:
         """Write the page, every picture as a PNG and the tables as Markdown. Each is there in full or not at all."""
-        texts = {page: self.to_page().to_html()}
-        if tables is not None:
-            texts[tables] = markdown(self.summaries, self.notes)
+        texts = {page: self.to_html()}
+        if markdown is not None:
+            texts[markdown] = self.to_markdown()
         try:
             for path, text in texts.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,80 +202,17 @@ class BenchReport:
         except OSError as error:
             raise ConfigError(f"{error.filename or page}: cannot be written: {error.strerror or error}") from None
 
-    def _sections(self, summary: Summary, drawn: list[Chart]) -> dict[str, list[html.Block]]:
-        """Blocks by the name of their section; one that has none is left out."""
-        results = summary.results
 
-        def say(section: str, *which: str) -> html.Prose:
-            words = [WORDS[section][one].format(baseline=summary.baseline or "another") for one in which]
-            return html.Prose(" ".join(words), is_quiet="none" in which or "random" in which)
-
-        def pictures(*sections: str, fold: str = "") -> list[html.Block]:
-            chosen = html.Pictures([chart for section in sections for chart in drawn if chart.section == section])
-            return [] if not chosen.charts else [html.Fold(fold, [chosen])] if fold else [chosen]
-
-        notes: list[html.Block] = [html.Prose(note) for note in self.notes]
-        setup: list[html.Block] = [html.Facts(_setup(results), code=("Command",))]
-        has_acceptance = any(row.figures.acceptance_length for row in summary.rows.values())
-        if not summary.has_speed:
-            evaluated = EvalReport(results)
-            more = pictures(MORE, fold="Workload by workload")
-            found = [say("acceptance", "text"), *pictures(LENGTHS), *more, *evaluated.tables()]
-            return {
-                "acceptance": found if has_acceptance else [say("acceptance", "none")],
-                "notes": notes,
-                "answers": [html.Prose(evaluated.lossless, is_quiet=True)],
-                "setup": setup,
-            }
-        keys = ["text", *(["ratio"] if summary.baseline else ()), *(["references"] if self.references else ())]
-        depths = [say("speed", "depths")] if summary.deep_sweeps else []
-        losses = disappointments(summary, self.references)
-        rounds = [say("acceptance", "text", "costs"), *pictures("acceptance"), rounds_table(summary)]
-        return {
-            "speed": [say("speed", *keys), *depths, *pictures("speed"), speed_table(summary)],
-            "capacity": [say("capacity", "text"), *pictures("capacity")],
-            "latency": [
-                say("latency", "text"),
-                *pictures("latency"),
-                *pictures(MORE_LATENCY, fold="The loads between"),
-                html.Fold("Latency in numbers", [latency_table(summary)]),
-            ],
-            "acceptance": rounds if has_acceptance else [say("acceptance", "none")],
-            "why": [html.Sentences(losses) if losses else say("why", "none"), *notes],
-            "answers": [say("answers", "text"), answers_table(summary)]
-            if summary.answers
-            else [say("answers", "none" if results.is_greedy else "random")],
-            "setup": setup,
-        }
-
-
-def cards(summary: Summary) -> list[html.Card]:
+def cards(summary: Summary) -> list[Card]:
     """On each contender where speed was measured, and on each drafter where acceptance alone was."""
-    return verdicts(summary) if summary.has_speed else EvalReport(summary.results).cards(anchor("acceptance", summary))
-
-
-def _lead(summary: Summary) -> Iterator[html.Block]:
-    device = summary.results.provenance.get("device")
-    text = WORDS["kinds"][summary.results.kind] + (f", {device}" if device else "")
-    text += f"; compared with {summary.baseline}" if summary.baseline and summary.has_speed else ""
-    yield html.Prose(f"{text}. Ranges are 95 % intervals.", is_quiet=True)
-    if lines := warnings(summary):
-        yield html.Notice("Read this first", lines)
-    found = cards(summary)
-    leading = leaders(summary) if summary.has_speed else [card.name for card in found]
-    shown = [card for card in found if card.name in leading][:SHOWN_CARDS]
-    yield (
-        html.Cards(shown)
-        if shown
-        else html.Prose("Nothing was measured that a verdict could be given on.", is_quiet=True)
+    return (
+        verdict.verdicts(summary)
+        if summary.has_speed
+        else EvalReport(summary.results).cards(summary.anchor("acceptance"))
     )
-    if more := found[len(shown) :]:
-        yield html.Fold(f"{len(more)} more contenders", [html.Cards(more)])
-    if sentences := overall(summary):
-        yield html.Sentences(sentences, title="Side by side")
 
 
-def _setup(results: Results) -> dict[str, str]:
+def _setup(results: Results) -> dict[str, Any]:
     """How the results came about, and who took part."""
     found: dict[str, Any] = {_PROVENANCE.get(k, k.capitalize()): value for k, value in results.provenance.items()}
     found["Settings"] = {key: value for key, value in results.settings.items() if key != "workloads"}
@@ -166,13 +221,7 @@ def _setup(results: Results) -> dict[str, str]:
     found["Status"] = results.status
     for one in results.contenders:
         found[one.name] = {key: value for key, value in one.to_dict().items() if value and key != "name"}
-    return {name: _flat(value) for name, value in found.items() if value}
-
-
-def _flat(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_flat(item)}" for key, item in value.items())
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return {name: value for name, value in found.items() if value}
 
 
 def print_verdicts(report: BenchReport, console: Console) -> None:

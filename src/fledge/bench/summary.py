@@ -1,15 +1,16 @@
 """One results file with everything derived from it: what tables, pictures, sentences and `--json` all read."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
 
-from fledge.bench.figures import Figures, acceptance, figures_of, ratio, speed_ratio, throughput, why_no_ratio
+from fledge.bench.figures import Figures, figures_of, ratio, speed_ratio, throughput, why_no_ratio
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
+from fledge.evaluation.figures import acceptance, complete_cells, told
+from fledge.evaluation.results import Cell, Contender, Load, Results
 from fledge.records import Record, encode
 from fledge.report.charts import SERIES
 from fledge.report.intervals import Interval
@@ -32,9 +33,9 @@ class Row:
     baseline: str | None
     base: list[Cell]  # of the baseline
 
-    @property
-    def key(self) -> dict[str, Any]:
-        return {"contender": self.contender, "workload": self.workload, "load": self.load}
+    def to_dict(self, *names: str) -> dict[str, Any]:
+        """These of its figures, as JSON values."""
+        return {name: encode(getattr(self, name)) for name in ("contender", "workload", "load", *names)}
 
     @property
     def where(self) -> str:
@@ -80,19 +81,20 @@ class Row:
         length = self.figures.acceptance_length
         return length.value / self.per_user.value if length and self.per_user else None
 
-    @cached_property
+    @property
     def compared(self) -> int:
         """Answers that have one of the baseline beside them, by prompt and repeat."""
-        return self._shared(lambda repeat, answer: (repeat, answer.prompt))
+        return self._shared(2)
 
-    @cached_property
+    @property
     def different(self) -> int:
         """Of these, how many are not the baseline's."""
-        return self.compared - self._shared(lambda repeat, answer: (repeat, answer.prompt, answer.digest))
+        return self._shared(2) - self._shared(3)
 
-    def _shared(self, what: Callable[[int, RequestRecord], object]) -> int:
+    def _shared(self, parts: int) -> int:
+        """Answers of both sides that have the first so many of repeat, prompt and digest in common."""
         mine, theirs = (
-            Counter(what(cell.repeat, one) for cell in cells for one in cell.good if one.digest is not None)
+            Counter((cell.repeat, one.prompt, one.digest)[:parts] for cell in cells for one in cell.good if one.digest)
             for cells in (self.cells, self.base)
         )
         return (mine & theirs).total()
@@ -174,12 +176,12 @@ class Summary:
         """Every other contender against the baseline, with a ratio or a reason why there is none."""
         return [row for row in self.rows.values() if row.is_compared]
 
-    @property
+    @cached_property
     def agreements(self) -> list[Row]:
         """Those whose answers can be compared with the baseline's; none where answers are drawn at random."""
         return [row for row in self.ratios if self.results.is_greedy and row.compared]
 
-    @property
+    @cached_property
     def answers(self) -> dict[str, tuple[int, int]]:
         """By contender: answers compared and answers that differ, over all workloads and loads."""
         found: dict[str, tuple[int, int]] = {}
@@ -190,17 +192,13 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything the tables show, as JSON values."""
-
-        def listed(rows: Iterable[Row], *names: str) -> Any:
-            return encode([row.key | {name: getattr(row, name) for name in names} for row in rows])
-
         return {
             "status": self.results.status,
             "baseline": self.baseline,
             "notes": list(self.results.notes),
-            "rows": listed(self.rows.values(), "figures"),
-            "ratios": listed(self.ratios, "baseline", "per_user", "total", "reason"),
-            "agreements": listed(self.agreements, "baseline", "compared", "different"),
+            "rows": [row.to_dict("figures") for row in self.rows.values()],
+            "ratios": [row.to_dict("baseline", "per_user", "total", "reason") for row in self.ratios],
+            "agreements": [row.to_dict("baseline", "compared", "different") for row in self.agreements],
         }
 
     # Who takes part.
@@ -227,6 +225,15 @@ class Summary:
         """An eval measures acceptance; its times say nothing."""
         return self.results.kind != "eval"
 
+    def anchor(self, section: str) -> str:
+        """Of a section on a page."""
+        return f"{section}-{self.number}"
+
+    def badge(self, name: str) -> str:
+        """What must stand wherever a contender's name does."""
+        shape = self.contenders[name].inflated
+        return f"inflated: {shape}" if shape else ""
+
     def colour_number(self, name: str) -> int | None:
         """One for each drafter. The baseline has none: it is drawn in the ink of the text."""
         if name == self.baseline:
@@ -234,14 +241,19 @@ class Summary:
         drafters = list(dict.fromkeys(_drafter_of(self.contenders[other]) for other in self.challengers))
         return drafters.index(_drafter_of(self.contenders[name])) % len(SERIES)
 
+    def colour(self, name: str) -> str:
+        """The style sheet's name of a contender's colour."""
+        place = self.colour_number(name)
+        return "var(--ink)" if place is None else f"var(--series-{place})"
+
+    # Figures of one contender.
+
     def depth(self, name: str) -> int | None:
         """How far a contender drafts ahead: as configured, or as seen."""
         configured = (self.contenders[name].speculation or {}).get(_DEPTH)
         if isinstance(configured, int):
             return configured
         return max((len(row.figures.rate_by_depth) for row in self.rows_of(name)), default=0) or None
-
-    # Figures of one contender.
 
     def lengths_of(self, name: str) -> dict[str, Interval]:
         """Acceptance length by workload, at the lowest load that was measured in full: it hardly depends on that."""
@@ -251,19 +263,10 @@ class Summary:
                 found.setdefault(row.workload, row.figures.acceptance_length)
         return found
 
-    def complete_cells(self, name: str, workload: str) -> list[Cell]:
-        """Under all loads: what a drafter gets right does not depend on how many ask."""
-        return [cell for row in self.rows_of(name, workload) for cell in row.cells if cell.status == "complete"]
-
     def acceptance_ratio(self, name: str, other: str) -> Interval | None:
         """Acceptance length of one contender over another's, prompt by prompt, over all workloads."""
-        sides: list[list[Cell]] = [[], []]
-        for workload in self.workloads:  # prompts of two may have the same id
-            for side, one in zip(sides, (name, other), strict=True):
-                for cell in self.complete_cells(one, workload):
-                    requests = [replace(request, prompt=f"{workload}\0{request.prompt}") for request in cell.requests]
-                    side.append(replace(cell, requests=tuple(requests)))
-        return ratio(*map(acceptance, sides), offset=1.0)
+        one, base = (acceptance(told(complete_cells(self.results, of))) for of in (name, other))
+        return ratio(one, base, offset=1.0)
 
     # One drafter at several depths.
 
@@ -305,16 +308,17 @@ class Summary:
     @cached_property
     def best_depths(self) -> dict[tuple[Sweep, str, Load], Best]:
         """Of the depths that were measured in full. Where a load has ratios they decide, as they are what is shown."""
-        found = {
-            (sweep, workload, load): self.best(sweep.title, [*sweep.depths], workload, load)
+        return {
+            (sweep, workload, load): best
             for workload, load, sweep in product(self.workloads, self.loads, self.deep_sweeps)
+            if (best := self.best(sweep.title, [*sweep.depths], workload, load))
         }
-        return {key: best for key, best in found.items() if best is not None}
 
-    def shown(self, line: Sweep, workload: str, load: Load) -> str | None:
-        """The contender that stands for a line under a load: of many depths the fastest."""
+    def shown(self, line: Sweep, workload: str, load: Load) -> Row | None:
+        """The row that stands for a line under a load: of many depths the fastest."""
         best = self.best_depths.get((line, workload, load))
-        return line.first if not line.is_deep else best.contender if best else None
+        name = line.first if not line.is_deep else best.contender if best else ""
+        return self.rows.get((name, workload, load))
 
     @property
     def best_modes(self) -> list[Best]:
@@ -342,20 +346,28 @@ class Summary:
         if not values:
             return None
         best = max(values, key=lambda name: values[name].value)
-        fastest = self.rows[best, workload, load]
-        ahead = {r.contender: speed_ratio(fastest.cells, r.cells) for r in rows if r.contender in values}
+        cells = self.rows[best, workload, load].cells
+        ahead = {row.contender: speed_ratio(cells, row.cells) for row in rows if row.contender in values}
         alike = [name for name, value in ahead.items() if not value or sign_of(value, around=1.0) <= 0]
         return Best(
-            **fastest.key,
+            contender=best,
+            workload=workload,
+            load=load,
             drafter=drafter,
             alike=tuple(name for name in alike if name != best),
             over_baseline=over.get(best),
         )
 
 
-def summaries(several: Sequence[Results], baseline: str | None = None) -> list[Summary]:
+def summaries(several: Iterable[Results], baseline: str | None = None) -> list[Summary]:
     """`baseline` replaces that of the files."""
     return [Summary(results, baseline or results.baseline, number) for number, results in enumerate(several, start=1)]
+
+
+def load_text(*loads: Load) -> str:
+    """Write "concurrency 1, 4, 16", or "0.5, 2 requests per second"."""
+    sizes = ", ".join(f"{load.size:g}" for load in loads)
+    return f"{sizes} requests per second" if any(load.rate is not None for load in loads) else f"concurrency {sizes}"
 
 
 def _drafter_of(one: Contender) -> tuple[str | None, ...]:

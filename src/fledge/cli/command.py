@@ -161,8 +161,8 @@ def run_bench(run: "BenchRun", *, fail_on_errors: bool = True, as_json: bool) ->
     """Measure, print what was measured, and exit with 130 or 1 where it is not whole."""
     from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
 
+    from fledge.bench.report import print_results  # noqa: PLC0415
     from fledge.bench.summary import Summary  # noqa: PLC0415
-    from fledge.bench.tables import print_results  # noqa: PLC0415
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
 
     run.out = run.out or Path(time.strftime(f"bench-{run.kind}-%Y%m%d-%H%M%S.json"))

@@ -1,17 +1,18 @@
-"""What `fledge eval` measured, as figures with intervals, derived from the results alone."""
+"""Acceptance with intervals, derived from results alone: that of any cells, and all that `fledge eval` shows."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.evaluation.results import Contender, RequestRecord, Results, statistics_of
-from fledge.evaluation.workloads import LENGTH_BUCKETS, grouped, length_bucket
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, Tally, conversation_of, statistics_of
+from fledge.evaluation.workloads import LENGTH_BUCKETS, length_bucket
 from fledge.records import Record
-from fledge.report.intervals import Bootstrap, Interval
+from fledge.report.intervals import Bootstrap, Interval, Panel, pooled
 
-NamedRecord = tuple[str, RequestRecord]  # with its workload
+BOOTSTRAP = Bootstrap()
+Told = tuple[int, str, Tally]  # repeat, prompt, and how its rounds went
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,29 +51,25 @@ def workloads_of(results: Results) -> list[str]:
     return [name for name in results.settings["workloads"] if name in tried]
 
 
-def measured_records(results: Results, contender: str) -> list[NamedRecord]:
-    """What was answered in full, of cells that are complete."""
+def complete_cells(results: Results, contender: str, workload: str | None = None) -> list[Cell]:
+    """Of a contender, on all workloads or one: what a drafter gets right does not depend on how many ask."""
     cells = [cell for cell in results.cells if cell.contender == contender and cell.status == "complete"]
-    return [(cell.workload, record) for cell in cells for record in cell.good]
+    return [cell for cell in cells if workload in (None, cell.workload)]
 
 
-def eval_rows(results: Results, bootstrap: Bootstrap | None = None) -> list[EvalRow]:
-    """One row for each contender, in order."""
-    return [_row(results, contender, bootstrap or Bootstrap()) for contender in results.contenders]
-
-
-def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRow:
-    records = measured_records(results, contender.name)
+def eval_row(results: Results, contender: Contender) -> EvalRow:
+    cells = complete_cells(results, contender.name)
+    records = [record for cell in cells for record in cell.good]
     categories = {
         (name, prompt): category
         for name, facts in results.settings["workloads"].items()
         for category, prompts in facts["categories"].items()
         for prompt in prompts
     }
-    by_workload = acceptance_lengths(records, lambda record: record[0], bootstrap)
-    by_length = acceptance_lengths(records, lambda record: length_bucket(record[1].prompt_tokens or 0), bootstrap)
-    pooled = _pooled(records)
-    parted = Counter(record.differs for _, record in records)
+    by_workload = _lengths(cells, lambda workload, _: workload)
+    by_length = _lengths(cells, lambda _, record: length_bucket(record.prompt_tokens or 0))
+    whole = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in cells)
+    parted = Counter(record.differs for record in records)
     return EvalRow(
         contender=contender.name,
         drafter=contender.name.partition(" K=")[0],
@@ -80,14 +77,14 @@ def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRo
         temperature=contender.temperature or 0.0,
         by_workload=by_workload,
         mean=_mean([by_workload.get(name) for name in workloads_of(results)]),
-        by_category=acceptance_lengths(records, lambda record: categories[record[0], record[1].prompt], bootstrap),
+        by_category=_lengths(cells, lambda workload, record: categories[workload, record.prompt]),
         by_length={name: by_length[name] for name in [*LENGTH_BUCKETS, *by_length] if name in by_length},
-        rate_by_depth=pooled.rate_by_depth,
-        conditional_rate_by_depth=pooled.conditional_rate_by_depth,
-        rounds=pooled.rounds,
-        tokens=sum(record.output_tokens for _, record in records),
-        missed=sum(record.missed or 0 for _, record in records),
-        missed_outside=sum(record.missed_outside or 0 for _, record in records),
+        rate_by_depth=whole.rate_by_depth,
+        conditional_rate_by_depth=whole.conditional_rate_by_depth,
+        rounds=whole.rounds,
+        tokens=sum(record.output_tokens for record in records),
+        missed=sum(record.missed or 0 for record in records),
+        missed_outside=sum(record.missed_outside or 0 for record in records),
         answers=len(records),
         different=sum(parted[kind] for kind in ("tie", "clear", "unchecked")),
         clear=parted["clear"],
@@ -100,38 +97,53 @@ def _row(results: Results, contender: Contender, bootstrap: Bootstrap) -> EvalRo
     )
 
 
-def acceptance_lengths(
-    records: Iterable[NamedRecord], key: Callable[[NamedRecord], str], bootstrap: Bootstrap
-) -> dict[str, Interval]:
-    """Acceptance length by group, resampling prompts: all turns of a prompt go together."""
-    found = {}
-    for name, group in grouped(records, key).items():
-        counts = {prompt: (float(sum(s.accepted_by_depth)), float(s.rounds)) for prompt, s in _by_prompt(group).items()}
-        if (length := bootstrap.acceptance_length(counts)) is not None:
-            found[name] = length
+def told(cells: Iterable[Cell]) -> list[Told]:
+    """Of requests that tell; of a cell that has none its own tally, as a server tells of all prompts together."""
+    found: list[Told] = []
+    for cell in cells:
+        telling = [_told(cell, record) for record in cell.good if record.acceptance]
+        found += telling or ([(cell.repeat, "", cell.acceptance)] if cell.acceptance else [])
     return found
 
 
-def acceptance_rates(records: Iterable[NamedRecord], bootstrap: Bootstrap | None = None) -> list[Interval]:
+def _told(cell: Cell, record: RequestRecord) -> Told:
+    """The turns of a conversation are one prompt, and prompts of two workloads with the same id are two."""
+    return cell.repeat, f"{cell.workload} {conversation_of(record.prompt)}", record.acceptance
+
+
+def acceptance(several: Iterable[Told], depths: int = 0) -> Panel:
+    """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts."""
+    rows = []
+    for repeat, prompt, tally in several:
+        one = statistics_of(tally)
+        sums = [sum(one.accepted_by_depth), one.rounds]
+        if depths:
+            sums = [n for pair in zip(one.accepted_by_depth, one.drafted_by_depth, strict=True) for n in pair]
+            sums += [0] * (2 * depths - len(sums))
+        rows.append((repeat, prompt, sums))
+    return Panel.collect(rows, columns=2 * (depths or 1))
+
+
+def acceptance_length(several: Iterable[Told]) -> Interval | None:
+    return BOOTSTRAP.interval([acceptance(several)], pooled(offset=1.0), is_share=True)
+
+
+def acceptance_rates(several: Sequence[Told]) -> dict[int, Interval]:
     """Of each depth that was drafted to, the share of drafts that stood."""
-    told = _by_prompt(records)
-    rates = []
-    for i in range(max((statistics.depth for statistics in told.values()), default=0)):
-        deep = {prompt: statistics for prompt, statistics in told.items() if statistics.depth > i}
-        counts = {prompt: (float(s.accepted_by_depth[i]), float(s.drafted_by_depth[i])) for prompt, s in deep.items()}
-        rate = (bootstrap or Bootstrap()).pooled(counts)
-        assert rate is not None, "a depth that was drafted has a rate"
-        rates.append(rate)
-    return rates
+    depths = max((drafted for *_, tally in several for drafted, *_ in tally), default=0)
+    panel = acceptance(several, depths)
+    rates = [BOOTSTRAP.interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
+    return {depth: rate for depth, rate in enumerate(rates, start=1) if rate is not None}
 
 
-def _by_prompt(records: Iterable[NamedRecord]) -> dict[str, AcceptanceStatistics]:
-    groups = grouped(records, lambda record: f"{record[0]} {record[1].prompt}")
-    return {prompt: _pooled(group) for prompt, group in groups.items()}
-
-
-def _pooled(records: Iterable[NamedRecord]) -> AcceptanceStatistics:
-    return statistics_of(triple for _, record in records for triple in record.acceptance)
+def _lengths(cells: Iterable[Cell], key: Callable[[str, RequestRecord], str]) -> dict[str, Interval]:
+    """Acceptance length by group; `key` gets the workload and the request."""
+    groups: dict[str, list[Told]] = defaultdict(list)
+    for cell in cells:
+        for record in cell.good:
+            groups[key(cell.workload, record)].append(_told(cell, record))
+    found = {name: acceptance_length(group) for name, group in groups.items()}
+    return {name: length for name, length in found.items() if length is not None}
 
 
 def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
@@ -143,5 +155,5 @@ def _mean(lengths: Sequence[Interval | None]) -> Interval | None:
     halves = [length.half_width for length in known if length.half_width is not None]
     if len(halves) < len(known):
         return Interval(value=value)
-    half = math.sqrt(sum(half**2 for half in halves)) / len(known)
+    half = math.hypot(*halves) / len(known)
     return Interval(value=value, low=value - half, high=value + half)

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil
@@ -15,7 +15,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
 
 from fledge.files import atomic_path
 from fledge.report.intervals import Floats, Interval
@@ -25,6 +25,7 @@ INK, MUTED, GRID, PAPER = "#1b1f24", "#5b6471", "#d9dde3", "#fffffe"
 SERIES = ("#d55e00", "#0072b2", "#009e73", "#b8508f", "#a67100", "#3a8fc0")  # after Okabe and Ito, but darker ends
 _MARKERS, _DASHES = "osD^vP", ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 SIZE = (4.4, 3.0)
+Lines = Mapping[str, tuple[Mapping[str, Any], Mapping[Any, Interval]]]  # by label: matplotlib's style, and figures
 _LONGEST = 34  # of a name in a legend
 _TITLE_WIDTH, _TITLE_INCHES = 50, 0.18  # letters of a picture's title in a line, and the height of a line
 _LEGEND_INCHES, _LEGEND_ROWS = 0.17, 2  # of a row; rows that the usual size of a figure has room for
@@ -63,7 +64,10 @@ def short_title(title: str) -> str:
 
 
 def to_svg(figure: Figure, name: str, label: str) -> str:
-    """Return one `<svg>` element. `name` keeps its ids apart from those of other figures, `label` is read out."""
+    """Return one `<svg>` element. `name` keeps its ids apart from those of other figures, `label` is read out.
+
+    Ids that nothing refers to are dropped, and colours that the page knows are called by their names.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -71,9 +75,10 @@ def to_svg(figure: Figure, name: str, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = _own_ids(text, name).replace("xlink:href", "href")
+    wanted = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
+    text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in wanted else "", text).replace("xlink:href", "href")
     text = re.sub(r"font: ((?:[\w.]+ )*?[\d.]+px) [^;\"]*", r"font: \1 sans-serif", text)
-    text = re.sub(r"#[0-9a-f]{6}\b", _themed, text)
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{_NAMES[m[0]]}, {m[0]})" if m[0] in _NAMES else m[0], text)
     box = re.search(r'viewBox="([^"]*)"', text)
     assert box is not None
     opening = f'<svg class="chart" role="img" aria-label="{escape(label)}" viewBox="{box[1]}">'
@@ -87,18 +92,6 @@ def save_png(figure: Figure, path: Path, title: str) -> None:
     with matplotlib.rc_context(STYLE), atomic_path(path) as temporary:
         figure.suptitle("\n".join(lines), fontsize=10.5, fontweight="bold")
         figure.savefig(temporary, dpi=160, format="png", facecolor="white")
-
-
-def _own_ids(text: str, name: str) -> str:
-    """Drop the ids that nothing refers to, and make the others this figure's own."""
-    wanted = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
-    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in wanted else "", text)
-    return re.sub(r"(url\(#|href=\"#)", rf"\g<1>{name}-", text)
-
-
-def _themed(match: re.Match[str]) -> str:
-    name = _NAMES.get(match[0])
-    return f"var(--{name}, {match[0]})" if name else match[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,3 +170,49 @@ def interval_edges(values: Sequence[Interval | None]) -> tuple[Floats, Floats, F
     ends = [(np.nan,) * 3 if one is None else (one.value, *one.ends) for one in values]
     middle, low, high = np.array(ends, dtype=np.float64).reshape(-1, 3).T
     return middle, np.abs(middle - low), np.abs(high - middle)
+
+
+def lines_by_depth(lines: Lines, *, percent: bool = False) -> Figure | None:
+    """Acceptance lengths against how far ahead was drafted, or the share (`percent`) of rounds whose draft stands
+    against its depth. Each line is a bit beside the others. None for nothing, and for lengths of one depth only.
+    """
+    lines = {label: line for label, line in lines.items() if line[1]}
+    if not any(len(values) > 1 or percent for _, values in lines.values()):
+        return None
+    figure, axes = new_figure()
+    for number, (label, (style, values)) in enumerate(lines.items()):
+        x = [depth + (0.06 if percent else 0.05) * (number - (len(lines) - 1) / 2) for depth in values]
+        interval_bars(axes, x, list(values.values()), label=short_title(label), **style)
+    depths = sorted({depth for _, values in lines.values() for depth in values})
+    frame(axes, depths, percent=percent)
+    if percent:
+        axes.set(ylim=(0, 1.02), ylabel="rounds whose draft stands")
+    else:
+        axes.xaxis.set_major_locator(FixedLocator(depths))
+        axes.set_ylim(bottom=1.0)
+        axes.set(xlabel="tokens drafted ahead (K)", ylabel="acceptance length")
+    put_legend(figure, axes)
+    return figure
+
+
+def forest(lines: Lines, label: str, *, size: tuple[float, float] | None = None, left: float = 1.0) -> Figure | None:
+    """Figures and their intervals by name from the top down, a row of points for each line; None for one name.
+
+    `label` is that of the axis, which begins at `left`.
+    """
+    names = list(dict.fromkeys(name for _, values in lines.values() for name in values))
+    if len(names) < 2:
+        return None
+    figure, axes = new_figure(size or (SIZE[0], 1.1 + 0.16 * len(names) * max(2, len(lines))))
+    for number, (title, (style, values)) in enumerate(lines.items()):
+        y = [names.index(name) + (number - (len(lines) - 1) / 2) * 0.7 / len(lines) for name in values]
+        middle, *reach = interval_edges(list(values.values()))
+        points = {**style, "linestyle": "", "elinewidth": 1.4, "label": short_title(title)}
+        axes.errorbar(middle, y, xerr=reach, **points)
+    axes.set_yticks(range(len(names)), [short_title(name) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    frame(axes, None, percent=False)
+    axes.set_xlim(left=left)
+    axes.set_xlabel(label)
+    put_legend(figure, axes)
+    return figure

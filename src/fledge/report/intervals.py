@@ -106,11 +106,6 @@ class Panel:
         return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=values)
 
     @property
-    def counted(self) -> int:
-        """Prompts that have something. One alone gives the same figure in every resample, which is no certainty."""
-        return int((self.values != 0).any(axis=(0, 2)).sum())
-
-    @property
     def whole(self) -> Side:
         """All prompts once."""
         return self.values.sum(axis=1), np.ones(len(self.repeats))
@@ -142,7 +137,9 @@ class Bootstrap:
         value = float(statistic(whole))
         if not np.isfinite(value):
             return None
-        if any(max(len(panel.repeats), panel.counted) < 2 for panel in panels):
+        # One prompt that has something gives the same figure in every resample, which is no certainty.
+        counted = [(panel.values != 0).any(axis=(0, 2)).sum() for panel in panels]
+        if any(max(len(panel.repeats), prompts) < 2 for panel, prompts in zip(panels, counted, strict=True)):
             return Interval(value=value)
         paired = len({panel.prompts for panel in panels}) == 1
         sides = [self._resampled(panel, 0 if paired else number) for number, panel in enumerate(panels)]

@@ -1,54 +1,28 @@
-"""The HTML reports of Fledge: one skeleton and style for screen, phone and paper, filled with blocks, and safe text.
+"""The HTML reports of Fledge: one skeleton (`page.html.jinja`) and style for screen, phone and paper, and safe text.
 
-A page has parts, a part has sections, a section has blocks: prose, pictures, tables (`tables.py`), sentences, cards.
-Whatever is put into them is escaped. A report that needs more has a template of its own (`page_template`).
+A report is a template that fills the skeleton with blocks (`blocks.html.jinja`): pictures, tables, sentences, cards.
+What it says of figures are the sentences of another template (`said`).
 """
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
-from markupsafe import Markup, escape
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 
-from fledge.report.charts import SERIES, Chart
+from fledge.report import prose
+from fledge.report.charts import SERIES
 from fledge.report.intervals import Interval
-from fledge.report.prose import Sentence, Tone, ratio_tone
+from fledge.report.prose import Sentence, Tone
 
 _HIDDEN = ("Cc", "Cf", "Cs", "Co")
 # What matplotlib says at the top of every picture.
 _DEFAULTS = "stroke-linejoin: round; stroke-linecap: butt"
 _ID = re.compile(r'(?<=url\(#)[^)]+|(?<=href="#)[^"]+|(?<= id=")[^"]+')
-
-
-class Block:
-    """Something that a section shows; `page.html.jinja` has a macro for each kind."""
-
-    @property
-    def kind(self) -> str:
-        return type(self).__name__.lower()
-
-
-@dataclass(frozen=True)
-class Prose(Block):
-    text: str
-    is_quiet: bool = False
-
-
-@dataclass(frozen=True)
-class Pictures(Block):
-    charts: Sequence[Chart]
-
-
-@dataclass(frozen=True)
-class Sentences(Block):
-    """A list in a box; each sentence leads to the section that backs it."""
-
-    sentences: Sequence[Sentence]
-    title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,82 +31,34 @@ class Card:
 
     name: str
     headline: str
-    tone: Tone
     tiles: tuple[tuple[str, str, Tone], ...]  # value, text, tone
     sentences: tuple[Sentence, ...]
+    tone: Tone = "neutral"
     colour: str = "var(--line)"
     badge: str = ""
 
 
-@dataclass(frozen=True)
-class Cards(Block):
-    cards: Sequence[Card]
-
-
-@dataclass(frozen=True)
-class Fold(Block):
-    """Blocks behind a line that opens them."""
-
-    summary: str
-    blocks: Sequence[Block]
-    is_open: bool = False
-
-
-@dataclass(frozen=True)
-class Facts(Block):
-    """Names and what they stand for. `code`: the names whose value is a command."""
-
-    facts: Mapping[str, str]
-    code: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Notice(Block):
-    """What must be read before the rest."""
-
-    title: str
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """`id` is the anchor; `short` its name in the list of sections."""
-
-    id: str
-    title: str
-    blocks: Sequence[Block]
-    short: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PagePart:
-    """What was measured in one go; `lead` comes before the list of its sections."""
-
-    id: str
-    title: str
-    lead: Sequence[Block]
-    sections: Sequence[Section]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    kicker: str  # what kind of page it is
-    title: str
-    parts: Sequence[PagePart]
-    end: Sequence[Section] = field(default=())
-
-    def to_html(self) -> str:
-        """One file that needs nothing else: no script, nothing that is loaded."""
-        template = page_template("fledge.report", "page.html.jinja")
-        return finished(template.render(page=self, style=page_style()))
-
-
 @cache
 def page_template(package: str, name: str) -> Template:
-    """A template that lies in a package. Whatever is put into it must be there, and is escaped, but for Markdown."""
-    is_markup = ".md." not in name
-    environment = Environment(autoescape=is_markup, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string((files(package) / name).read_text(encoding="utf-8"))
+    """A template of a package, which may extend or import those of `fledge.report`.
+
+    Whatever is put into it must be there, and is escaped where it becomes HTML.
+    """
+    loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader("fledge.report", ".")])
+    strict: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=loader, autoescape=".html." in name, **strict).get_template(name)
+
+
+def said(package: str, name: str, /, **values: Any) -> list[Sentence]:
+    """The sentences of a template, in the order of its calls of `say`. It knows the functions of `prose`."""
+    found: list[Sentence] = []
+
+    def say(section: str = "", tone: Tone = "neutral", *, caller: Callable[[], str]) -> str:
+        found.append(Sentence(text=" ".join(caller().split()), section=section, tone=tone))
+        return ""
+
+    page_template(package, name).render({**vars(prose), "say": say, **values})
+    return found
 
 
 def page_style() -> Markup:
@@ -189,17 +115,6 @@ def visible(text: str, *, flat: bool = False) -> str:
 
 def ratio_bar(ratio: Interval, end: float, what: str = "the unperturbed acceptance length") -> Markup:
     """Draw a ratio and its interval on a line from 0 to `end`, as SVG. It is read out as "1.20 times `what`"."""
-
-    def place(value: float) -> str:
-        return f"{4 + 124 * min(max(value, 0.0), end) / end:.1f}"
-
-    tone = ratio_tone(ratio)
-    low, high = (ratio.value if edge is None else edge for edge in (ratio.low, ratio.high))
-    label = escape(f"{ratio.value:.2f} times {what}")
-    return Markup(
-        f'<svg class="bar" viewBox="0 0 132 18" role="img" aria-label="{label}">'
-        f'<line class="axis" x1="4" x2="128" y1="9" y2="9"/>'
-        f'<line class="one" x1="{place(1)}" x2="{place(1)}" y1="1" y2="17"/>'
-        f'<line class="range {tone}" x1="{place(low)}" x2="{place(high)}" y1="9" y2="9"/>'
-        f'<circle class="{tone}" cx="{place(ratio.value)}" cy="9" r="4"/></svg>'
-    )
+    places = [f"{4 + 124 * min(max(value, 0.0), end) / end:.1f}" for value in (1, ratio.value, *ratio.ends)]
+    bar = page_template("fledge.report", "ratio_bar.html.jinja")
+    return Markup(bar.render(ratio=ratio, what=what, tone=prose.ratio_tone(ratio), places=places))

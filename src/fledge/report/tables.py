@@ -8,7 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fledge.report.intervals import Interval
-from fledge.report.page import Block, visible
+from fledge.report.page import visible
 from fledge.report.prose import Tone, with_interval
 
 WARNING = "yellow"
@@ -65,7 +65,7 @@ class TableRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table(Block):
+class Table:
     """The first `labels` columns name a row, the others are figures."""
 
     title: str

@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from fledge.bench.figures import decoding, figures_of, latencies
+from fledge.bench.report import print_results
 from fledge.bench.summary import Row, Summary
-from fledge.bench.tables import print_results, warnings
+from fledge.bench.verdict import warnings
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Cell, Load, RequestRecord, Results, turn_name

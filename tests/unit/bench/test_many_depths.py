@@ -9,11 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from fledge.bench.charts import charts, coloured, style
-from fledge.bench.report import BenchReport
+from fledge.bench.charts import charts, style
+from fledge.bench.report import BenchReport, print_results
 from fledge.bench.summary import Summary, Sweep, summaries
-from fledge.bench.tables import markdown, print_results, warnings
-from fledge.bench.verdict import Reference, colour, disappointments, leaders, overall, verdicts
+from fledge.bench.verdict import Reference, disappointments, leaders, overall, verdicts, warnings
 from fledge.evaluation.results import Contender, Load, Results
 from fledge.report.charts import INK, PAPER
 from tests.bench_results import PLAIN, make_eval_results, make_results
@@ -147,7 +146,7 @@ def test_a_drafter_has_one_colour_and_two_are_told_apart_in_grey(speeds: dict[st
     colours = {drafter: {looks[n]["color"] for n in looks if n.startswith(f"{drafter} ")} for drafter in speeds}
     assert all(len(found) == 1 for found in colours.values())
     assert colours["EAGLE-3"] != colours["EAGLE-3.1"]
-    assert colour(part, "EAGLE-3 K=2") == colour(part, "EAGLE-3 K=3") != colour(part, "EAGLE-3.1 K=3")
+    assert part.colour("EAGLE-3 K=2") == part.colour("EAGLE-3 K=3") != part.colour("EAGLE-3.1 K=3")
     for one in [name for name in looks if name.startswith("EAGLE-3 ")]:
         for other in [name for name in looks if name.startswith("EAGLE-3.1 ")]:
             assert looks[one]["marker"] != looks[other]["marker"]
@@ -159,14 +158,14 @@ def test_a_baseline_that_drafts_is_drawn_in_ink(tmp_path: Path, baseline: str):
     for results in (many_depths(), make_results(concurrencies=(1,), repeats=2, prompts=4)):
         (part,) = summaries([results], baseline)
         assert baseline not in [name for sweep in part.sweeps for name in sweep.depths]
-        assert style(part, baseline)["color"] == coloured(part, baseline, 0)["color"] == INK
+        assert style(part, baseline)["color"] == style(part, baseline, 0)["color"] == INK
         BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")
         assert baseline in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_temperatures_of_one_drafter_share_its_colour():
     part = part_of(make_eval_results(workloads=("chat",), prompts=2))
-    assert len({colour(part, name) for name in part.contenders}) == 2
+    assert len({part.colour(name) for name in part.contenders}) == 2
 
 
 def test_different_answers_are_told_once(capsys: pytest.CaptureFixture[str]):
@@ -215,7 +214,7 @@ def test_all_contenders_are_called_that_once():
     everyone = [one.name for one in results.contenders]
     part = part_of(inflated(results, everyone))
     assert warnings(part)[0].startswith("Inflated to the shape 8b: all contenders. They cost")
-    text = markdown([part])
+    text = BenchReport(summaries=(part,), title="x").to_markdown()
     assert "| chat, per user (inflated: 8b) | C=1 | C=16 |" in text
     assert "| acceptance length (inflated: 8b) | chat |" in text
     assert "| EAGLE-3 K=2 | " in text
@@ -225,7 +224,7 @@ def test_all_contenders_are_called_that_once():
 def test_some_inflated_contenders_are_named():
     part = part_of(inflated(many_depths(), ["EAGLE-3 K=2", "EAGLE-3 K=3"]))
     assert warnings(part)[0].startswith("Inflated to the shape 8b: EAGLE-3 K=2, EAGLE-3 K=3. They cost")
-    text = markdown([part])
+    text = BenchReport(summaries=(part,), title="x").to_markdown()
     assert "| chat, per user | C=1 | C=16 |" in text
     assert "| EAGLE-3 K=2 (inflated: 8b) | " in text
     assert "| EAGLE-3 K=5 | " in text

@@ -8,8 +8,7 @@ import pytest
 
 from fledge.bench.report import BenchReport
 from fledge.bench.summary import Summary, summaries
-from fledge.bench.tables import markdown, warnings
-from fledge.bench.verdict import Reference, disappointments, overall, verdicts
+from fledge.bench.verdict import Reference, disappointments, overall, verdicts, warnings
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Load, Results
 from tests.bench_results import EAGLE_3, EAGLE_3_1, PLAIN, make_eval_results, make_results
@@ -166,7 +165,7 @@ def test_references_that_cannot_be_read_are_refused(text: str):
 
 def test_markdown_is_tables_and_what_must_be_known(written):
     _, report, *_ = written
-    text = markdown(report.summaries, report.notes)
+    text = report.to_markdown()
     assert "| coding, per user | C=1 | C=4 |\n|---|---|---|\n" in text
     ratio = report.summaries[0].rows[EAGLE_3_1, "coding", Load(concurrency=1)]
     assert ratio.per_user is not None
@@ -236,4 +235,4 @@ def test_results_with_next_to_nothing_in_them_still_make_a_page(tmp_path: Path, 
     assert ("This run is" in page.text) == (results.status != "complete")
     if what == "one request":
         assert "measured once: no interval" in page.text
-    assert "95 % intervals" in markdown(report.summaries)
+    assert "95 % intervals" in report.to_markdown()

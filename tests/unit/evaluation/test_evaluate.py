@@ -19,7 +19,6 @@ from fledge.errors import ConfigError
 from fledge.evaluation import acceptance, evaluate
 from fledge.evaluation.acceptance import AcceptanceMeter, Measurement, TargetAnswers
 from fledge.evaluation.evaluate import EvalSettings, run_eval
-from fledge.evaluation.figures import eval_rows
 from fledge.evaluation.report import EvalReport, plus_minus
 from fledge.evaluation.results import Results, read_results, write_results
 from fledge.evaluation.workloads import Prompt, Workload
@@ -126,7 +125,7 @@ def test_acceptance_is_what_the_engine_counts(pair: Path, measured: Results) -> 
     outputs = llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=12))
     expected = AcceptanceStatistics.merge(output.metrics.acceptance for output in outputs)
     assert cell.acceptance_statistics == expected
-    row = next(row for row in eval_rows(measured) if row.contender == "full K=3 T=0")
+    row = next(row for row in EvalReport(measured).rows if row.contender == "full K=3 T=0")
     assert row.by_workload["one"].value == pytest.approx(expected.acceptance_length)
 
 
@@ -140,7 +139,7 @@ def test_sampled_answers_follow_the_seed(pair: Path) -> None:
 
 
 def test_misses_outside_the_draft_vocabulary_are_attributed(measured: Results) -> None:
-    rows = {row.contender: row for row in eval_rows(measured)}
+    rows = {row.contender: row for row in EvalReport(measured).rows}
     assert rows["full K=3 T=0"].missed > 0
     assert rows["full K=3 T=0"].missed_outside == 0
     assert 0 < rows["half K=3 T=0"].missed_outside <= rows["half K=3 T=0"].missed
@@ -150,7 +149,7 @@ def test_misses_outside_the_draft_vocabulary_are_attributed(measured: Results) -
 def test_results_survive_the_file(measured: Results, tmp_path: Path) -> None:
     write_results(measured, tmp_path / "r.json")
     again = read_results(tmp_path / "r.json")
-    assert eval_rows(again) == eval_rows(measured)
+    assert EvalReport(again).rows == EvalReport(measured).rows
     assert EvalReport(again).markdown() == EvalReport(measured).markdown()
 
 
@@ -216,7 +215,7 @@ def test_a_drafter_that_cannot_be_used_fails_alone(pair: Path) -> None:
     assert [cell.status for cell in found.cells] == ["failed", "complete"]
     assert found.status == "partial"
     assert any(note.startswith("broken K=2 T=0: ") for note in found.notes)
-    rows = eval_rows(found)
+    rows = EvalReport(found).rows
     assert rows[0].mean is None
     assert rows[0].failed["one"]
     assert "| broken | 2 | 0 | - | - |" in EvalReport(found).markdown()
@@ -232,7 +231,7 @@ def test_a_drafter_that_breaks_down_is_no_measurement(pair: Path) -> None:
         found = run_eval(settings(pair, "full", temperatures=(0.0,)), [ONE], QUIET)
     assert found.cells[0].status == "failed"
     assert "switched off: boom" in found.cells[0].note
-    assert eval_rows(found)[0].by_workload == {}
+    assert EvalReport(found).rows[0].by_workload == {}
 
 
 def test_an_interruption_keeps_what_was_measured(pair: Path) -> None:
@@ -273,7 +272,7 @@ def test_answers_that_part_are_counted_and_judged(pair: Path, tie: float, verdic
     answer = AcceptanceMeter.answer
     with mock.patch.object(AcceptanceMeter, "answer", falsified), mock.patch.object(acceptance, "TIE", tie):
         found = run_eval(settings(pair, "full", temperatures=(0.0,)), [ONE], QUIET)
-    (row,) = eval_rows(found)
+    (row,) = EvalReport(found).rows
     assert (row.answers, row.different, row.unchecked) == (3, 1, 0)
     assert row.clear == (1 if tie == 0.0 else 0)
     assert "Of 3 answers at temperature 0, 1 part" in EvalReport(found).lossless

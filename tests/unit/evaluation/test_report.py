@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.evaluation.figures import EvalRow, acceptance_rates, eval_rows, measured_records
+from fledge.evaluation.figures import EvalRow, acceptance_rates, complete_cells, told
 from fledge.evaluation.report import LENGTHS, MORE, EvalReport, plus_minus
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
 from fledge.report.intervals import Interval
@@ -45,7 +45,7 @@ def made_up(*records: tuple[str, str, tuple[int, int, int], int]) -> Results:
 
 
 def only_row(results: Results) -> EvalRow:
-    (row,) = eval_rows(results)
+    (row,) = EvalReport(results).rows
     return row
 
 
@@ -85,10 +85,10 @@ def test_the_mean_is_missing_where_a_workload_is() -> None:
 
 def test_rates_are_those_of_the_row_with_intervals() -> None:
     results = make_eval_results(prompts=6, depths=(3,), workloads=("chat", "coding"))
-    for row in eval_rows(results):
-        rates = acceptance_rates(measured_records(results, row.contender))
-        assert [rate.value for rate in rates] == pytest.approx(list(row.rate_by_depth))
-        assert all(rate.low <= rate.value <= rate.high for rate in rates)
+    for row in EvalReport(results).rows:
+        rates = acceptance_rates(told(complete_cells(results, row.contender)))
+        assert [rate.value for rate in rates.values()] == pytest.approx(list(row.rate_by_depth))
+        assert all(rate.low <= rate.value <= rate.high for rate in rates.values())
 
 
 def test_a_card_states_means_best_and_worst_and_what_is_missing() -> None:

@@ -28,32 +28,25 @@ def report(
 
     from fledge.bench.report import BenchReport, print_verdicts  # noqa: PLC0415
     from fledge.bench.summary import summaries  # noqa: PLC0415
-    from fledge.bench.tables import markdown as to_markdown  # noqa: PLC0415
     from fledge.bench.verdict import Reference  # noqa: PLC0415
     from fledge.evaluation.results import read_results  # noqa: PLC0415
 
     several = [read_results(file) for file in files]
+    try:
+        paragraphs = note_file.read_text(encoding="utf-8").split("\n\n") if note_file else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--note-file {note_file}: cannot be read: {error}") from None
     page = BenchReport(
         summaries=tuple(summaries(several, baseline)),
         title=title or "; ".join(dict.fromkeys(one.title for one in several)),
         references=tuple(Reference.parse(text) for text in reference or ()),
-        notes=(*(note or ()), *_paragraphs(note_file)),
+        notes=(*(note or ()), *(" ".join(part.split()) for part in paragraphs if part.strip())),
     )
     is_printed = str(markdown) == "-"
-    page.write(out, pictures=png_dir, tables=None if is_printed else markdown)
+    page.write(out, pictures=png_dir, markdown=None if is_printed else markdown)
     if is_printed:
-        print(to_markdown(page.summaries, page.notes), end="")
+        print(page.to_markdown(), end="")
     elif not quiet:
         console = Console(highlight=False)
         print_verdicts(page, console)
         console.print(f"Report: {out}", markup=False, soft_wrap=True)
-
-
-def _paragraphs(file: Path | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--note-file {file}: cannot be read: {error}") from None
-    return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]

@@ -12,7 +12,7 @@ from fledge.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fledge.drift.report import DriftReport
-    from fledge.drift.summary import SuiteResult
+    from fledge.drift.suite import SuiteResult
 
 
 @options("drift")
@@ -47,10 +47,14 @@ def drift(
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
     from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415 - torch takes seconds
     from fledge.drift.probe import Prober, ProbeSettings  # noqa: PLC0415
+    from fledge.drift.prompts import load_probe_workload  # noqa: PLC0415
     from fledge.drift.report import REPORT_FILE, make_report, write_report  # noqa: PLC0415
-    from fledge.drift.suite import run_suite  # noqa: PLC0415
-    from fledge.drift.summary import check, figures, parse_conditions  # noqa: PLC0415
-    from fledge.drift.workloads import load_probe_workload  # noqa: PLC0415
+    from fledge.drift.suite import (  # noqa: PLC0415
+        check,
+        figures,
+        parse_conditions,
+        run_suite,
+    )
     from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance  # noqa: PLC0415
 

@@ -6,7 +6,7 @@ judge     drafts against the text                    figures by draft depth
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from fledge.checkpoints.target_files import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.drift.metrics import DriftSums
 from fledge.drift.perturb import NotApplicableError, PerturbationContext
+from fledge.drift.prompts import ProbePrompt, Segment, SegmentedPrompt, segmented, with_earlier_answers
 from fledge.drift.replay import MAX_SCORES, fusion_parts, replay
-from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow, TokenStatus
-from fledge.drift.segments import ProbePrompt, Segment, SegmentedPrompt, segmented
-from fledge.drift.workloads import with_earlier_answers
+from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
 from fledge.engine.config import MAX_DEPTH
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import LLM
@@ -54,8 +53,8 @@ class Prober:
     workload: str  # what results call the prompts
     settings: ProbeSettings
     options: dict[str, Any]  # of `LLM`
-    _drafter: str = ""
-    _llm: LLM | None = None
+    drafter: str = field(default="", init=False)  # that is loaded
+    llm: LLM = field(init=False)
 
     def identity(self, drafter: str) -> Any:
         """JSON values: whatever a result depends on besides prompts."""
@@ -69,16 +68,14 @@ class Prober:
 
     def load(self, drafter: str) -> None:
         """Load a drafter in place of the one before it; the target stays loaded."""
-        if self._llm is None:
-            self._llm = open_llm(self.target, drafter, depth=self.settings.depth, **self.options)
-        elif drafter != self._drafter:
-            self._llm.set_speculation(_speculation(drafter, self.settings.depth))
-        self._drafter = drafter
-
-    @property
-    def llm(self) -> LLM:
-        assert self._llm is not None, "no drafter is loaded"
-        return self._llm
+        speculation = {"model": drafter, "num_speculative_tokens": min(self.settings.depth, MAX_DEPTH)}
+        if not self.drafter:
+            # The replay needs memory of its own, beside the engine's cache.
+            options = {"gpu_memory_utilization": 0.6, **self.options}
+            self.llm = LLM(self.target, speculative_config=speculation, **options)
+        elif drafter != self.drafter:
+            self.llm.set_speculation(speculation)
+        self.drafter = drafter
 
     @property
     def context(self) -> PerturbationContext:
@@ -102,26 +99,15 @@ class Prober:
             raise NotApplicableError("the device's memory does not suffice for prompts of this length") from None
         return replace(
             result,
-            drafter=self._drafter,
+            drafter=self.drafter,
             target=self.target,
             workload=self.workload,
             perturbation=perturbation,
-            trained_depth=trained_depth(self._drafter),
+            trained_depth=trained_depth(self.drafter),
         )
 
     def answer_earlier_turns(self, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
         return with_earlier_answers(prompts, self.llm, self.settings.max_tokens)
-
-
-def open_llm(target: str | Path, drafter: str | Path, *, depth: int, **options: Any) -> LLM:
-    """Load a pair as it is served, drafting `depth` tokens (at most 16). `options` are those of `LLM`."""
-    # The replay needs memory of its own, beside the engine's cache.
-    options = {"gpu_memory_utilization": 0.6, **options}
-    return LLM(target, speculative_config=_speculation(drafter, depth), **options)
-
-
-def _speculation(drafter: str | Path, depth: int) -> dict[str, Any]:
-    return {"model": str(drafter), "num_speculative_tokens": min(depth, MAX_DEPTH)}
 
 
 def _limit(llm: LLM) -> int:
@@ -162,24 +148,23 @@ def probe(
     sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
     rows, examples = [], []
     for prompt, read, answer in zip(prompts, encoded, answers, strict=True):
-        drafts, measured = _observe(llm, read, answer, settings, sums)
-        row = PromptRow(
-            id=prompt.id,
-            category=prompt.category,
-            prompt_tokens=len(read.token_ids),
-            output_tokens=len(answer.token_ids),
-            **measured,
-        )
+        drafts, measured = list[list[int]](), sums.unmeasured
+        if answer.rounds:
+            tokens = (*read.token_ids, *answer.token_ids)
+            segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
+            segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
+            starts = [record.start for record in answer.rounds]
+            sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
+            replayed = replay(llm.target, drafter, tokens, segments, starts, **sizes)
+            drafts, measured = replayed.drafts.tolist(), sums.add(replayed, tokens, answer.rounds, _limit(llm))
+        of_prompt = {"id": prompt.id, "category": prompt.category}
+        lengths = {"prompt_tokens": len(read.token_ids), "output_tokens": len(answer.token_ids)}
+        row = PromptRow(**of_prompt, **lengths, **measured)
         rows.append(row)
         if (length := row.acceptance.acceptance_length) is not None:
-            example = AnswerExample(
-                id=prompt.id,
-                category=prompt.category,
-                acceptance_length=length,
-                prompt=_text(read.token_ids, llm.tokenizer),
-                tokens=_example_tokens(llm, read, answer, drafts, in_draft),
-            )
-            examples.append(example)
+            said = _example_tokens(llm, read, answer, drafts, in_draft)
+            text = _text(read.token_ids, llm.tokenizer)
+            examples.append(AnswerExample(**of_prompt, acceptance_length=length, prompt=text, tokens=said))
         progress("replay", len(rows), len(prompts))
     return DriftResult(
         variant=name_of(drafter.config),
@@ -195,52 +180,26 @@ def probe(
     )
 
 
-def _observe(
-    llm: LLM, read: SegmentedPrompt, answer: CompletionOutput, settings: ProbeSettings, sums: DriftSums
-) -> tuple[list[list[int]], dict[str, Any]]:
-    """Replay one answer and add it to the sums. Returns the drafts of each round, and what its `PromptRow` holds."""
-    if not answer.rounds:
-        return [], sums.unmeasured
-    assert llm.drafter is not None
-    tokens = (*read.token_ids, *answer.token_ids)
-    segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
-    segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
-    starts = [record.start for record in answer.rounds]
-    sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
-    replayed = replay(llm.target, llm.drafter, tokens, segments, starts, **sizes)
-    return replayed.drafts.tolist(), sums.add(replayed, tokens, answer.rounds, _limit(llm))
-
-
 def _example_tokens(
     llm: LLM, read: SegmentedPrompt, answer: CompletionOutput, drafts: list[list[int]], in_draft: Tensor | None
 ) -> tuple[ExampleToken, ...]:
     """An answer token by token: which were drafted, and what had been drafted in the place of the others."""
-    accepted: set[int] = set()  # places in the answer
-    wrong: dict[int, int] = {}  # place -> what had been drafted there
+    texts = [_text([token], None) for token in answer.token_ids]
+    if llm.tokenizer is not None:  # a character of several tokens is the last one's; the others are empty
+        detokenizer = Detokenizer(llm.tokenizer, SamplingParams(skip_special_tokens=False))
+        for token in answer.token_ids:
+            detokenizer.push(token)
+        texts = detokenizer.token_texts()
+    found = [ExampleToken(text=text, status="own") for text in texts]
     for record, several in zip(answer.rounds, drafts, strict=True):
         begin = record.start - len(read.token_ids)
-        accepted.update(range(begin, begin + record.accepted))
-        if record.accepted < min(record.drafted, len(several)):
-            wrong[begin + record.accepted] = several[record.accepted]
-    found = []
-    for place, (token, text) in enumerate(zip(answer.token_ids, _pieces(answer, llm.tokenizer), strict=True)):
-        status: TokenStatus = "accepted" if place in accepted else "own"
-        draft = None
-        if place in wrong and place not in accepted:
-            status = "rejected" if in_draft is None or bool(in_draft[token]) else "outside"
-            draft = _text([wrong[place]], llm.tokenizer)
-        found.append(ExampleToken(text=text, status=status, draft=draft))
+        wrong = begin + record.accepted
+        found[begin:wrong] = [replace(one, status="accepted") for one in found[begin:wrong]]
+        if record.accepted < min(record.drafted, len(several)) and wrong < len(found):
+            could = in_draft is None or bool(in_draft[answer.token_ids[wrong]])
+            draft = _text([several[record.accepted]], llm.tokenizer)
+            found[wrong] = replace(found[wrong], status="rejected" if could else "outside", draft=draft)
     return tuple(found)
-
-
-def _pieces(answer: CompletionOutput, tokenizer: Any | None) -> list[str]:
-    """The text of each token. A character of several tokens is the last one's; the others are empty."""
-    if tokenizer is None:
-        return [_text([token], None) for token in answer.token_ids]
-    detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False))
-    for token in answer.token_ids:
-        detokenizer.push(token)
-    return detokenizer.token_texts()
 
 
 def _text(tokens: Sequence[int], tokenizer: Any | None) -> str:

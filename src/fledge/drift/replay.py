@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.drift.segments import Segment
+from fledge.drift.prompts import Segment
 from fledge.kernels.argmax import argmax_rows
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.models.drafter.base import Drafter, DraftStates

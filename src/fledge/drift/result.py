@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.segments import PROMPT_LABELS
+from fledge.drift.prompts import PROMPT_LABELS
 from fledge.records import Record
 
 # Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
@@ -220,7 +220,3 @@ Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> wh
 
 def statistics(tally: Tally) -> AcceptanceStatistics:
     return AcceptanceStatistics(tally=Counter({(drafted, accepted): rounds for drafted, accepted, rounds in tally}))
-
-
-def tally_of(acceptance: AcceptanceStatistics) -> Tally:
-    return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(acceptance.tally.items()))

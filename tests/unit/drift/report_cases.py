@@ -15,7 +15,7 @@ from fledge.drift.result import (
     Results,
     SuiteCell,
 )
-from fledge.drift.summary import SuiteResult, summarise
+from fledge.drift.suite import SuiteResult, summarise
 from fledge.report.intervals import Bootstrap
 from tests.unit.drift.drift_cases import drift_result
 

@@ -18,8 +18,7 @@ from fledge.drift.perturb import (
     perturb,
     texts,
 )
-from fledge.drift.segments import ProbePrompt, Segment, segmented
-from fledge.drift.workloads import load_probe_workload
+from fledge.drift.prompts import ProbePrompt, Segment, load_probe_workload, segmented
 from fledge.errors import ConfigError
 from tests.unit.drift.drift_cases import BOS, byte_tokenizer, conversation
 

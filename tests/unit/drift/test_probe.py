@@ -10,9 +10,9 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.drift.probe import ProbeSettings, open_llm, probe, trained_depth
+from fledge.drift.probe import ProbeSettings, probe, trained_depth
+from fledge.drift.prompts import ProbePrompt
 from fledge.drift.result import statistics
-from fledge.drift.segments import ProbePrompt
 from fledge.models.config import DrafterConfig
 from tests import engine_cases
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -48,7 +48,8 @@ def _save_pairs(root: Path, config: Any, drafters: dict[str, DrafterConfig]) -> 
 
 
 def cpu(root: Path, name: str, depth: int = 4, **options: Any) -> LLM:
-    return open_llm(root / "target", root / name, depth=depth, device="cpu", **options)
+    speculation = {"model": str(root / name), "num_speculative_tokens": depth}
+    return LLM(root / "target", speculative_config=speculation, device="cpu", **options)
 
 
 def steady(llm: LLM) -> LLM:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fledge.drift import replay as replay_module
+from fledge.drift.prompts import Segment
 from fledge.drift.replay import Replayed, causal_attention, fusion_parts, replay
-from fledge.drift.segments import Segment
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass

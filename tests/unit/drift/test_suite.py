@@ -9,8 +9,16 @@ import pytest
 
 from fledge.drift.perturb import UNPERTURBED, NotApplicableError, PerturbationContext
 from fledge.drift.result import SuiteCell
-from fledge.drift.suite import run_suite
-from fledge.drift.summary import FIGURES, SuiteResult, check, drift_figures, figures, parse_conditions, worst_of
+from fledge.drift.suite import (
+    FIGURES,
+    SuiteResult,
+    check,
+    drift_figures,
+    figures,
+    parse_conditions,
+    run_suite,
+    worst_of,
+)
 from fledge.errors import ConfigError
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.report.intervals import Bootstrap

@@ -6,7 +6,7 @@ Attention, norms and confidence are properties of drafting and are means over al
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -84,18 +84,17 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
     )
 
 
+@dataclass
 class DriftSums:
     """Sums over the rounds of many sequences. `add` changes them in place."""
 
-    def __init__(self, depth: int, parts: Sequence[str], in_draft: Tensor | None) -> None:
-        """`in_draft` bool [vocab], on the CPU: which tokens can be drafted; None: all."""
-        self.depth = depth
-        self.parts = tuple(parts)
-        self.acceptance = AcceptanceStatistics()
-        self.engine_acceptance = AcceptanceStatistics()
-        self._in_draft = in_draft
-        self._sums: dict[str, Tensor] = {}  # over rounds, [depth, ...]
-        self._agreeing = 0
+    depth: int
+    parts: Sequence[str]
+    in_draft: Tensor | None  # bool [vocab], on the CPU: which tokens can be drafted; None: all
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    engine_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    agreeing: int = 0  # rounds, see `Judged`
+    sums: dict[str, Tensor] = field(default_factory=dict)  # over rounds, [depth, ...]
 
     def add(
         self, replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundRecord], limit: int
@@ -107,9 +106,9 @@ class DriftSums:
             acceptance.add(drafted=drafted, accepted=accepted)
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
-        self._agreeing += judged.agreeing
-        sums = _sums(replayed, judged, torch.tensor(tokens), self._in_draft)
-        self._sums = {name: values + self._sums.get(name, 0) for name, values in sums.items()}
+        self.agreeing += judged.agreeing
+        sums = _sums(replayed, judged, torch.tensor(tokens), self.in_draft)
+        self.sums = {name: values + self.sums.get(name, 0) for name, values in sums.items()}
         mass = sums["mass"].mean((1, 2))  # [depth, segments]
         curves = dict(zip(_CURVES, (mass[:, Segment.DRAFTED], mass[:, Segment.SINK], sums["feature_rms"]), strict=True))
         return {
@@ -125,21 +124,21 @@ class DriftSums:
 
     def figures(self) -> dict[str, Any]:
         """The fields of `DriftResult` that follow from the sums."""
-        depths = [d for d, rounds in enumerate(self._sums.get("rounds", ())) if rounds > 0]
-        once = {name: self._sums[name][0] / self._sums["replayed"][0] for name in _ONCE if self._sums}
+        depths = [d for d, rounds in enumerate(self.sums.get("rounds", ())) if rounds > 0]
+        once = {name: self.sums[name][0] / self.sums["replayed"][0] for name in _ONCE if self.sums}
         shares = zip(self.parts, once["shares"], once["norms"], strict=True) if once else ()
         return {
             "tally": _tally(self.acceptance),
             "engine_tally": _tally(self.engine_acceptance),
-            "replay_agreement": self._agreeing / int(self._sums["replayed"][0]) if once else None,
+            "replay_agreement": self.agreeing / int(self.sums["replayed"][0]) if once else None,
             "by_depth": tuple(self._at(d) for d in depths),
             "fused_rms": float(once["fused_rms"]) if once else None,
             "fusion_shares": tuple(FusionShare(part=part, share=float(s), norm=float(n)) for part, s, n in shares),
-            "calibration": _calibration(self._sums.get("bins", torch.zeros(1, BINS, 3)).sum(0)),  # all depths together
+            "calibration": _calibration(self.sums.get("bins", torch.zeros(1, BINS, 3)).sum(0)),  # all depths together
         }
 
     def _at(self, d: int) -> DepthMetrics:
-        sums = {name: values[d] for name, values in self._sums.items()}
+        sums = {name: values[d] for name, values in self.sums.items()}
         means = {name: values / sums["rounds"] for name, values in sums.items()}
 
         def attention(of: tuple[int, int] | None = None) -> AttentionMeans:
@@ -147,6 +146,10 @@ class DriftSums:
             several = {name: means[name].mean((0, 1)) if of is None else means[name][of] for name in _OF_HEADS}
             return AttentionMeans(mass=_by_label(several.pop("mass")), **{n: float(x) for n, x in several.items()})
 
+        figures: dict[str, Any] = {f"{what}_rms": float(means[f"{what}_rms"]) for what in _STATES}
+        figures |= {f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES}
+        figures |= {name: int(sums[name]) for name in ("rounds", "reached", "missed", "missed_outside_vocabulary")}
+        figures |= {name: _mean(sums[name], sums[f"{name}_count"]) for name in _COSINES}
         rates = (self.acceptance.rate_by_depth, self.acceptance.conditional_rate_by_depth)
         acceptance, conditional = (rate[d] if d < len(rate) else None for rate in rates)
         return DepthMetrics(
@@ -157,13 +160,10 @@ class DriftSums:
                 for i, j in product(*map(range, means["entropy"].shape))
             ),
             uniform_mass=_by_label(means["visible"]),
-            **{f"{what}_rms": float(means[f"{what}_rms"]) for what in _STATES},
-            **{f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES},
             confidence=float(means["confidence"]),
             acceptance=acceptance,
             conditional_acceptance=conditional,
-            **{name: int(sums[name]) for name in ("rounds", "reached", "missed", "missed_outside_vocabulary")},
-            **{name: _mean(sums[name], sums[f"{name}_count"]) for name in _COSINES},
+            **figures,
             calibration=_calibration(sums["bins"]),
         )
 

@@ -1,14 +1,4 @@
-"""Named changes to a workload's prompts, which compose: `template:llama3+pad:4k:before`.
-
-    template:FAMILY                     another family's chat template (see `FAMILIES`)
-    template-noise:RATE                 that share of the template's tokens replaced, doubled or dropped
-    system:none|short|long|out-of-domain|other-language
-    pad:SIZE[:before|:after]            SIZE (1k to 128k) tokens of text that does not matter, around the question
-    history:N                           N earlier exchanges about other things
-    tools                               descriptions of functions that could be called
-    json                                asks for a JSON object
-    switch:code-prose|prose-code        asks for an answer that changes from one to the other
-    temperature:T                       samples instead of taking the likeliest token
+"""Named changes to a workload's prompts (data/perturbations.yaml), which compose: `template:llama3+pad:4k:before`.
 
 Each is a pure function of the prompt, a random generator, the run's limits and its own argument; the texts it puts into
 prompts are data (data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and
@@ -22,10 +12,11 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -36,10 +27,6 @@ UNPERTURBED = "unperturbed"
 SYSTEM_ROLES = ("system", "developer")
 # Room left by padding for tokens that only appear when the text is rendered as a whole.
 _SLACK = 32
-
-
-class NotApplicableError(Exception):
-    """A perturbation cannot be applied to a prompt; the message says why, in words for a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +40,9 @@ class PerturbationContext:
     vocab_size: int | None = None  # ids from here on are never put into a prompt; None: the tokenizer's own number
 
 
-@cache
 def chat_template(family: str) -> str:
     """Return a family's template as Jinja text, for `ProbePrompt.chat_template`."""
-    path = files("fledge.drift") / "chat_templates" / f"{family}.jinja"
-    return path.read_text(encoding="utf-8").rstrip("\n")
+    return (files("fledge.drift") / "chat_templates" / f"{family}.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
 @cache
@@ -78,7 +63,7 @@ def _changed(
 ) -> ProbePrompt:
     """Make one change of messages."""
     if not prompt.messages:
-        raise NotApplicableError("the prompt is plain text or token ids, without messages to change")
+        raise PromptError("the prompt is plain text or token ids, without messages to change")
     known, messages = texts("insertions"), list(prompt.messages)
     if kind == "template":
         return replace(prompt, chat_template=chat_template(argument))
@@ -91,9 +76,7 @@ def _changed(
     if kind == "system":  # whatever was there goes
         messages = [message for message in messages if message["role"] not in SYSTEM_ROLES]
         if argument != "none":
-            long = ["\n\n".join(known["system"]["long_paragraphs"])]
-            choices = long if argument == "long" else known["system"][argument]
-            messages.insert(0, {"role": "system", "content": generator.choice(choices)})
+            messages.insert(0, {"role": "system", "content": generator.choice(known["system"][argument])})
     elif kind == "history":  # between the system prompt and the first question
         first = next((i for i, one in enumerate(messages) if one["role"] not in SYSTEM_ROLES), len(messages))
         exchanges = generator.sample(known["history"], int(argument))
@@ -118,23 +101,21 @@ def _padded(prompt: ProbePrompt, size: str, generator: random.Random, context: P
     wording = texts("insertions")["padding"][side]
     room = limit - answer - len(segmented(_asked(prompt, wording, padding=""), context.tokenizer).token_ids) - _SLACK
     if tokens > limit:
-        raise NotApplicableError(f"{tokens} tokens of padding do not fit into {limit} tokens")
+        raise PromptError(f"{tokens} tokens of padding do not fit into {limit} tokens")
     if room < tokens / 2:
         several = f"{tokens} tokens of padding, the prompt and an answer of {answer} tokens"
-        raise NotApplicableError(f"{several} do not fit into {limit} tokens")
+        raise PromptError(f"{several} do not fit into {limit} tokens")
     return _asked(prompt, wording, padding=_distraction(generator, context.tokenizer, min(tokens, room)))
 
 
-def _token_noise(
-    prompt: ProbePrompt, rate: float, generator: random.Random, context: PerturbationContext
-) -> ProbePrompt:
+def _noisy(prompt: ProbePrompt, rate: float, generator: random.Random, context: PerturbationContext) -> ProbePrompt:
     """Replace, double or drop each of the template's tokens with probability `rate`; messages stay as they are.
 
     A begin-of-text token at the start is left alone: it is where attention rests, and no part of the layout.
     """
     read = segmented(prompt, context.tokenizer)
     if context.tokenizer is None or Segment.TEMPLATE not in read.segments:
-        raise NotApplicableError("the prompt has no template tokens")
+        raise PromptError("the prompt has no template tokens")
     special, size = set(context.tokenizer.all_special_ids), len(context.tokenizer)
     ordinary = [token for token in range(min(size, context.vocab_size or size)) if token not in special]
     ids: list[int] = []
@@ -168,15 +149,13 @@ def distracting_paragraphs(generator: random.Random) -> Iterator[str]:
 def _distraction(generator: random.Random, tokenizer: Any, tokens: int) -> str:
     """Return about `tokens` tokens of text, never more."""
     parts: list[str] = []
-    for paragraph in distracting_paragraphs(generator):
-        size = len(tokenizer("\n\n" + paragraph, add_special_tokens=False, verbose=False)["input_ids"])
-        if size > tokens:
-            words = paragraph.split()
-            last = " ".join(words[: int(len(words) * tokens / size)])
-            return "\n\n".join([*parts, last] if last else parts)
-        parts.append(paragraph)
+    source = distracting_paragraphs(generator)
+    while tokens > 0:
+        words = next(source).split(" ")
+        size = len(tokenizer("\n\n" + " ".join(words), add_special_tokens=False, verbose=False)["input_ids"])
+        parts.append(" ".join(words[: int(len(words) * tokens / size)]))  # all of them where they fit
         tokens -= size
-    raise AssertionError("paragraphs do not end")
+    return "\n\n".join(filter(None, parts))
 
 
 def _asked(prompt: ProbePrompt, wording: str, **parts: str) -> ProbePrompt:
@@ -184,7 +163,7 @@ def _asked(prompt: ProbePrompt, wording: str, **parts: str) -> ProbePrompt:
     messages = list(prompt.messages)
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
-        raise NotApplicableError("the conversation has no user turn")
+        raise PromptError("the conversation has no user turn")
     messages[last] = {**messages[last], "content": wording.format(text=messages[last]["content"], **parts)}
     return replace(prompt, messages=tuple(messages))
 
@@ -210,26 +189,22 @@ class Perturbation:
         return next((float(text) for text in given if text), None)
 
     def apply(self, prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
-        """Return the changed prompt under the same id. Raises NotApplicableError, with a reason."""
+        """Return the changed prompt under the same id. Raises PromptError, with a reason."""
         parts = [(step, *step.partition(":")[::2]) for step in self.steps]
-        try:
-            for step, kind, argument in sorted(parts, key=lambda part: KINDS[part[1]].get("stage", 0)):
-                generator = random.Random(f"{context.seed}/{step}/{prompt.id}")
-                if kind == "template-noise":
-                    prompt = _token_noise(prompt, float(argument), generator, context)
-                elif kind != "temperature":
-                    prompt = _changed(prompt, kind, argument, generator, context)
-            length = len(segmented(prompt, context.tokenizer).token_ids)
-        except PromptError as error:
-            raise NotApplicableError(str(error)) from None
+        for step, kind, argument in sorted(parts, key=lambda part: KINDS[part[1]].get("stage", 0)):
+            generator = random.Random(f"{context.seed}/{step}/{prompt.id}")
+            if kind == "template-noise":
+                prompt = _noisy(prompt, float(argument), generator, context)
+            elif kind != "temperature":
+                prompt = _changed(prompt, kind, argument, generator, context)
+        length = len(segmented(prompt, context.tokenizer).token_ids)
         if length + context.answer_tokens > context.max_model_len:
             several = f"the prompt and an answer of {context.answer_tokens} tokens"
-            raise NotApplicableError(f"{several} do not fit into {context.max_model_len} tokens")
+            raise PromptError(f"{several} do not fit into {context.max_model_len} tokens")
         return prompt
 
 
-@dataclass(frozen=True, kw_only=True)
-class Perturbed:
+class Perturbed(NamedTuple):
     """Prompts after a perturbation, and what was left out of them."""
 
     prompts: tuple[ProbePrompt, ...]
@@ -245,18 +220,18 @@ def perturb(perturbation: Perturbation, prompts: Sequence[ProbePrompt], context:
     for prompt in prompts:
         try:
             after = perturbation.apply(prompt, context)
-        except NotApplicableError as error:
+        except PromptError as error:
             left_out[prompt.id] = str(error)
             continue
-        try:
-            differs = differs or segmented(prompt, context.tokenizer) != segmented(after, context.tokenizer)
-        except PromptError:  # a tokenizer without a template of its own: whatever is rendered differs
-            differs = True
+        if not differs:
+            before: tuple[int, ...] | None = None
+            with suppress(PromptError):  # a tokenizer without a template of its own: whatever is rendered differs
+                before = segmented(prompt, context.tokenizer).token_ids
+            differs = before != segmented(after, context.tokenizer).token_ids
         changed.append(after)
     skip = None
     if not changed:
-        (reason, count), *_ = Counter(left_out.values()).most_common(1) or [("the workload is empty", 0)]
-        skip = reason if count == len(left_out) else f"{reason} (and {len(left_out) - count} prompts for other reasons)"
+        skip = "; ".join(dict.fromkeys(left_out.values())) or "the workload is empty"
     elif not differs:
         skip = "changes no prompt of this workload"
     return Perturbed(prompts=() if skip else tuple(changed), left_out=left_out, skip=skip)

@@ -44,24 +44,23 @@ def charts(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[Chart
     several, pictures = list(shown.values()), texts("pictures")
     draw_one = {"attention": _attention, "heat-map": _heat_map, "heads": _heads}
     draw_all = {"aux-layers": _layers, "reliability": _reliability}
-    found = []
+    found: list[Chart] = []
+
+    def add(name: str, about: Mapping[str, Any], figure: Figure | None, drafter: str | None = None) -> None:
+        if figure is not None:
+            drawing.put_legend(figure, figure.axes[0], columns=3 if about is pictures["of_one"]["attention"] else 2)
+            named = {key: about[key] for key in ("section", "title")}
+            found.append(Chart(name=name, figure=figure, drafter=drafter, **named))
+
     with matplotlib.rc_context(drawing.STYLE):
         for what, about in pictures["of_one"].items():
             for number, (drafter, one) in enumerate(shown.items(), start=1):
-                found.append((f"{what}-{number}", drafter, about, draw_one[what](one)))
+                add(f"{what}-{number}", about, draw_one[what](one), drafter)
         for what, about in pictures["of_all"].items() if shown else ():
             by_depth = about.get("by_depth")
-            figure = _by_depth(several, suite.level, by_depth) if by_depth else draw_all[what](several)
-            found.append((what, None, about, figure))
-        found.append(("perturbations", None, pictures["perturbations"], _forest(suite)))
-        for name, _, _, figure in found:
-            if figure is not None:
-                drawing.put_legend(figure, figure.axes[0], columns=3 if name.startswith("attention") else 2)
-    return [
-        Chart(name=name, section=about["section"], title=about["title"], figure=figure, drafter=drafter)
-        for name, drafter, about, figure in found
-        if figure is not None
-    ]
+            add(what, about, _by_depth(several, suite.level, by_depth) if by_depth else draw_all[what](several))
+        add("perturbations", pictures["perturbations"], _forest(suite))
+    return found
 
 
 def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -> Figure | None:
@@ -92,7 +91,13 @@ def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -
             middle, below, above = interval_edges(rates)
             colour = one.style["color"]
             axes.fill_between(one.depths, middle - below, middle + above, color=colour, alpha=0.15, linewidth=0)
-    _mark_trained(axes, series)
+    # After the last depth that a drafter was trained for; drafters of the same depth share the line.
+    for trained in {one.result.trained_depth or 0 for one in series} - {0}:
+        if alike := [one for one in series if one.result.trained_depth == trained < one.depths[-1]]:
+            colour = MUTED if len(alike) == len(series) else alike[0].style["color"]
+            axes.axvline(trained + 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
+            place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+            axes.text(trained + 0.5, 1.01, "trained to here", fontsize=7.5, color=colour, **place)  # above all curves
     frame(axes, max((one.depths for one in series), key=len), percent=how.get("percent", False))
     (low, high), (bottom, top) = how["limits"], axes.get_ylim()
     axes.set_ylim(low if np.nanmin(drawn) >= low else bottom, high if np.nanmax(drawn) <= high else top)
@@ -100,17 +105,6 @@ def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -
         axes.axhline(how["level_at"], **_DOTTED)
     axes.set_ylabel(how.get("label", ""))
     return picture
-
-
-def _mark_trained(axes: Axes, series: Sequence[_Series]) -> None:
-    """A line after the last depth that a drafter was trained for; drafters of the same depth share it."""
-    for trained in {line.result.trained_depth or 0 for line in series} - {0}:
-        lines = [one for one in series if one.result.trained_depth == trained < one.depths[-1]]
-        if lines:
-            colour = MUTED if len(lines) == len(series) else lines[0].style["color"]
-            axes.axvline(trained + 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
-            place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-            axes.text(trained + 0.5, 1.01, "trained to here", fontsize=7.5, color=colour, **place)  # above all curves
 
 
 def _rows(names: Sequence[str], size: tuple[float, float], several: int = 1) -> tuple[Figure, Axes, Any]:

@@ -5,12 +5,11 @@ replay    the same drafter, recording storages       what each round drafted, an
 judge     drafts against the text                    figures by draft depth
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
@@ -18,8 +17,8 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target_files import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.drift.metrics import DriftSums
-from fledge.drift.perturb import NotApplicableError, PerturbationContext
-from fledge.drift.prompts import ProbePrompt, Segment, SegmentedPrompt, segmented, with_earlier_answers
+from fledge.drift.perturb import Perturbation, PerturbationContext
+from fledge.drift.prompts import ProbePrompt, Segment, segmented, with_earlier_answers
 from fledge.drift.replay import MAX_SCORES, fusion_parts, replay
 from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
 from fledge.engine.config import MAX_DEPTH
@@ -28,8 +27,7 @@ from fledge.engine.llm import LLM
 from fledge.engine.outputs import CompletionOutput
 from fledge.files import read_json
 from fledge.models.drafter.variants import name_of
-
-PhaseProgress = Callable[[str, int, int], None]  # phase ("decode", "replay"), done, all
+from fledge.progress import Advance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,109 +77,85 @@ class Prober:
 
     @property
     def context(self) -> PerturbationContext:
+        assert self.llm.drafter is not None
         return PerturbationContext(
             tokenizer=self.llm.tokenizer,
-            max_model_len=_limit(self.llm),
+            max_model_len=min(self.llm.max_model_len, self.llm.drafter.config.max_positions),
             answer_tokens=self.settings.max_tokens,
             seed=self.settings.seed,
             vocab_size=self.llm.target.config.vocab_size,
         )
 
-    def probe(
-        self, prompts: Sequence[ProbePrompt], *, perturbation: str, temperature: float | None, progress: PhaseProgress
-    ) -> DriftResult:
-        """`temperature` None: the run's own. Raises NotApplicableError where memory does not suffice."""
-        settings = self.settings if temperature is None else replace(self.settings, temperature=temperature)
-        try:
-            result = probe(self.llm, prompts, settings, progress)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            raise NotApplicableError("the device's memory does not suffice for prompts of this length") from None
-        return replace(
-            result,
+    def probe(self, prompts: Sequence[ProbePrompt], perturbation: Perturbation, advance: Advance) -> DriftResult:
+        """Observe how the drafter drafts chains of its best tokens. The tokens produced are those without a probe."""
+        llm, settings, limit = self.llm, self.settings, self.context.max_model_len
+        temperature = settings.temperature if perturbation.temperature is None else perturbation.temperature
+        drafter, config = llm.drafter, llm.config
+        assert drafter is not None
+        assert not config.drafts_trees
+        assert not config.sample_drafts
+        encoded = [segmented(prompt, llm.tokenizer) for prompt in prompts]
+        sampling = SamplingParams(temperature=temperature, max_tokens=settings.max_tokens)
+        outputs = llm.generate(
+            [{"prompt_token_ids": list(read.token_ids)} for read in encoded],
+            [replace(sampling, seed=settings.seed + i) for i in range(len(encoded))],
+            progress=lambda done, total: advance(0, note=f"{perturbation.name}: decode {done}/{total}"),
+        )
+        answers = [output.outputs[0] for output in outputs]
+        in_draft = None if drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
+        sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
+        rows, examples = [], []
+        for read, answer in zip(encoded, answers, strict=True):
+            drafts, measured = list[list[int]](), sums.unmeasured
+            if answer.rounds:
+                tokens = (*read.token_ids, *answer.token_ids)
+                segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
+                segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
+                starts = [record.start for record in answer.rounds]
+                sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
+                replayed = replay(llm.target, drafter, tokens, segments, starts, **sizes)
+                drafts, measured = replayed.drafts.tolist(), sums.add(replayed, tokens, answer.rounds, limit)
+            of_prompt: dict[str, Any] = {"id": read.id, "category": read.category}
+            lengths: dict[str, Any] = {"prompt_tokens": len(read.token_ids), "output_tokens": len(answer.token_ids)}
+            row = PromptRow(**of_prompt, **lengths, **measured)
+            rows.append(row)
+            if (length := row.acceptance.acceptance_length) is not None:
+                said = _example_tokens(llm, read, answer, drafts, in_draft)
+                text = _text(read.token_ids, llm.tokenizer)
+                examples.append(AnswerExample(**of_prompt, acceptance_length=length, prompt=text, tokens=said))
+            advance(0, note=f"{perturbation.name}: replay {len(rows)}/{len(prompts)}")
+        return DriftResult(
             drafter=self.drafter,
+            variant=name_of(drafter.config),
             target=self.target,
             workload=self.workload,
-            perturbation=perturbation,
+            perturbation=perturbation.name,
+            temperature=temperature,
             trained_depth=trained_depth(self.drafter),
+            depth=settings.depth,
+            engine_depth=config.max_depth,
+            prompts=len(prompts),
+            prompt_tokens=sum(row.prompt_tokens for row in rows),
+            output_tokens=sum(row.output_tokens for row in rows),
+            prompt_rows=tuple(rows),
+            examples=tuple(sorted(examples, key=lambda one: one.acceptance_length)[: settings.keep_examples]),
+            **sums.figures(),
         )
 
     def answer_earlier_turns(self, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
         return with_earlier_answers(prompts, self.llm, self.settings.max_tokens)
 
 
-def _limit(llm: LLM) -> int:
-    """Tokens that target and drafter can hold."""
-    assert llm.drafter is not None
-    return min(llm.max_model_len, llm.drafter.config.max_positions)
-
-
 def trained_depth(drafter: str | Path) -> int | None:
     """Return the draft steps a drafter was trained on, if a file beside its weights says so."""
-    try:
-        depth = (read_json(resolve(drafter) / PROVENANCE_FILE) or {})["recipe"]["fit"]["depth"]
-    except (KeyError, TypeError):
-        return None
-    return depth if type(depth) is int else None
-
-
-def probe(
-    llm: LLM,
-    prompts: Sequence[ProbePrompt],
-    settings: ProbeSettings,
-    progress: PhaseProgress = lambda _phase, _done, _all: None,
-) -> DriftResult:
-    """Observe how `llm`'s drafter drafts chains of its best tokens. The tokens produced are those without a probe."""
-    drafter, config = llm.drafter, llm.config
-    assert drafter is not None
-    assert not config.drafts_trees
-    assert not config.sample_drafts
-    encoded = [segmented(prompt, llm.tokenizer) for prompt in prompts]
-    sampling = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
-    outputs = llm.generate(
-        [{"prompt_token_ids": list(read.token_ids)} for read in encoded],
-        [replace(sampling, seed=settings.seed + i) for i in range(len(encoded))],
-        progress=lambda done, total: progress("decode", done, total),
-    )
-    answers = [output.outputs[0] for output in outputs]
-    in_draft = None if drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
-    sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
-    rows, examples = [], []
-    for prompt, read, answer in zip(prompts, encoded, answers, strict=True):
-        drafts, measured = list[list[int]](), sums.unmeasured
-        if answer.rounds:
-            tokens = (*read.token_ids, *answer.token_ids)
-            segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
-            segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
-            starts = [record.start for record in answer.rounds]
-            sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
-            replayed = replay(llm.target, drafter, tokens, segments, starts, **sizes)
-            drafts, measured = replayed.drafts.tolist(), sums.add(replayed, tokens, answer.rounds, _limit(llm))
-        of_prompt = {"id": prompt.id, "category": prompt.category}
-        lengths = {"prompt_tokens": len(read.token_ids), "output_tokens": len(answer.token_ids)}
-        row = PromptRow(**of_prompt, **lengths, **measured)
-        rows.append(row)
-        if (length := row.acceptance.acceptance_length) is not None:
-            said = _example_tokens(llm, read, answer, drafts, in_draft)
-            text = _text(read.token_ids, llm.tokenizer)
-            examples.append(AnswerExample(**of_prompt, acceptance_length=length, prompt=text, tokens=said))
-        progress("replay", len(rows), len(prompts))
-    return DriftResult(
-        variant=name_of(drafter.config),
-        temperature=settings.temperature,
-        depth=settings.depth,
-        engine_depth=config.max_depth,
-        prompts=len(prompts),
-        prompt_tokens=sum(row.prompt_tokens for row in rows),
-        output_tokens=sum(row.output_tokens for row in rows),
-        prompt_rows=tuple(rows),
-        examples=tuple(sorted(examples, key=lambda one: one.acceptance_length)[: settings.keep_examples]),
-        **sums.figures(),
-    )
+    match read_json(resolve(drafter) / PROVENANCE_FILE):
+        case {"recipe": {"fit": {"depth": int(depth)}}}:
+            return depth
+    return None
 
 
 def _example_tokens(
-    llm: LLM, read: SegmentedPrompt, answer: CompletionOutput, drafts: list[list[int]], in_draft: Tensor | None
+    llm: LLM, read: ProbePrompt, answer: CompletionOutput, drafts: list[list[int]], in_draft: Tensor | None
 ) -> tuple[ExampleToken, ...]:
     """An answer token by token: which were drafted, and what had been drafted in the place of the others."""
     texts = [_text([token], None) for token in answer.token_ids]

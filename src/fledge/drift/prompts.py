@@ -62,16 +62,8 @@ class ProbePrompt(Prompt):
     segments: tuple[Segment, ...] = ()  # of each of token_ids; empty: all are PROMPT
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentedPrompt:
-    """Token ids as the engine reads them, and what each is part of."""
-
-    token_ids: tuple[int, ...]
-    segments: tuple[Segment, ...]
-
-
-def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> SegmentedPrompt:
-    """Encode a prompt as `LLM` does, with the segment of each token."""
+def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> ProbePrompt:
+    """Encode a prompt as `LLM` does: with its token ids, and the segment of each."""
     ids, segments = prompt.token_ids, prompt.segments
     if not ids:
         if tokenizer is None:
@@ -85,26 +77,23 @@ def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> SegmentedPrompt:
         elif tokenizer.chat_template is None and prompt.chat_template is None:
             raise PromptError("this target's tokenizer has no chat template; give plain prompts instead")
         else:
-            text, owners = rendered(tokenizer, prompt.messages, prompt.chat_template)
+            text, owners = _rendered(tokenizer, prompt.messages, prompt.chat_template)
             encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids = tuple(int(token) for token in encoding["input_ids"])
             # A token that a message has any part in is the message's; one without characters is the template's.
             several = ((one for one in owners[begin:end] if one) for begin, end in encoding["offset_mapping"])
             segments = tuple(next(own, None) or Segment.TEMPLATE for own in several)
-    return SegmentedPrompt(token_ids=ids, segments=segments or (Segment.PROMPT,) * len(ids))
+    return replace(prompt, token_ids=ids, segments=segments or (Segment.PROMPT,) * len(ids))
 
 
-def rendered(
-    tokenizer: Any, messages: Sequence[Message], template: str | None = None
-) -> tuple[str, list[Segment | None]]:
+def _rendered(tokenizer: Any, messages: Sequence[Message], template: str | None) -> tuple[str, list[Segment | None]]:
     """Return a conversation as the model reads it, ready for the answer, and what each character is part of."""
     text = _render(tokenizer, messages, template)
     for strip in (False, True) if not _MARK.search(text) else ():
         segments: list[Segment] = []
         try:
-            found = _unmarked(
-                _render(tokenizer, [_marked(one, segments, strip) for one in messages], template), segments
-            )
+            marked = [_marked(message, segments, strip) for message in messages]
+            found = _unmarked(_render(tokenizer, marked, template), segments)
         except PromptError:  # a template that reads what it is given, such as JSON arguments
             continue
         if found is not None and found[0] == text:

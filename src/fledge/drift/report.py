@@ -11,23 +11,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
 from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from fledge.drift.perturb import KINDS, UNPERTURBED, texts
 from fledge.drift.plots import charts
-from fledge.drift.result import DRIFT_SHARE, AnswerExample, DriftResult, Results
+from fledge.drift.result import DRIFT_SHARE, DriftResult, Results
 from fledge.drift.suite import FIGURES, GROUPS, SuiteResult, acceptance_counts, compare_own_attention, figures, worst_of
 from fledge.files import write_text
 from fledge.records import Record
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
-from fledge.report.intervals import RESAMPLES, Bootstrap
+from fledge.report.intervals import RESAMPLES, Bootstrap, Comparison
 from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
 from fledge.report.prose import Sentence, Tone, interval_text, percent, ratio_tone, sign_of
+from fledge.report.tables import Table
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
-SHOWN_EXAMPLES = 3  # of each run
-_TONES: dict[int, Tone] = {-1: "bad", 0: "neutral", 1: "good"}  # by the sign of what should be large
-_WORDS = {"percent": percent, "interval_text": interval_text, "sign_of": sign_of, "tones": _TONES}
+_WORDS: dict[str, Any] = {  # that all templates know
+    **{one.__name__: one for one in (percent, interval_text, sign_of, ratio_tone, visible, worst_of)},
+    "tones": {-1: "bad", 0: "neutral", 1: "good"},  # by the sign of what should be large
+    "figures": FIGURES,
+    "limits": texts("figures")["limits"],
+    "drift_share": DRIFT_SHARE,
+    "resamples": RESAMPLES,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,11 @@ class DriftReport(Record):
     comparison: tuple[Sentence, ...]  # of the other drafters with the first
     figures: dict[str, dict[str, float | None]]  # by drafter; None: infinite, as a drift depth that never comes
     suite: SuiteResult
+
+
+def setup_of(suite: SuiteResult, **about: Any) -> dict[str, str]:
+    """What a report says about how it came about (data/setup.yaml)."""
+    return {name: Template(text).render(suite=suite, **about) for name, text in texts("setup").items()}
 
 
 def make_report(suite: SuiteResult, results: Results, setup: Mapping[str, str]) -> DriftReport:
@@ -96,18 +111,20 @@ def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) ->
     bootstrap = Bootstrap(level=suite.level)
     pair = results[one, UNPERTURBED], results[other, UNPERTURBED]
     depth = min(len(result.by_depth) for result in pair)
-    places = [("On the unperturbed workload", "acceptance", [UNPERTURBED])]
-    for group in ("template", "long_context"):
-        several = [cell.perturbation for cell in suite.perturbed(one, group)]
-        places.append((f"Under {GROUPS[group]['name']}", "perturbations", several))
-    lengths = []
-    for place, section, names in places:
+
+    def lengths(names: Sequence[str]) -> Comparison | None:
+        """Acceptance lengths under these perturbations together, as far as both were measured."""
         shared = [name for name in names if (one, name) in results and (other, name) in results]
         sides = [acceptance_counts(*(results[drafter, name] for name in shared)) for drafter in (one, other)]
-        lengths.append((place, section, bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None))
+        return bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
+
+    places = [("On the unperturbed workload", "acceptance", lengths([UNPERTURBED]))]
+    for group in ("template", "long_context"):
+        compared = lengths([cell.perturbation for cell in suite.perturbed(one, group)])
+        places.append((f"Under {GROUPS[group]['name']}", "perturbations", compared))
     attention = compare_own_attention(bootstrap, *pair) if depth > 1 else None
     named = {"one": suite.titles[one], "other": suite.titles[other]}
-    return _said("comparison", suite, **named, depth=depth, attention=attention, lengths=lengths)
+    return _said("comparison", suite, **named, depth=depth, attention=attention, places=places)
 
 
 def _said(name: str, suite: SuiteResult, **values: Any) -> list[Sentence]:
@@ -118,8 +135,7 @@ def _said(name: str, suite: SuiteResult, **values: Any) -> list[Sentence]:
         said.append(Sentence(text=" ".join(caller().split()), section=section, tone=tone))
         return ""
 
-    template = page_template("fledge.drift", f"{name}.md.jinja")
-    template.render(suite=suite, say=say, limits=texts("figures")["limits"], **_WORDS, **values)
+    page_template("fledge.drift", f"{name}.md.jinja").render(suite=suite, say=say, **_WORDS, **values)
     return said
 
 
@@ -149,19 +165,12 @@ def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str
         report=report,
         suite=suite,
         colours={name: f"var(--series-{i % len(SERIES)})" for i, name in enumerate(suite.names)},
-        limits=texts("figures")["limits"],
         charts=drawn,
         svg=lambda chart: Markup(to_svg(chart.figure, chart.name, _title(chart, suite))),
         bar=lambda ratio: ratio_bar(ratio, end),
-        percent=percent,
-        ratio_tone=ratio_tone,
-        visible=visible,
-        worst_of=worst_of,
         task_kinds=[name for name, about in KINDS.items() if "changes_task" in about],
-        figures=FIGURES,
-        examples=_examples(suite, results),
-        drift_share=DRIFT_SHARE,
-        resamples=RESAMPLES,
+        results=results,
+        **_WORDS,
     )
     return finished(page)
 
@@ -173,12 +182,30 @@ def _title(chart: Chart, suite: SuiteResult) -> str:
     return f"{suite.titles[chart.drafter]}: {chart.title[0].lower()}{chart.title[1:]}"
 
 
-def _examples(suite: SuiteResult, results: Results) -> list[tuple[str, str, tuple[AnswerExample, ...]]]:
-    """The worst of each drafter, unperturbed and under the perturbation that costs it the most."""
-    groups = []
-    for drafter in suite.names:
-        worst = worst_of(suite.perturbed(drafter))
-        for perturbation in (UNPERTURBED, *([worst[0].perturbation] if worst else [])):
-            if (result := results.get((drafter, perturbation))) is not None and result.examples:
-                groups.append((drafter, perturbation, result.examples[:SHOWN_EXAMPLES]))
-    return groups
+def print_report(report: DriftReport, page: Path) -> None:
+    """In a terminal: a table, what is said, and where the page is."""
+    header = ("", "drifts from", "own drafts", "state growth", "acceptance length", "at worst")
+    forms = {"drift_depth": "depth {:.0f}", "own_attention_last": "{:.0%}", "feature_growth": "{:.2f}x"}
+    forms |= {"al": "{:.2f}", "al_drop": "{:+.0%}"}
+    body = []
+    for verdict in report.verdicts:
+        found = dict(report.figures[verdict.drafter])
+        if (drop := found.get("al_drop")) is not None:
+            found["al_drop"] = -drop
+        shown = [
+            "" if name not in found else "never" if found[name] is None else form.format(found[name])
+            for name, form in forms.items()
+        ]
+        body.append([verdict.title, *shown])
+    console = Console(highlight=False)
+    console.print(*Table.of("", header, body).to_rich())
+    marks = {"good": Text("+", "green"), "bad": Text("!", "red"), "neutral": Text("·", "dim")}
+    parts = [(f"{one.title}: {one.headline}", one.sentences) for one in report.verdicts]
+    parts += [("Side by side", report.comparison)] if report.comparison else []
+    for heading, sentences in parts:
+        console.print(f"\n{heading}", style="bold", markup=False)
+        lines = RichTable.grid(padding=(0, 1))
+        for sentence in sentences:
+            lines.add_row(marks["neutral" if sentences is report.comparison else sentence.tone], Text(sentence.text))
+        console.print(lines)
+    console.print(f"\nReport: {page}", markup=False, soft_wrap=True)

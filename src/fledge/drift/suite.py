@@ -17,14 +17,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.drift.perturb import UNPERTURBED, NotApplicableError, Perturbation, parse_perturbation, perturb, texts
+import torch
+
+from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, perturb, texts
 from fledge.drift.probe import Prober
 from fledge.drift.prompts import ProbePrompt, has_open_turns
-from fledge.drift.result import DriftCell, DriftResult, Results, SuiteCell
+from fledge.drift.result import DriftResult, Results
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.workloads import Workload
 from fledge.files import digest, distinct_names, json_line, read_json, write_json, write_text
-from fledge.progress import Progress
+from fledge.progress import Advance, Progress
 from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
 from fledge.report.prose import sign_of
@@ -37,9 +39,14 @@ _CONDITION = re.compile(r"\s*([A-Za-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellSummary(DriftCell):
-    """What one drafter under one perturbation comes to."""
+class SuiteCell(Record):
+    """One drafter under one perturbation, and what that comes to, where it was measured."""
 
+    drafter: str
+    perturbation: str
+    kinds: tuple[str, ...]
+    left_out: dict[str, str]  # prompt id -> reason
+    skip: str | None  # why there is no result
     prompts: int = 0
     rounds: int = 0
     acceptance_length: Interval | None = None
@@ -66,12 +73,12 @@ class SuiteResult(Record):
     level: float  # of the intervals
     drafters: tuple[SuiteDrafter, ...]
     perturbations: tuple[str, ...]
-    cells: tuple[CellSummary, ...]
+    cells: tuple[SuiteCell, ...]
 
-    def cell(self, drafter: str, perturbation: str = UNPERTURBED) -> CellSummary:
+    def cell(self, drafter: str, perturbation: str = UNPERTURBED) -> SuiteCell:
         return next(cell for cell in self.cells if (cell.drafter, cell.perturbation) == (drafter, perturbation))
 
-    def perturbed(self, drafter: str, group: str | None = None) -> list[CellSummary]:
+    def perturbed(self, drafter: str, group: str | None = None) -> list[SuiteCell]:
         """A drafter's perturbed cells, skipped ones included; of a group (see GROUPS), those made of nothing else."""
         cells = [cell for cell in self.cells if cell.drafter == drafter and cell.perturbation != UNPERTURBED]
         return [cell for cell in cells if group is None or set(cell.kinds) <= set(GROUPS[group]["kinds"])]
@@ -108,57 +115,43 @@ def run_suite(
     progress = progress or Progress(quiet=True)
     prompts = _with_history([ProbePrompt(**vars(one)) for one in workload.prompts], drafters[0], prober, directory)
     cells: list[SuiteCell] = []
+    results: dict[tuple[str, str], DriftResult] = {}
     for drafter in drafters:
-        cells += _run_drafter(drafter, prompts, parsed, prober, directory, progress)
-    suite = summarise(cells, workload=workload.name, bootstrap=bootstrap or Bootstrap())
-    write_json(directory / "suite.json", suite.to_dict())
-    return suite, {(cell.drafter, cell.perturbation): cell.result for cell in cells if cell.result is not None}
-
-
-def _run_drafter(
-    drafter: str,
-    prompts: Sequence[ProbePrompt],
-    perturbations: Mapping[str, Perturbation],
-    prober: Prober,
-    directory: Path,
-    progress: Progress,
-) -> list[SuiteCell]:
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
-    folder = directory / "cells" / f"{readable}-{digest(drafter)[:6]}"
-    key = _key(prober, drafter, prompts)
-    cells: dict[str, SuiteCell] = {}
-    missing: dict[str, tuple[Path, str]] = {}
-    for name in perturbations:
-        path, of_cell = folder / f"{name.replace(':', '-')}.json", digest([*key, name])
-        if (saved := read_json(path)) is not None and saved.get("key") == of_cell:
-            cells[name] = SuiteCell.from_dict(saved, str(path))
-        else:
-            missing[name] = path, of_cell
-    if missing:
+        key = _key(prober, drafter, prompts)
+        readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
+        folder = directory / "cells" / f"{readable}-{digest(drafter)[:6]}"
         folder.mkdir(parents=True, exist_ok=True)
-        with progress.task(drafter, len(perturbations), done=len(cells)) as advance:
-            prober.load(drafter)
-            for name, (path, of_cell) in missing.items():
+        with progress.task(drafter, len(parsed)) as advance:
+            for name, perturbation in parsed.items():
+                path, of_cell = folder / f"{name.replace(':', '-')}.json", digest([*key, name])
+                saved = read_json(path)
+                if saved is None or saved.get("key") != of_cell:
+                    prober.load(drafter)
+                    saved = _probe_cell(path, of_cell, perturbation, prompts, prober, advance)
+                cells.append(SuiteCell.from_dict(saved, str(path)))
+                if saved["result"] is not None:
+                    results[drafter, name] = DriftResult.from_dict(saved["result"], str(path))
+                advance(1, note=f"{name}: {'skipped' if saved['skip'] else 'done'}")
+    suite = summarise(cells, results, workload=workload.name, bootstrap=bootstrap or Bootstrap())
+    write_json(directory / "suite.json", suite.to_dict())
+    return suite, results
 
-                def note(phase: str, done: int, total: int, name: str = name) -> None:
-                    advance(0, note=f"{name}: {phase} {done}/{total}")
 
-                changed = perturb(perturbations[name], prompts, prober.context)
-                about = {"drafter": drafter, "perturbation": name, "kinds": perturbations[name].kinds}
-                cell = SuiteCell(**about, left_out=changed.left_out, skip=changed.skip, result=None)
-                temperature = perturbations[name].temperature
-                try:
-                    if cell.skip is None:
-                        result = prober.probe(
-                            changed.prompts, perturbation=name, temperature=temperature, progress=note
-                        )
-                        cell = replace(cell, result=result)
-                    write_text(path, json_line({"key": of_cell, **cell.to_dict()}))
-                except NotApplicableError as error:  # not kept: memory that does not suffice may do so the next time
-                    cell = replace(cell, skip=str(error))
-                cells[name] = cell
-                advance(1, note=f"{name}: {'skipped' if cell.skip else 'done'}")
-    return [cells[name] for name in perturbations]
+def _probe_cell(
+    path: Path, key: str, perturbation: Perturbation, prompts: Sequence[ProbePrompt], prober: Prober, advance: Advance
+) -> dict[str, Any]:
+    """Probe what a cell's file holds, and write it."""
+    changed = perturb(perturbation, prompts, prober.context)
+    cell: dict[str, Any] = {"key": key, "drafter": prober.drafter, "perturbation": perturbation.name}
+    cell |= {"kinds": perturbation.kinds, "left_out": changed.left_out, "skip": changed.skip, "result": None}
+    try:
+        if changed.skip is None:
+            cell["result"] = prober.probe(changed.prompts, perturbation, advance).to_dict()
+        write_text(path, json_line(cell))
+    except torch.OutOfMemoryError:  # no file: there may be enough the next time
+        torch.cuda.empty_cache()
+        cell["skip"] = "the device's memory does not suffice for prompts of this length"
+    return cell
 
 
 def _with_history(
@@ -184,25 +177,23 @@ def _key(prober: Prober, drafter: str, prompts: Sequence[ProbePrompt]) -> list[o
     return [VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts]]
 
 
-def summarise(cells: Sequence[SuiteCell], *, workload: str, bootstrap: Bootstrap) -> SuiteResult:
+def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bootstrap: Bootstrap) -> SuiteResult:
     """Compare every cell with its drafter's unperturbed one."""
-    base: dict[str, DriftResult] = {}
-    summaries = []
+    base = {drafter: result for (drafter, name), result in results.items() if name == UNPERTURBED}
+    compared = []
     for cell in cells:
-        found = {name: value for name, value in vars(cell).items() if name != "result"}
-        if (result := cell.result) is not None:
-            counts = acceptance_counts(result)
-            found |= {"prompts": result.prompts, "rounds": result.acceptance.rounds, "drift": drift_figures(result)}
-            found["acceptance_length"] = bootstrap.acceptance_length(counts)
-            if cell.perturbation == UNPERTURBED:  # the first of its drafter
-                base[cell.drafter] = result
-            else:
-                found["compared"] = bootstrap.compare(counts, acceptance_counts(base[cell.drafter]), offset=1.0)
-                found["own_attention_compared"] = compare_own_attention(bootstrap, result, base[cell.drafter])
-        elif cell.perturbation == UNPERTURBED:
+        if cell.drafter not in base:
             why = f"nothing to compare with, the unperturbed workload cannot be run: {cell.skip}"
             raise ConfigError(f"{cell.drafter}: {why}")
-        summaries.append(CellSummary(**found))
+        found: dict[str, Any] = {}
+        if (result := results.get((cell.drafter, cell.perturbation))) is not None:
+            counts, first = acceptance_counts(result), base[cell.drafter]
+            found = {"prompts": result.prompts, "rounds": result.acceptance.rounds, "drift": drift_figures(result)}
+            found["acceptance_length"] = bootstrap.acceptance_length(counts)
+            if result is not first:
+                found["compared"] = bootstrap.compare(counts, acceptance_counts(first), offset=1.0)
+                found["own_attention_compared"] = compare_own_attention(bootstrap, result, first)
+        compared.append(replace(cell, **found))
     first = next(iter(base.values()))
     return SuiteResult(
         target=first.target,
@@ -214,7 +205,7 @@ def summarise(cells: Sequence[SuiteCell], *, workload: str, bootstrap: Bootstrap
             for name, result in base.items()
         ),
         perturbations=tuple(dict.fromkeys(cell.perturbation for cell in cells)),
-        cells=tuple(summaries),
+        cells=tuple(compared),
     )
 
 
@@ -285,7 +276,7 @@ def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
     return {name: float(value) for name in FIGURES if (value := found.get(name)) is not None and not math.isnan(value)}
 
 
-def worst_of(cells: Iterable[CellSummary], *, prefer_certain: bool = False) -> tuple[CellSummary, Comparison] | None:
+def worst_of(cells: Iterable[SuiteCell], *, prefer_certain: bool = False) -> tuple[SuiteCell, Comparison] | None:
     """The cell of lowest ratio to the unperturbed run; with `prefer_certain` of those that surely lose, if any do."""
     compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
     losing = [pair for pair in compared if prefer_certain and sign_of(pair[1].ratio, around=1.0) < 0]

@@ -95,7 +95,7 @@ def test_an_interrupted_run_goes_on(pair: Path) -> None:
     original, calls = Prober.probe, []
 
     def stop_at_the_second(self, *arguments, **named):
-        calls.append(named["perturbation"])
+        calls.append(arguments[1].name)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return original(self, *arguments, **named)

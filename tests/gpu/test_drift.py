@@ -14,8 +14,8 @@ if torch.cuda.is_available():
 
 from fledge.bench.rounds import make_pair
 from fledge.drift.metrics import judge
+from fledge.drift.prompts import Segment
 from fledge.drift.replay import replay
-from fledge.drift.segments import Segment
 from tests.engine_cases import greedy
 from tests.gpu.test_engine import agreeing_pair, make_engine, on_gpu
 

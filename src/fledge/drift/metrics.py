@@ -5,8 +5,8 @@ says nothing about it. So acceptance, calibration, misses and cosines are over t
 Attention, norms and confidence are properties of drafting and are means over all rounds that drafted so deep.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.drift.prompts import LABELS, Segment
 from fledge.drift.replay import Replayed
 from fledge.drift.result import (
     AttentionMeans,
@@ -22,14 +23,15 @@ from fledge.drift.result import (
     DepthMetrics,
     FusionShare,
     HeadAttention,
-    tally_of,
+    Tally,
 )
-from fledge.drift.segments import LABELS, Segment
 from fledge.engine.outputs import RoundRecord
 
 BINS = 10
 _ONCE = ("fused_rms", "norms", "shares")  # what a round has once, not at each depth
 _CURVES = ("drafted_attention", "sink_attention", "feature_rms")  # that a `PromptRow` has
+_OF_HEADS = ("mass", "entropy", "normalised_entropy", "distance")
+_COSINES = ("head_cosine", "feature_cosine")
 _STATES = ("hidden", "head", "feature")  # whose size is followed from depth to depth
 
 
@@ -62,46 +64,37 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
     room = torch.maximum(limit - 1 - replayed.starts, torch.tensor([record.drafted for record in records]))
     drafted = depths <= room[:, None]
     right = before & matches & drafted
-    leading = right.sum(1).tolist()
-    outcomes = tuple(
-        _outcome(record, leading[r], int(drafted[r].sum()), int(known[r].sum())) for r, record in enumerate(records)
-    )
+    outcomes, agreeing = [], 0
+    for record, *counts in zip(records, *(x.sum(1).tolist() for x in (right, drafted, known)), strict=True):
+        leading, deep, told = counts
+        accepted = min(record.accepted, deep)
+        if record.accepted == record.drafted < deep:
+            accepted = max(leading, record.drafted)
+            # All that is known stands: what comes after the text's end is nobody's fault, and not drafted.
+            deep = accepted if accepted >= min(told, deep) else deep
+        outcomes.append((deep, accepted))
+        agreeing += min(record.accepted, depth, told) == min(leading, record.drafted)
     return Judged(
         drafted=drafted,
         reached=before & known & drafted,
         right=right,
         comparable=before & (places <= len(text)) & drafted,
-        outcomes=outcomes,
-        agreeing=sum(
-            min(record.accepted, depth, int(known[r].sum())) == min(leading[r], record.drafted)
-            for r, record in enumerate(records)
-        ),
+        outcomes=tuple(outcomes),
+        agreeing=agreeing,
     )
 
 
-def _outcome(record: RoundRecord, leading: int, drafted: int, known: int) -> tuple[int, int]:
-    """What the round would have come to with `drafted` drafts, of which the text tells about the first `known`."""
-    if record.drafted >= drafted:
-        return drafted, min(record.accepted, drafted)
-    if record.accepted < record.drafted:  # it ended there, however deep it drafts
-        return drafted, record.accepted
-    accepted = max(leading, record.drafted)
-    # All that is known stands: what comes after the text's end is nobody's fault and does not count as drafted.
-    return (accepted, accepted) if accepted >= min(known, drafted) else (drafted, accepted)
-
-
+@dataclass
 class DriftSums:
     """Sums over the rounds of many sequences. `add` changes them in place."""
 
-    def __init__(self, depth: int, parts: Sequence[str], in_draft: Tensor | None) -> None:
-        """`in_draft` bool [vocab], on the CPU: which tokens can be drafted; None: all."""
-        self.depth = depth
-        self.parts = tuple(parts)
-        self.acceptance = AcceptanceStatistics()
-        self.engine_acceptance = AcceptanceStatistics()
-        self._in_draft = in_draft
-        self._sums: dict[str, Tensor] = {}  # over rounds, [depth, ...]
-        self._agreeing = 0
+    depth: int
+    parts: Sequence[str]
+    in_draft: Tensor | None  # bool [vocab], on the CPU: which tokens can be drafted; None: all
+    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    engine_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    agreeing: int = 0  # rounds, see `Judged`
+    sums: dict[str, Tensor] = field(default_factory=dict)  # over rounds, [depth, ...]
 
     def add(
         self, replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundRecord], limit: int
@@ -113,13 +106,13 @@ class DriftSums:
             acceptance.add(drafted=drafted, accepted=accepted)
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
-        self._agreeing += judged.agreeing
-        sums = _sums(replayed, judged, torch.tensor(tokens), self._in_draft)
-        self._sums = {name: values + self._sums.get(name, 0) for name, values in sums.items()}
+        self.agreeing += judged.agreeing
+        sums = _sums(replayed, judged, torch.tensor(tokens), self.in_draft)
+        self.sums = {name: values + self.sums.get(name, 0) for name, values in sums.items()}
         mass = sums["mass"].mean((1, 2))  # [depth, segments]
         curves = dict(zip(_CURVES, (mass[:, Segment.DRAFTED], mass[:, Segment.SINK], sums["feature_rms"]), strict=True))
         return {
-            "tally": tally_of(acceptance),
+            "tally": _tally(acceptance),
             "rounds_by_depth": tuple(int(count) for count in sums["rounds"]),
             **{name: tuple(map(_mean, totals, sums["rounds"])) for name, totals in curves.items()},
         }
@@ -131,46 +124,46 @@ class DriftSums:
 
     def figures(self) -> dict[str, Any]:
         """The fields of `DriftResult` that follow from the sums."""
-        depths = [d for d, rounds in enumerate(self._sums.get("rounds", ())) if rounds > 0]
-        once = {name: self._sums[name][0] / self._sums["replayed"][0] for name in _ONCE if self._sums}
+        depths = [d for d, rounds in enumerate(self.sums.get("rounds", ())) if rounds > 0]
+        once = {name: self.sums[name][0] / self.sums["replayed"][0] for name in _ONCE if self.sums}
         shares = zip(self.parts, once["shares"], once["norms"], strict=True) if once else ()
         return {
-            "tally": tally_of(self.acceptance),
-            "engine_tally": tally_of(self.engine_acceptance),
-            "replay_agreement": self._agreeing / int(self._sums["replayed"][0]) if once else None,
+            "tally": _tally(self.acceptance),
+            "engine_tally": _tally(self.engine_acceptance),
+            "replay_agreement": self.agreeing / int(self.sums["replayed"][0]) if once else None,
             "by_depth": tuple(self._at(d) for d in depths),
             "fused_rms": float(once["fused_rms"]) if once else None,
             "fusion_shares": tuple(FusionShare(part=part, share=float(s), norm=float(n)) for part, s, n in shares),
-            "calibration": _calibration(self._sums.get("bins", torch.zeros(1, BINS, 3)).sum(0)),  # all depths together
+            "calibration": _calibration(self.sums.get("bins", torch.zeros(1, BINS, 3)).sum(0)),  # all depths together
         }
 
     def _at(self, d: int) -> DepthMetrics:
-        sums = {name: values[d] for name, values in self._sums.items()}
+        sums = {name: values[d] for name, values in self.sums.items()}
         means = {name: values / sums["rounds"] for name, values in sums.items()}
-        of_heads = {name: means[name] for name in ("mass", "entropy", "normalised_entropy", "distance")}
+
+        def attention(of: tuple[int, int] | None = None) -> AttentionMeans:
+            """Of one layer and head, or the mean of all."""
+            several = {name: means[name].mean((0, 1)) if of is None else means[name][of] for name in _OF_HEADS}
+            return AttentionMeans(mass=_by_label(several.pop("mass")), **{n: float(x) for n, x in several.items()})
+
+        figures: dict[str, Any] = {f"{what}_rms": float(means[f"{what}_rms"]) for what in _STATES}
+        figures |= {f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES}
+        figures |= {name: int(sums[name]) for name in ("rounds", "reached", "missed", "missed_outside_vocabulary")}
+        figures |= {name: _mean(sums[name], sums[f"{name}_count"]) for name in _COSINES}
         rates = (self.acceptance.rate_by_depth, self.acceptance.conditional_rate_by_depth)
         acceptance, conditional = (rate[d] if d < len(rate) else None for rate in rates)
         return DepthMetrics(
             depth=d + 1,
-            rounds=int(sums["rounds"]),
-            attention=_attention({name: values.mean((0, 1)) for name, values in of_heads.items()}),
+            attention=attention(),
             heads=tuple(
-                HeadAttention(
-                    layer=i, head=j, attention=_attention({n: values[i, j] for n, values in of_heads.items()})
-                )
+                HeadAttention(layer=i, head=j, attention=attention((i, j)))
                 for i, j in product(*map(range, means["entropy"].shape))
             ),
             uniform_mass=_by_label(means["visible"]),
-            **{f"{what}_rms": float(means[f"{what}_rms"]) for what in _STATES},
-            **{f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES},
             confidence=float(means["confidence"]),
             acceptance=acceptance,
             conditional_acceptance=conditional,
-            reached=int(sums["reached"]),
-            missed=int(sums["missed"]),
-            missed_outside_vocabulary=int(sums["outside"]),
-            head_cosine=_mean(sums["head_cosine"], sums["head_cosine_count"]),
-            feature_cosine=_mean(sums["feature_cosine"], sums["feature_cosine_count"]),
+            **figures,
             calibration=_calibration(sums["bins"]),
         )
 
@@ -198,10 +191,11 @@ def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | N
     places = (replayed.starts[:, None] + torch.arange(seen.shape[1])).clamp(max=len(text) - 1)
     bins = (replayed.confidence * BINS).long().clamp(0, BINS - 1)
     columns = torch.stack([judged.reached, replayed.confidence, judged.right], dim=-1).double()
+    outside = torch.zeros_like(judged.right) if in_draft is None else ~in_draft[text[places]]
     verdicts = {
         "reached": torch.ones_like(seen),
         "missed": ~judged.right,
-        "outside": torch.zeros_like(seen) if in_draft is None else ~judged.right & ~in_draft[text[places]],
+        "missed_outside_vocabulary": ~judged.right & outside,
         "bins": torch.nn.functional.one_hot(bins, BINS).double()[..., None] * columns[..., None, :],
     }
     weighted = [
@@ -209,7 +203,7 @@ def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | N
         (torch.ones_like(seen), {name: values[:, None] for name, values in once.items()}),
         (judged.reached, verdicts),
     ]
-    for name in ("head_cosine", "feature_cosine"):
+    for name in _COSINES:
         values = getattr(replayed, name)
         counted = judged.comparable & ~values.isnan()
         weighted.append((counted, {name: values.nan_to_num(), f"{name}_count": torch.ones_like(seen)}))
@@ -220,30 +214,23 @@ def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | N
     }
 
 
-def _attention(means: Mapping[str, Tensor]) -> AttentionMeans:
-    scalars = {name: float(values) for name, values in means.items() if name != "mass"}
-    return AttentionMeans(mass=_by_label(means["mass"]), **scalars)
-
-
 def _by_label(values: Tensor) -> dict[str, float]:
     return dict(zip(LABELS, values.tolist(), strict=True))
 
 
 def _calibration(sums: Tensor) -> Calibration:
     """[bins, 3]: drafts in each bin of confidence, and over them the sums of confidence and of those that are right."""
-    count, confidence, right = sums.unbind(-1)
-    bins = tuple(
-        CalibrationBin(
-            low=i / BINS,
-            high=(i + 1) / BINS,
-            count=int(count[i]),
-            confidence=_mean(confidence[i], count[i]),
-            right=_mean(right[i], count[i]),
-        )
-        for i in range(BINS)
-    )
-    return Calibration(bins=bins, error=_mean((confidence - right).abs().sum(), count.sum()))
+    bins = []
+    for i, (count, *of_both) in enumerate(sums):
+        confidence, right = (_mean(total, count) for total in of_both)
+        low, high = i / BINS, (i + 1) / BINS
+        bins.append(CalibrationBin(low=low, high=high, count=int(count), confidence=confidence, right=right))
+    return Calibration(bins=tuple(bins), error=_mean((sums[:, 1] - sums[:, 2]).abs().sum(), sums[:, 0].sum()))
 
 
 def _mean(total: Tensor, count: Tensor) -> float | None:
     return float(total / count) if count > 0 else None
+
+
+def _tally(acceptance: AcceptanceStatistics) -> Tally:
+    return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(acceptance.tally.items()))

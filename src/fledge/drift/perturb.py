@@ -1,14 +1,4 @@
-"""Named changes to a workload's prompts, which compose: `template:llama3+pad:4k:before`.
-
-    template:FAMILY                     another family's chat template (see `FAMILIES`)
-    template-noise:RATE                 that share of the template's tokens replaced, doubled or dropped
-    system:none|short|long|out-of-domain|other-language
-    pad:SIZE[:before|:after]            SIZE (1k to 128k) tokens of text that does not matter, around the question
-    history:N                           N earlier exchanges about other things
-    tools                               descriptions of functions that could be called
-    json                                asks for a JSON object
-    switch:code-prose|prose-code        asks for an answer that changes from one to the other
-    temperature:T                       samples instead of taking the likeliest token
+"""Named changes to a workload's prompts (data/perturbations.yaml), which compose: `template:llama3+pad:4k:before`.
 
 Each is a pure function of the prompt, a random generator, the run's limits and its own argument; the texts it puts into
 prompts are data (data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and
@@ -21,26 +11,22 @@ import random
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from fledge.drift.segments import ProbePrompt, Segment, segmented
+from fledge.drift.prompts import ProbePrompt, Segment, segmented
 from fledge.errors import ConfigError, PromptError, nearest_name_hint
-from fledge.evaluation.conversations import Message
 
 UNPERTURBED = "unperturbed"
 SYSTEM_ROLES = ("system", "developer")
 # Room left by padding for tokens that only appear when the text is rendered as a whole.
 _SLACK = 32
-
-
-class NotApplicableError(Exception):
-    """A perturbation cannot be applied to a prompt; the message says why, in words for a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +40,9 @@ class PerturbationContext:
     vocab_size: int | None = None  # ids from here on are never put into a prompt; None: the tokenizer's own number
 
 
-@cache
 def chat_template(family: str) -> str:
     """Return a family's template as Jinja text, for `ProbePrompt.chat_template`."""
-    path = files("fledge.drift") / "chat_templates" / f"{family}.jinja"
-    return path.read_text(encoding="utf-8").rstrip("\n")
+    return (files("fledge.drift") / "chat_templates" / f"{family}.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
 @cache
@@ -74,50 +58,40 @@ KINDS: dict[str, dict[str, Any]] = texts("perturbations")
 FAMILIES: list[str] = KINDS["template"]["names"]
 
 
-def _change_template(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, family: str) -> ProbePrompt:
-    _messages(prompt)
-    return replace(prompt, chat_template=chat_template(family))
+def _changed(
+    prompt: ProbePrompt, kind: str, argument: str, generator: random.Random, context: PerturbationContext
+) -> ProbePrompt:
+    """Make one change of messages."""
+    if not prompt.messages:
+        raise PromptError("the prompt is plain text or token ids, without messages to change")
+    known, messages = texts("insertions"), list(prompt.messages)
+    if kind == "template":
+        return replace(prompt, chat_template=chat_template(argument))
+    if kind == "pad":
+        return _padded(prompt, argument, generator, context)
+    if kind == "json":
+        return _asked(prompt, "{text}\n\n" + known["json_request"])
+    if kind == "switch":
+        return _asked(prompt, "{text}\n\n" + known["switches"][argument])
+    if kind == "system":  # whatever was there goes
+        messages = [message for message in messages if message["role"] not in SYSTEM_ROLES]
+        if argument != "none":
+            messages.insert(0, {"role": "system", "content": generator.choice(known["system"][argument])})
+    elif kind == "history":  # between the system prompt and the first question
+        first = next((i for i, one in enumerate(messages) if one["role"] not in SYSTEM_ROLES), len(messages))
+        exchanges = generator.sample(known["history"], int(argument))
+        earlier = [{"role": role, "content": one[role]} for one in exchanges for role in ("user", "assistant")]
+        messages[first:first] = earlier
+    elif kind == "tools":  # in the system prompt, after what it says: that works with templates that know no tools
+        described = "\n".join([known["tools_preamble"], "", *(json.dumps(tool) for tool in known["tools"])])
+        if messages[0]["role"] in SYSTEM_ROLES:
+            messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}
+        else:
+            messages.insert(0, {"role": "system", "content": described})
+    return replace(prompt, messages=tuple(messages))
 
 
-def _change_system(prompt: ProbePrompt, generator: random.Random, _: PerturbationContext, which: str) -> ProbePrompt:
-    """Take system prompts out, and put another one first unless `which` is "none"."""
-    rest = [message for message in _messages(prompt) if message["role"] not in SYSTEM_ROLES]
-    if which != "none":
-        known = texts("insertions")["system"]
-        choices = ["\n\n".join(known["long_paragraphs"])] if which == "long" else known[which]
-        rest.insert(0, {"role": "system", "content": generator.choice(choices)})
-    return replace(prompt, messages=tuple(rest))
-
-
-def _put_history(prompt: ProbePrompt, generator: random.Random, _: PerturbationContext, exchanges: int) -> ProbePrompt:
-    """Put earlier exchanges about other things between the system prompt and the first question."""
-    messages = _messages(prompt)
-    first = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
-    earlier: list[Message] = []
-    for exchange in generator.sample(texts("insertions")["history"], exchanges):
-        earlier += [{"role": role, "content": exchange[role]} for role in ("user", "assistant")]
-    return replace(prompt, messages=(*messages[:first], *earlier, *messages[first:]))
-
-
-def _describe_tools(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, ___: None) -> ProbePrompt:
-    """Describe functions in the system prompt, after what it says. Works with templates that know no tools."""
-    known = texts("insertions")
-    described = "\n".join([known["tools_preamble"], "", *(json.dumps(tool) for tool in known["tools"])])
-    first, *rest = _messages(prompt)
-    if first["role"] in SYSTEM_ROLES:
-        return replace(prompt, messages=({**first, "content": f"{first['content']}\n\n{described}"}, *rest))
-    return replace(prompt, messages=({"role": "system", "content": described}, first, *rest))
-
-
-def _ask_for_json(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, ___: None) -> ProbePrompt:
-    return _asked(prompt, "{text}\n\n" + texts("insertions")["json_request"])
-
-
-def _ask_for_switch(prompt: ProbePrompt, _: random.Random, __: PerturbationContext, which: str) -> ProbePrompt:
-    return _asked(prompt, "{text}\n\n" + texts("insertions")["switches"][which])
-
-
-def _pad(prompt: ProbePrompt, generator: random.Random, context: PerturbationContext, size: str) -> ProbePrompt:
+def _padded(prompt: ProbePrompt, size: str, generator: random.Random, context: PerturbationContext) -> ProbePrompt:
     """Put about as many tokens of other text around the last question as `size`, such as "4k:before", says.
 
     Where question, padding and answer together do not fit, padding is shortened, but not below half its size.
@@ -125,26 +99,23 @@ def _pad(prompt: ProbePrompt, generator: random.Random, context: PerturbationCon
     thousands, side = size.split("k:")
     tokens, limit, answer = 1024 * int(thousands), context.max_model_len, context.answer_tokens
     wording = texts("insertions")["padding"][side]
-    bare = _asked(prompt, wording, padding="")
+    room = limit - answer - len(segmented(_asked(prompt, wording, padding=""), context.tokenizer).token_ids) - _SLACK
     if tokens > limit:
-        raise NotApplicableError(f"{tokens} tokens of padding do not fit into {limit} tokens")
-    room = limit - answer - len(segmented(bare, context.tokenizer).token_ids) - _SLACK
+        raise PromptError(f"{tokens} tokens of padding do not fit into {limit} tokens")
     if room < tokens / 2:
         several = f"{tokens} tokens of padding, the prompt and an answer of {answer} tokens"
-        raise NotApplicableError(f"{several} do not fit into {limit} tokens")
+        raise PromptError(f"{several} do not fit into {limit} tokens")
     return _asked(prompt, wording, padding=_distraction(generator, context.tokenizer, min(tokens, room)))
 
 
-def _token_noise(
-    prompt: ProbePrompt, generator: random.Random, context: PerturbationContext, rate: float
-) -> ProbePrompt:
+def _noisy(prompt: ProbePrompt, rate: float, generator: random.Random, context: PerturbationContext) -> ProbePrompt:
     """Replace, double or drop each of the template's tokens with probability `rate`; messages stay as they are.
 
     A begin-of-text token at the start is left alone: it is where attention rests, and no part of the layout.
     """
     read = segmented(prompt, context.tokenizer)
     if context.tokenizer is None or Segment.TEMPLATE not in read.segments:
-        raise NotApplicableError("the prompt has no template tokens")
+        raise PromptError("the prompt has no template tokens")
     special, size = set(context.tokenizer.all_special_ids), len(context.tokenizer)
     ordinary = [token for token in range(min(size, context.vocab_size or size)) if token not in special]
     ids: list[int] = []
@@ -178,91 +149,62 @@ def distracting_paragraphs(generator: random.Random) -> Iterator[str]:
 def _distraction(generator: random.Random, tokenizer: Any, tokens: int) -> str:
     """Return about `tokens` tokens of text, never more."""
     parts: list[str] = []
-    for paragraph in distracting_paragraphs(generator):
-        size = len(tokenizer("\n\n" + paragraph, add_special_tokens=False, verbose=False)["input_ids"])
-        if size > tokens:
-            words = paragraph.split()
-            last = " ".join(words[: int(len(words) * tokens / size)])
-            return "\n\n".join([*parts, last] if last else parts)
-        parts.append(paragraph)
+    source = distracting_paragraphs(generator)
+    while tokens > 0:
+        words = next(source).split(" ")
+        size = len(tokenizer("\n\n" + " ".join(words), add_special_tokens=False, verbose=False)["input_ids"])
+        parts.append(" ".join(words[: int(len(words) * tokens / size)]))  # all of them where they fit
         tokens -= size
-    raise AssertionError("paragraphs do not end")
+    return "\n\n".join(filter(None, parts))
 
 
 def _asked(prompt: ProbePrompt, wording: str, **parts: str) -> ProbePrompt:
     """Reword the last user turn; `{text}` is what it says."""
-    messages = list(_messages(prompt))
+    messages = list(prompt.messages)
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
     if last is None:
-        raise NotApplicableError("the conversation has no user turn")
+        raise PromptError("the conversation has no user turn")
     messages[last] = {**messages[last], "content": wording.format(text=messages[last]["content"], **parts)}
     return replace(prompt, messages=tuple(messages))
 
 
-def _messages(prompt: ProbePrompt) -> tuple[Message, ...]:
-    if not prompt.messages:
-        raise NotApplicableError("the prompt is plain text or token ids, without messages to change")
-    return prompt.messages
-
-
-_CHANGES: dict[str, Callable[[ProbePrompt, random.Random, PerturbationContext, Any], ProbePrompt]] = {
-    "template": _change_template,
-    "template-noise": _token_noise,
-    "system": _change_system,
-    "pad": _pad,
-    "history": _put_history,
-    "tools": _describe_tools,
-    "json": _ask_for_json,
-    "switch": _ask_for_switch,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerturbationStep:
-    """One named change, with its argument."""
-
-    name: str
-    kind: str
-    argument: Any
-
-
 @dataclass(frozen=True, kw_only=True)
 class Perturbation:
-    """Changes that are made together. Without any it is the unperturbed run."""
+    """Changes that are made together, each by its full name. Without any it is the unperturbed run."""
 
-    steps: tuple[PerturbationStep, ...] = ()
+    steps: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return "+".join(step.name for step in self.steps) or UNPERTURBED
+        return "+".join(self.steps) or UNPERTURBED
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return tuple(step.kind for step in self.steps)
+        return tuple(step.partition(":")[0] for step in self.steps)
 
     @property
     def temperature(self) -> float | None:
         """What the perturbation samples with; None leaves the run's own."""
-        return next((step.argument for step in self.steps if step.kind == "temperature"), None)
+        given = (step.partition("temperature:")[2] for step in self.steps)
+        return next((float(text) for text in given if text), None)
 
     def apply(self, prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
-        """Return the changed prompt under the same id. Raises NotApplicableError, with a reason."""
-        for step in sorted(self.steps, key=lambda step: KINDS[step.kind].get("stage", 0)):
-            if step.kind in _CHANGES:
-                generator = random.Random(f"{context.seed}/{step.name}/{prompt.id}")
-                prompt = _CHANGES[step.kind](prompt, generator, context, step.argument)
-        try:
-            length = len(segmented(prompt, context.tokenizer).token_ids)
-        except PromptError as error:
-            raise NotApplicableError(str(error)) from None
+        """Return the changed prompt under the same id. Raises PromptError, with a reason."""
+        parts = [(step, *step.partition(":")[::2]) for step in self.steps]
+        for step, kind, argument in sorted(parts, key=lambda part: KINDS[part[1]].get("stage", 0)):
+            generator = random.Random(f"{context.seed}/{step}/{prompt.id}")
+            if kind == "template-noise":
+                prompt = _noisy(prompt, float(argument), generator, context)
+            elif kind != "temperature":
+                prompt = _changed(prompt, kind, argument, generator, context)
+        length = len(segmented(prompt, context.tokenizer).token_ids)
         if length + context.answer_tokens > context.max_model_len:
             several = f"the prompt and an answer of {context.answer_tokens} tokens"
-            raise NotApplicableError(f"{several} do not fit into {context.max_model_len} tokens")
+            raise PromptError(f"{several} do not fit into {context.max_model_len} tokens")
         return prompt
 
 
-@dataclass(frozen=True, kw_only=True)
-class Perturbed:
+class Perturbed(NamedTuple):
     """Prompts after a perturbation, and what was left out of them."""
 
     prompts: tuple[ProbePrompt, ...]
@@ -278,54 +220,44 @@ def perturb(perturbation: Perturbation, prompts: Sequence[ProbePrompt], context:
     for prompt in prompts:
         try:
             after = perturbation.apply(prompt, context)
-        except NotApplicableError as error:
+        except PromptError as error:
             left_out[prompt.id] = str(error)
             continue
-        differs = differs or not _reads_alike(prompt, after, context)
+        if not differs:
+            before: tuple[int, ...] | None = None
+            with suppress(PromptError):  # a tokenizer without a template of its own: whatever is rendered differs
+                before = segmented(prompt, context.tokenizer).token_ids
+            differs = before != segmented(after, context.tokenizer).token_ids
         changed.append(after)
     skip = None
     if not changed:
-        (reason, count), *_ = Counter(left_out.values()).most_common(1) or [("the workload is empty", 0)]
-        skip = reason if count == len(left_out) else f"{reason} (and {len(left_out) - count} prompts for other reasons)"
+        skip = "; ".join(dict.fromkeys(left_out.values())) or "the workload is empty"
     elif not differs:
         skip = "changes no prompt of this workload"
     return Perturbed(prompts=() if skip else tuple(changed), left_out=left_out, skip=skip)
 
 
-def _reads_alike(before: ProbePrompt, after: ProbePrompt, context: PerturbationContext) -> bool:
-    """Whether the model reads the same tokens."""
-    try:
-        return segmented(before, context.tokenizer).token_ids == segmented(after, context.tokenizer).token_ids
-    except PromptError:  # a tokenizer without a template of its own: whatever is rendered differs
-        return False
-
-
 def parse_perturbation(name: str) -> Perturbation:
     """Return the perturbation of a name such as `template:llama3+pad:4k:after`."""
-    if name.strip() == UNPERTURBED:
-        return Perturbation()
-    steps = tuple(_parse_step(part.strip()) for part in name.split("+"))
-    counts = Counter(step.name if step.kind == "pad" else step.kind for step in steps)
-    for kind, count in counts.items():
+    steps: list[str] = []
+    for step in name.split("+") if name.strip() != UNPERTURBED else ():
+        kind, _, text = step.strip().partition(":")
+        if kind not in KINDS:
+            single = [known for known in default_suite("full") if "+" not in known]
+            hint = nearest_name_hint(step.strip(), {*single, "pad:1k", *KINDS})
+            raise ConfigError(f"unknown perturbation '{step.strip()}'.{hint}")
+        about, names = KINDS[kind], KINDS[kind].get("names", ())
+        if not re.fullmatch(about.get("pattern", "|".join(names)), text):
+            hint = nearest_name_hint(text.rpartition(":")[2], names) if names else ""
+            raise ConfigError(f"perturbation '{step.strip()}': {about['rule']}{hint}")
+        if kind == "pad" and ":" not in text:
+            text += ":before"
+        steps.append(f"{kind}:{text}" if text else kind)
+    counts = Counter(step if step.startswith("pad:") else step.partition(":")[0] for step in steps)
+    for repeated, count in counts.items():
         if count > 1:
-            raise ConfigError(f"perturbation '{name}': '{kind}' is given {count} times, allowed is once")
-    return Perturbation(steps=steps)
-
-
-def _parse_step(name: str) -> PerturbationStep:
-    kind, _, text = name.partition(":")
-    if kind not in KINDS:
-        single = [known for known in default_suite("full") if "+" not in known]
-        raise ConfigError(f"unknown perturbation '{name}'.{nearest_name_hint(name, {*single, 'pad:1k', *KINDS})}")
-    about = KINDS[kind]
-    names = about.get("names", ())
-    if not re.fullmatch(about.get("pattern", "|".join(names)), text):
-        which = text.rpartition(":")[2]
-        raise ConfigError(f"perturbation '{name}': {about['rule']}{nearest_name_hint(which, names) if names else ''}")
-    if kind == "pad" and ":" not in text:
-        text += ":before"
-    read = {"history": int, "template-noise": float, "temperature": float}.get(kind, str)
-    return PerturbationStep(name=f"{kind}:{text}" if text else kind, kind=kind, argument=read(text))
+            raise ConfigError(f"perturbation '{name}': '{repeated}' is given {count} times, allowed is once")
+    return Perturbation(steps=tuple(steps))
 
 
 def default_suite(size: str = "quick") -> tuple[str, ...]:

@@ -1,9 +1,8 @@
 """The pictures of a report (data/pictures.yaml). Drafters share axes where curves compare, and scales elsewhere."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -12,20 +11,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fledge.drift.perturb import UNPERTURBED, texts
+from fledge.drift.prompts import PROMPT_LABELS
 from fledge.drift.result import DriftResult
-from fledge.drift.segments import PROMPT_LABELS
-from fledge.drift.summary import SuiteResult
+from fledge.drift.suite import SuiteResult
 from fledge.report import charts as drawing
 from fledge.report.charts import INK, MUTED, PAPER, SIZE, Chart, frame, interval_edges, new_figure
 from fledge.report.intervals import Bootstrap
 
-FEW_DRAFTS = 10  # their calibration is all chance
 _MANY_HEADS = 24
 _DOTTED: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": ":"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Series:
+class _Series(NamedTuple):
     """A drafter as a line: always of the same colour, dash and marker."""
 
     title: str
@@ -40,49 +37,41 @@ class _Series:
 def charts(suite: SuiteResult, results: Mapping[str, DriftResult]) -> list[Chart]:
     """All pictures. `results` are the unperturbed ones, by drafter; what was not measured has no picture."""
     shown = {
-        name: _Series(title=drawing.short_title(title), result=results[name], style=drawing.series_style(number))
+        name: _Series(drawing.short_title(title), results[name], drawing.series_style(number))
         for number, (name, title) in enumerate(suite.titles.items())
         if results[name].by_depth
     }
-    several = list(shown.values())
+    several, pictures = list(shown.values()), texts("pictures")
     draw_one = {"attention": _attention, "heat-map": _heat_map, "heads": _heads}
     draw_all = {"aux-layers": _layers, "reliability": _reliability}
-    drawn: list[tuple[str, str | None, dict[str, str], Figure | None]] = []
+    found: list[Chart] = []
+
+    def add(name: str, about: Mapping[str, Any], figure: Figure | None, drafter: str | None = None) -> None:
+        if figure is not None:
+            drawing.put_legend(figure, figure.axes[0], columns=3 if about is pictures["of_one"]["attention"] else 2)
+            named = {key: about[key] for key in ("section", "title")}
+            found.append(Chart(name=name, figure=figure, drafter=drafter, **named))
+
     with matplotlib.rc_context(drawing.STYLE):
-        for what, about in texts("pictures")["of_one"].items():
+        for what, about in pictures["of_one"].items():
             for number, (drafter, one) in enumerate(shown.items(), start=1):
-                drawn.append((f"{what}-{number}", drafter, about, draw_one[what](one)))
-        for what, about in texts("pictures")["of_all"].items() if shown else ():
-            if what in draw_all:
-                figure = draw_all[what](several)
-            else:
-                figure = _by_depth(several, suite.level, **about["by_depth"])
-            drawn.append((what, None, about, figure))
-        drawn.append(("perturbations", None, texts("pictures")["perturbations"], _forest(suite)))
-    return [
-        Chart(name=name, section=about["section"], title=about["title"], figure=figure, drafter=drafter)
-        for name, drafter, about, figure in drawn
-        if figure is not None
-    ]
+                add(f"{what}-{number}", about, draw_one[what](one), drafter)
+        for what, about in pictures["of_all"].items() if shown else ():
+            by_depth = about.get("by_depth")
+            add(what, about, _by_depth(several, suite.level, by_depth) if by_depth else draw_all[what](several))
+        add("perturbations", pictures["perturbations"], _forest(suite))
+    return found
 
 
-def _by_depth(
-    series: Sequence[_Series],
-    level: float,
-    *,
-    figure: str,
-    limits: tuple[float, float],
-    label: str = "",
-    percent: bool = False,
-    level_at: float | None = None,
-    accepted_of: str | None = None,
-) -> Figure | None:
+def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -> Figure | None:
     """A figure of `DepthMetrics` against depth, a line for each drafter, gaps where there is nothing.
 
     The axis has `limits` unless something lies beyond them; `level_at` is drawn across. `accepted_of`, the count that
-    an acceptance rate is a share of, adds a band of its intervals. A calibration of few drafts is left out.
+    an acceptance rate is a share of, adds a band of its intervals, prompts
+    resampled. A calibration of few drafts is left out.
     """
-    value, least = attrgetter(figure), FEW_DRAFTS if figure.startswith("calibration") else 0
+    value = attrgetter(how["figure"])
+    least = texts("figures")["limits"]["few_drafts"] if how["figure"].startswith("calibration") else 0
     lines = [
         np.array([value(one) if one.reached >= least else None for one in line.result.by_depth], dtype=float)
         for line in series
@@ -93,75 +82,56 @@ def _by_depth(
     picture, axes = new_figure()
     for one, line in zip(series, lines, strict=True):
         axes.plot(one.depths, line, label=one.title, **one.style)
-        if accepted_of is not None:
-            low, high = _band(one, level, accepted_of)
-            axes.fill_between(one.depths, low, high, color=one.style["color"], alpha=0.15, linewidth=0)
-    _mark_trained(axes, series)
-    frame(axes, max((one.depths for one in series), key=len), percent=percent)
-    bottom, top = axes.get_ylim()
-    bottom = limits[0] if np.nanmin(drawn) >= limits[0] else bottom
-    axes.set_ylim(bottom, limits[1] if np.nanmax(drawn) <= limits[1] else top)
-    if level_at is not None:
-        axes.axhline(level_at, **_DOTTED)
-    axes.set_ylabel(label)
-    return _with_legend(picture, axes)
-
-
-def _with_legend(figure: Figure, axes: Axes, columns: int = 2) -> Figure:
-    drawing.put_legend(figure, axes, columns=columns)
-    return figure
-
-
-def _band(one: _Series, level: float, accepted_of: str) -> tuple[Any, Any]:
-    """Where the rate at each depth may well lie, by resampling prompts; one whose rounds end before counts nothing."""
-    rows = {row.id: row.acceptance for row in one.result.prompt_rows}
-    rates = []
-    for at in (slice(depth - 1, depth) for depth in one.depths):
-        counts = {id: (sum(row.accepted_by_depth[at]), sum(getattr(row, accepted_of)[at])) for id, row in rows.items()}
-        rates.append(Bootstrap(level=level, resamples=1000).pooled(counts))
-    middle, below, above = interval_edges(rates)
-    return middle - below, middle + above
-
-
-def _mark_trained(axes: Axes, series: Sequence[_Series]) -> None:
-    """A line after the last depth that a drafter was trained for; drafters of the same depth share it."""
-    for trained in {line.result.trained_depth or 0 for line in series} - {0}:
-        lines = [one for one in series if one.result.trained_depth == trained < one.depths[-1]]
-        if lines:
-            colour = MUTED if len(lines) == len(series) else lines[0].style["color"]
+        if whole := how.get("accepted_of"):
+            rows = [(row.id, row.acceptance) for row in one.result.prompt_rows]
+            rates = []
+            for at in (slice(depth - 1, depth) for depth in one.depths):  # empty where a prompt's rounds end before
+                counts = {id: (sum(row.accepted_by_depth[at]), sum(getattr(row, whole)[at])) for id, row in rows}
+                rates.append(Bootstrap(level=level, resamples=1000).pooled(counts))
+            middle, below, above = interval_edges(rates)
+            colour = one.style["color"]
+            axes.fill_between(one.depths, middle - below, middle + above, color=colour, alpha=0.15, linewidth=0)
+    # After the last depth that a drafter was trained for; drafters of the same depth share the line.
+    for trained in {one.result.trained_depth or 0 for one in series} - {0}:
+        if alike := [one for one in series if one.result.trained_depth == trained < one.depths[-1]]:
+            colour = MUTED if len(alike) == len(series) else alike[0].style["color"]
             axes.axvline(trained + 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
             place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
             axes.text(trained + 0.5, 1.01, "trained to here", fontsize=7.5, color=colour, **place)  # above all curves
+    frame(axes, max((one.depths for one in series), key=len), percent=how.get("percent", False))
+    (low, high), (bottom, top) = how["limits"], axes.get_ylim()
+    axes.set_ylim(low if np.nanmin(drawn) >= low else bottom, high if np.nanmax(drawn) <= high else top)
+    if "level_at" in how:
+        axes.axhline(how["level_at"], **_DOTTED)
+    axes.set_ylabel(how.get("label", ""))
+    return picture
 
 
-def _rows(names: Sequence[str], size: tuple[float, float]) -> tuple[Figure, Axes]:
-    """Axes with a name at each row, from the top down."""
+def _rows(names: Sequence[str], size: tuple[float, float], several: int = 1) -> tuple[Figure, Axes, Any]:
+    """Axes with a name at each row, from the top down, and [several, rows]: places for as many marks in each row."""
     figure, axes = new_figure(size)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure, axes, np.arange(len(names)) + (np.arange(several) - (several - 1) / 2)[:, None] * 0.8 / several
 
 
 def _layers(series: Sequence[_Series]) -> Figure | None:
     parts = list(dict.fromkeys(share.part for line in series for share in line.result.fusion_shares))
     if not parts:
         return None
-    figure, axes = _rows(parts, (SIZE[0], 1.0 + 0.28 * len(parts) * max(len(series), 1.5)))
-    thickness = 0.8 / len(series)
-    for number, line in enumerate(series):
+    figure, axes, places = _rows(parts, (SIZE[0], 1.0 + 0.28 * len(parts) * max(len(series), 1.5)), len(series))
+    for line, at in zip(series, places, strict=True):
         shares = {share.part: share.share for share in line.result.fusion_shares}
-        places = np.arange(len(parts)) + (number - (len(series) - 1) / 2) * thickness
         values = [shares.get(part, 0.0) for part in parts]
-        bars = axes.barh(places, values, thickness * 0.92, color=line.style["color"], label=line.title)
-        labels = [f"{100 * shares[part]:.0f} %" if part in shares else "" for part in parts]
-        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.8}
-        axes.bar_label(bars, labels=labels, padding=3, fontsize=8, bbox=box)
+        bars = axes.barh(at, values, 0.74 / len(series), color=line.style["color"], label=line.title)
+        labels = [f"{100 * value:.0f} %" if value else "" for value in values]
+        axes.bar_label(bars, labels, padding=3, fontsize=8, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.8})
         axes.axvline(1 / max(1, len(shares)), **_DOTTED)
     axes.xaxis.set_major_formatter(drawing.percentages())
     axes.set_xlim(0, max(0.5, axes.get_xlim()[1] * 1.08))
     axes.set_xlabel("share of the fused input (dotted: even)")
-    return _with_legend(figure, axes)
+    return figure
 
 
 def _reliability(series: Sequence[_Series]) -> Figure | None:
@@ -178,7 +148,7 @@ def _reliability(series: Sequence[_Series]) -> Figure | None:
     frame(axes, None, percent=True)
     axes.xaxis.set_major_formatter(drawing.percentages())
     axes.set(xlim=(0, 1.02), ylim=(0, 1.04), xlabel="confidence", ylabel="drafts that are right")
-    return _with_legend(figure, axes)
+    return figure
 
 
 def _forest(suite: SuiteResult) -> Figure | None:
@@ -186,19 +156,18 @@ def _forest(suite: SuiteResult) -> Figure | None:
     if all(cell.compared is None for cell in suite.cells):
         return None
     size = (6.0, 1.1 + 0.3 * len(names) * max(1, 0.5 * drafters))
-    figure, axes = _rows([drawing.short_title(name) for name in names], size)
+    figure, axes, places = _rows([drawing.short_title(name) for name in names], size, drafters)
     for number, (drafter, title) in enumerate(suite.titles.items()):
-        places = np.arange(len(names)) + (number - (drafters - 1) / 2) * 0.7 / drafters
         compared = [suite.cell(drafter, name).compared for name in names]
         ratios, *reach = interval_edges([None if one is None else one.ratio for one in compared])
         style = drawing.series_style(number) | {"linestyle": "", "elinewidth": 1.8}
-        axes.errorbar(ratios, places, xerr=reach, label=drawing.short_title(title), **style)
+        axes.errorbar(ratios, places[number], xerr=reach, label=drawing.short_title(title), **style)
     axes.axvline(1.0, **_DOTTED)
     axes.set_xlim(left=0)
     axes.grid(True, axis="x", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_xlabel(f"times the unperturbed acceptance length ({100 * suite.level:.0f} % intervals)")
-    return _with_legend(figure, axes)
+    return figure
 
 
 def _shares(result: DriftResult) -> dict[str, list[float]]:
@@ -212,23 +181,22 @@ def _shares(result: DriftResult) -> dict[str, list[float]]:
 
 def _attention(one: _Series) -> Figure:
     figure, axes = new_figure()
-    depths, shares = one.depths, _shares(one.result)
+    shares, even = _shares(one.result), [depth.uniform_mass["drafted"] for depth in one.result.by_depth]
     # A stack of one depth has no width: it gets some.
-    x, wide = (depths, 1) if len(depths) > 1 else ([0.6, 1.4], 2)
+    x, wide = (one.depths, 1) if len(one.depths) > 1 else ([0.6, 1.4], 2)
     titles, colours = zip(*(texts("pictures")["segments"][name] for name in shares), strict=True)
     bands = [share * wide for share in shares.values()]
     axes.stackplot(x, bands, labels=titles, colors=colours, edgecolor=PAPER, linewidth=0.8)
-    even = [depth.uniform_mass["drafted"] for depth in one.result.by_depth]
-    axes.plot(depths, even, color=INK, linestyle=":", linewidth=1.6, label="own drafts if even")
-    frame(axes, depths, percent=True)
+    axes.plot(one.depths, even, color=INK, linestyle=":", linewidth=1.6, label="own drafts if even")
+    frame(axes, one.depths, percent=True)
     axes.set(xlim=(x[0], x[-1]), ylim=(0, 1))
-    return _with_legend(figure, axes, columns=3)
+    return figure
 
 
 def _heat_map(one: _Series) -> Figure:
     shares = _shares(one.result)
     names = [texts("pictures")["segments"][name][0] for name in reversed(shares)]
-    figure, axes = _rows(names, (SIZE[0], 0.85 + 0.3 * len(shares)))
+    figure, axes, _ = _rows(names, (SIZE[0], 0.85 + 0.3 * len(shares)))
     cells = np.array(list(shares.values()))[::-1]
     edges = [np.arange(count + 1) - 0.5 for count in cells.shape]
     axes.pcolormesh(edges[1], edges[0], cells, cmap="Blues", vmin=0, vmax=1, edgecolors=PAPER, linewidth=0.8)

@@ -23,32 +23,24 @@ after each resynchronisation, and the rows it drafted itself.
 How many heads there are and how wide keys and values are is read from what a layer projects, not assumed.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.drift.segments import Segment
+from fledge.drift.prompts import Segment
 from fledge.kernels.argmax import argmax_rows
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
-from fledge.models.target.decoder import TargetModel, TargetStates
+from fledge.models.target.decoder import TargetModel
 
 MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
 _MAX_ROUNDS = 256  # that draft together
 _WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are computed together
-
-
-# Where the attention of one layer went in one draft step of some rounds. float32, or float64 for such models.
-#   mass      [rounds, heads, segments]: sums to 1 over segments
-#   entropy   [rounds, heads], in nats
-#   distance  [rounds, heads]: mean distance in tokens from query to key
-AttentionRecord = dict[str, Tensor]
 
 
 class CausalPass:
@@ -58,26 +50,17 @@ class CausalPass:
         return causal_attention(*heads.finished(), scale=spec.scale, window=spec.sliding_window)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """What one layer leaves of the verified text. At least float32."""
-
-    spec: AttentionSpec
-    query: Tensor  # [rounds, heads, head_dim]: of the rows from which rounds begin to draft
-    keys: Tensor  # [kv_heads, n, head_dim]
-    values: Tensor  # [kv_heads, n, value_dim]
-
-
 class VerifiedRows:
     """`KeyValueStorage` for the drafter's pass over verified rows 0 .. n - 1, which it keeps.
 
     `slots`, ascending, are the rows from which rounds begin to draft. `segments` [n] int64 says what each row is part
-    of.
+    of. `layers` has of each layer its scale, the queries [rounds, heads, head_dim] of the slots, and all keys and
+    values [kv_heads, n, dim], at least float32.
     """
 
     def __init__(self, slots: Sequence[int], segments: Tensor) -> None:
         self.slots = torch.tensor(slots, device=segments.device)  # [rounds]
-        self.layers: list[_Layer] = []
+        self.layers: list[tuple[float, Tensor, Tensor, Tensor]] = []
         self._seen = [slot + 1 for slot in slots]  # verified rows that each round sees; on the host, not to wait for it
         # Attention weights times this give the mass of each segment and, in the last column, the mean distance from the
         # last row: the rounds are near it, and distances to far rows should not drown those to near ones.
@@ -90,22 +73,23 @@ class VerifiedRows:
         assert spec.sliding_window is None, "drafters have no windows"
         query, key, value = heads.finished()
         keys, values = (_wide(side).transpose(0, 1).contiguous() for side in (key, value))
-        self.layers.append(_Layer(spec=spec, query=query[self.slots], keys=keys, values=values))
+        self.layers.append((spec.scale, query[self.slots], keys, values))
         self._summary = self._summary.to(keys.dtype)
         return causal_attention(query, key, value, scale=spec.scale)
 
     def look(
         self, layer: int, rounds: slice, query: Tensor, own: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, AttentionRecord]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Attend from query [rounds, heads, head_dim] of some rounds to verified and `own` rows of a layer.
 
         `own` are the keys and values, each [rounds, n, kv_heads, dim], that each round drafted, its current row the
-        last. Returns the attention [rounds, heads, value_dim] and its record.
+        last. Returns the attention [rounds, heads, value_dim] and where it went, [rounds, heads, ...] each: `mass` over
+        segments, which sums to 1, `entropy` in nats, and `distance`, the mean in tokens from query to key.
         """
-        kept, slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
-        keys, values = kept.keys[:, :seen], kept.values[:, :seen]
+        (scale, _, *sides), slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
+        keys, values = (side[:, :seen] for side in sides)
         grouped = _wide(query).view(len(query), len(keys), -1, query.shape[-1])
-        wide = grouped.transpose(0, 1) * kept.spec.scale  # [kv, rounds, group, dim]
+        wide = grouped.transpose(0, 1) * scale  # [kv, rounds, group, dim]
         scores = torch.bmm(wide.flatten(1, 2), keys.mT).view(*wide.shape[:3], seen)
         hidden = torch.arange(seen, device=slots.device) > slots[:, None]  # [rounds, seen]
         scores.masked_fill_(hidden[:, None], -torch.inf)
@@ -139,7 +123,7 @@ class DraftedRows:
         self._rounds = rounds
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer and pass, each [rounds, kv_heads, head_dim]
         # The first draft comes from the verified text alone.
-        self.records = [verified.look(i, rounds, kept.query[rounds])[1] for i, kept in enumerate(verified.layers)]
+        self.records = [verified.look(i, rounds, kept[1][rounds])[1] for i, kept in enumerate(verified.layers)]
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         query, key, value = heads.finished()
@@ -223,14 +207,18 @@ def replay(
     positions = torch.arange(len(tokens), device=text.device)
     rows = starts[-1] - 1  # of the drafter that any round sees
     states = target(text, positions, CausalPass(), drafter.aux_layer_ids)
-    truth = DraftStates(head=states.final, feature=drafter.fuse(states))
     kinds = torch.tensor(segments[:rows], device=text.device)
     verified = VerifiedRows([start - 2 for start in starts], kinds)
-    parts = []
-    with _last_hidden(drafter) as hidden:
-        first = drafter(text[1 : rows + 1], truth.feature[:rows], positions[:rows], verified)
+    assert isinstance(drafter, EagleDrafter | Eagle3Drafter)
+    fc = drafter.fc if isinstance(drafter, EagleDrafter) else drafter.fusion.fc
+    fused, hidden, parts = list[Tensor](), list[Tensor](), []
+    # What leaves the last layer in each pass is what the final norm reads.
+    with drafter.layers[-1].register_forward_hook(lambda _module, _inputs, both: hidden.append(both[1] + both[0])):
+        with fc.register_forward_hook(lambda _module, inputs, _output: fused.append(inputs[0][verified.slots])):
+            truth = DraftStates(head=states.final, feature=drafter.fuse(states))
+            first = drafter(text[1 : rows + 1], truth.feature[:rows], positions[:rows], verified)
         begun = hidden.pop()
-        heads = max(kept.query.shape[1] for kept in verified.layers)
+        heads = max(query.shape[1] for _, query, *_ in verified.layers)
         chunk = max(1, min(_MAX_ROUNDS, max_scores // (heads * (rows + depth))))
         for rounds in (slice(low, low + chunk) for low in range(0, len(starts), chunk)):
             slots = verified.slots[rounds]
@@ -248,7 +236,7 @@ def replay(
         starts=torch.tensor(starts),
         visible=visible.cpu(),
         fused_rms=_rms(truth.feature[slots]).cpu(),
-        contributions=_contributions(drafter, states, text, slots).cpu(),
+        contributions=_contributions(fused[0], fc.weight, len(fusion_parts(drafter))).cpu(),
         **{name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
     )
 
@@ -276,40 +264,10 @@ def _record(
     }
 
 
-@contextmanager
-def _last_hidden(drafter: Drafter) -> Iterator[list[Tensor]]:
-    """Collect what leaves the drafter's last layer in each pass, which is what its final norm reads."""
-    assert isinstance(drafter, EagleDrafter | Eagle3Drafter)
-    collected: list[Tensor] = []
-
-    def keep(_layer: object, _inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
-        update, stream = outputs
-        collected.append(stream + update)
-
-    handle = drafter.layers[-1].register_forward_hook(keep)
-    try:
-        yield collected
-    finally:
-        handle.remove()
-
-
-def _contributions(drafter: Drafter, states: TargetStates, text: Tensor, slots: Tensor) -> Tensor:
-    """Norm of what each input of fc adds to its output, [rounds, parts]: fc is a sum over its inputs."""
-    if isinstance(drafter, EagleDrafter):
-        parts = [drafter.embed(text[slots + 1]), states.final[slots]]
-        weight = drafter.fc.weight
-    else:
-        assert isinstance(drafter, Eagle3Drafter)
-        assert states.aux is not None
-        fusion, aux = drafter.fusion, states.aux[slots]
-        aux = aux if fusion.input_norm is None else fusion.input_norm(aux)
-        parts = list(aux.chunk(drafter.config.num_aux_states, dim=-1))
-        if fusion.fc_norm is not None:
-            parts = [norm(part) for norm, part in zip(fusion.fc_norm, parts, strict=True)]
-        weight = fusion.fc.weight
-    pieces = torch.split(weight, [part.shape[-1] for part in parts], dim=1)
-    sums = [F.linear(part, piece) for part, piece in zip(parts, pieces, strict=True)]
-    return torch.stack([out.float().norm(dim=-1) for out in sums], dim=1)
+def _contributions(read: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """Norm of what each part of what fc has read adds to its output, [rounds, parts]: fc is a sum over its inputs."""
+    pairs = zip(read.chunk(parts, dim=-1), weight.chunk(parts, dim=1), strict=True)
+    return torch.stack([F.linear(part, piece).float().norm(dim=-1) for part, piece in pairs], dim=1)
 
 
 def _rms(x: Tensor) -> Tensor:
@@ -318,8 +276,7 @@ def _rms(x: Tensor) -> Tensor:
 
 def _cosine(states: Tensor, truth: Tensor, places: Tensor) -> Tensor:
     """Of states [rounds, hidden] with those of the target at `places`; NaN where there is nothing to compare with."""
-    exists = places < len(truth)
     if states.shape[-1] != truth.shape[-1]:  # a drafter narrower than its target
         return states.new_full(places.shape, torch.nan, dtype=torch.float32)
     there = truth[places.clamp(max=len(truth) - 1)]
-    return F.cosine_similarity(states.float(), there.float(), dim=-1).masked_fill(~exists, torch.nan)
+    return F.cosine_similarity(states.float(), there.float(), dim=-1).masked_fill(places >= len(truth), torch.nan)

@@ -1,27 +1,54 @@
-"""The report: one HTML file that needs nothing else, pictures beside it, and the same in JSON."""
+"""The report: what a suite means in sentences, as one HTML file that needs nothing else, and as JSON; pictures beside.
+
+Sentences are those of verdict.md.jinja and comparison.md.jinja; each names the section that shows its figures. Nothing
+is called better or worse unless the interval of the difference says so.
+"""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Template
 from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from fledge.drift.perturb import KINDS, UNPERTURBED
-from fledge.drift.plots import FEW_DRAFTS, charts
-from fledge.drift.result import DRIFT_SHARE, AnswerExample, Results
-from fledge.drift.summary import FIGURES, SuiteResult, figures, worst_of
-from fledge.drift.verdict import LEVEL_GROWTH, DrafterVerdict, side_by_side, verdict
+from fledge.drift.perturb import KINDS, UNPERTURBED, texts
+from fledge.drift.plots import charts
+from fledge.drift.result import DRIFT_SHARE, DriftResult, Results
+from fledge.drift.suite import FIGURES, GROUPS, SuiteResult, acceptance_counts, compare_own_attention, figures, worst_of
 from fledge.files import write_text
 from fledge.records import Record
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
-from fledge.report.intervals import RESAMPLES
+from fledge.report.intervals import RESAMPLES, Bootstrap, Comparison
 from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
-from fledge.report.prose import Sentence, percent, ratio_tone
+from fledge.report.prose import Sentence, Tone, interval_text, percent, ratio_tone, sign_of
+from fledge.report.tables import Table
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
-SHOWN_EXAMPLES = 3  # of each run
+_WORDS: dict[str, Any] = {  # that all templates know
+    **{one.__name__: one for one in (percent, interval_text, sign_of, ratio_tone, visible, worst_of)},
+    "tones": {-1: "bad", 0: "neutral", 1: "good"},  # by the sign of what should be large
+    "figures": FIGURES,
+    "limits": texts("figures")["limits"],
+    "drift_share": DRIFT_SHARE,
+    "resamples": RESAMPLES,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterVerdict(Record):
+    """On one drafter."""
+
+    drafter: str
+    title: str
+    headline: str
+    tone: Tone
+    sentences: tuple[Sentence, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +63,80 @@ class DriftReport(Record):
     suite: SuiteResult
 
 
+def setup_of(suite: SuiteResult, **about: Any) -> dict[str, str]:
+    """What a report says about how it came about (data/setup.yaml)."""
+    return {name: Template(text).render(suite=suite, **about) for name, text in texts("setup").items()}
+
+
 def make_report(suite: SuiteResult, results: Results, setup: Mapping[str, str]) -> DriftReport:
     """`results`: at least the unperturbed ones."""
     first, *others = suite.names
     return DriftReport(
         setup=dict(setup),
-        verdicts=tuple(verdict(suite, name, results[name, UNPERTURBED]) for name in suite.names),
-        comparison=tuple(sentence for other in others for sentence in side_by_side(suite, results, other, first)),
+        verdicts=tuple(_verdict(suite, name, results[name, UNPERTURBED]) for name in suite.names),
+        comparison=tuple(sentence for other in others for sentence in _side_by_side(suite, results, other, first)),
         figures={
             name: {figure: value if math.isfinite(value) else None for figure, value in figures(suite, name).items()}
             for name in suite.names
         },
         suite=suite,
     )
+
+
+def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVerdict:
+    """`result` is the drafter's unperturbed one."""
+    cell, trained = suite.cell(drafter), result.trained_depth or 0
+    beyond, within = (
+        {
+            row.id: (sum(row.acceptance.accepted_by_depth[depths]), sum(row.acceptance.reached_by_depth[depths]))
+            for row in result.prompt_rows
+        }
+        for depths in (slice(trained, None), slice(trained))
+    )
+    groups = [(about, suite.perturbed(drafter, group)) for group, about in GROUPS.items()]
+    headline, *sentences = _said(
+        "verdict",
+        suite,
+        cell=cell,
+        result=result,
+        beyond=Bootstrap(level=suite.level).compare(beyond, within) if trained and cell.acceptance_length else None,
+        groups=[(about, cells, worst_of(cells, prefer_certain=True)) for about, cells in groups],
+    )
+    named = {"drafter": drafter, "title": suite.titles[drafter], "headline": headline.text}
+    return DrafterVerdict(tone=sentences[0].tone, sentences=tuple(sentences), **named)
+
+
+def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) -> list[Sentence]:
+    """One drafter against another, over the prompts that both have."""
+    bootstrap = Bootstrap(level=suite.level)
+    pair = results[one, UNPERTURBED], results[other, UNPERTURBED]
+    depth = min(len(result.by_depth) for result in pair)
+
+    def lengths(names: Sequence[str]) -> Comparison | None:
+        """Acceptance lengths under these perturbations together, as far as both were measured."""
+        shared = [name for name in names if (one, name) in results and (other, name) in results]
+        sides = [acceptance_counts(*(results[drafter, name] for name in shared)) for drafter in (one, other)]
+        return bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
+
+    places = [("On the unperturbed workload", "acceptance", lengths([UNPERTURBED]))]
+    for group in ("template", "long_context"):
+        compared = lengths([cell.perturbation for cell in suite.perturbed(one, group)])
+        places.append((f"Under {GROUPS[group]['name']}", "perturbations", compared))
+    attention = compare_own_attention(bootstrap, *pair) if depth > 1 else None
+    named = {"one": suite.titles[one], "other": suite.titles[other]}
+    return _said("comparison", suite, **named, depth=depth, attention=attention, places=places)
+
+
+def _said(name: str, suite: SuiteResult, **values: Any) -> list[Sentence]:
+    """The sentences of a template, in the order of its calls of `say`."""
+    said: list[Sentence] = []
+
+    def say(section: str, tone: Tone = "neutral", *, caller: Callable[[], str]) -> str:
+        said.append(Sentence(text=" ".join(caller().split()), section=section, tone=tone))
+        return ""
+
+    page_template("fledge.drift", f"{name}.md.jinja").render(suite=suite, say=say, **_WORDS, **values)
+    return said
 
 
 def write_report(directory: Path, report: DriftReport, results: Results) -> None:
@@ -77,21 +165,12 @@ def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str
         report=report,
         suite=suite,
         colours={name: f"var(--series-{i % len(SERIES)})" for i, name in enumerate(suite.names)},
-        level=percent(suite.level),
-        level_growth=LEVEL_GROWTH,
         charts=drawn,
         svg=lambda chart: Markup(to_svg(chart.figure, chart.name, _title(chart, suite))),
         bar=lambda ratio: ratio_bar(ratio, end),
-        percent=percent,
-        ratio_tone=ratio_tone,
-        visible=visible,
-        worst_of=worst_of,
         task_kinds=[name for name, about in KINDS.items() if "changes_task" in about],
-        figures=FIGURES,
-        examples=_examples(suite, results),
-        drift_share=percent(DRIFT_SHARE),
-        resamples=RESAMPLES,
-        few_drafts=FEW_DRAFTS,
+        results=results,
+        **_WORDS,
     )
     return finished(page)
 
@@ -103,12 +182,30 @@ def _title(chart: Chart, suite: SuiteResult) -> str:
     return f"{suite.titles[chart.drafter]}: {chart.title[0].lower()}{chart.title[1:]}"
 
 
-def _examples(suite: SuiteResult, results: Results) -> list[tuple[str, str, tuple[AnswerExample, ...]]]:
-    """The worst of each drafter, unperturbed and under the perturbation that costs it the most."""
-    groups = []
-    for drafter in suite.names:
-        worst = worst_of(suite.perturbed(drafter))
-        for perturbation in (UNPERTURBED, *([worst[0].perturbation] if worst else [])):
-            if (result := results.get((drafter, perturbation))) is not None and result.examples:
-                groups.append((drafter, perturbation, result.examples[:SHOWN_EXAMPLES]))
-    return groups
+def print_report(report: DriftReport, page: Path) -> None:
+    """In a terminal: a table, what is said, and where the page is."""
+    header = ("", "drifts from", "own drafts", "state growth", "acceptance length", "at worst")
+    forms = {"drift_depth": "depth {:.0f}", "own_attention_last": "{:.0%}", "feature_growth": "{:.2f}x"}
+    forms |= {"al": "{:.2f}", "al_drop": "{:+.0%}"}
+    body = []
+    for verdict in report.verdicts:
+        found = dict(report.figures[verdict.drafter])
+        if (drop := found.get("al_drop")) is not None:
+            found["al_drop"] = -drop
+        shown = [
+            "" if name not in found else "never" if found[name] is None else form.format(found[name])
+            for name, form in forms.items()
+        ]
+        body.append([verdict.title, *shown])
+    console = Console(highlight=False)
+    console.print(*Table.of("", header, body).to_rich())
+    marks = {"good": Text("+", "green"), "bad": Text("!", "red"), "neutral": Text("·", "dim")}
+    parts = [(f"{one.title}: {one.headline}", one.sentences) for one in report.verdicts]
+    parts += [("Side by side", report.comparison)] if report.comparison else []
+    for heading, sentences in parts:
+        console.print(f"\n{heading}", style="bold", markup=False)
+        lines = RichTable.grid(padding=(0, 1))
+        for sentence in sentences:
+            lines.add_row(marks["neutral" if sentences is report.comparison else sentence.tone], Text(sentence.text))
+        console.print(lines)
+    console.print(f"\nReport: {page}", markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.drift.segments import PROMPT_LABELS
+from fledge.drift.prompts import PROMPT_LABELS
 from fledge.records import Record
 
 # Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
@@ -157,13 +157,13 @@ class DriftResult(Record):
     """One drafter on one workload, perturbed or not."""
 
     schema: int = 1
-    drafter: str = ""
+    drafter: str
     variant: str  # "EAGLE-3.1", ...
-    target: str = ""
-    workload: str = ""
-    perturbation: str | None = None
+    target: str
+    workload: str
+    perturbation: str | None
     temperature: float
-    trained_depth: int | None = None  # draft steps it was trained on, where its provenance says so
+    trained_depth: int | None  # draft steps it was trained on, where its provenance says so
     depth: int  # to which the probe drafted
     engine_depth: int  # to which the engine drafted while the text was made
     prompts: int
@@ -199,28 +199,8 @@ class DriftResult(Record):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class DriftCell(Record):
-    """One drafter under one perturbation."""
-
-    drafter: str
-    perturbation: str
-    kinds: tuple[str, ...]
-    left_out: dict[str, str]  # prompt id -> reason
-    skip: str | None  # why there is no result
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteCell(DriftCell):
-    result: DriftResult | None
-
-
 Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
 
 
 def statistics(tally: Tally) -> AcceptanceStatistics:
     return AcceptanceStatistics(tally=Counter({(drafted, accepted): rounds for drafted, accepted, rounds in tally}))
-
-
-def tally_of(acceptance: AcceptanceStatistics) -> Tally:
-    return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(acceptance.tally.items()))

@@ -5,27 +5,96 @@
     DIRECTORY/suite.json                   the comparison
 
 A cell's file is written in full or not at all, and names by a key what it depends on: an interrupted run goes on where
-it stopped, and a changed drafter, workload or setting is probed anew.
+it stopped, and a changed drafter, workload or setting is probed anew. The named figures of the comparison
+(data/figures.yaml) are what verdicts state and `--fail-if 'al_drop>0.2'` checks.
 """
 
+import math
+import operator
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from fledge.drift.perturb import NotApplicableError, Perturbation, parse_perturbation, perturb
-from fledge.drift.probe import PhaseProgress, Prober
-from fledge.drift.result import Results, SuiteCell
-from fledge.drift.segments import ProbePrompt
-from fledge.drift.summary import SuiteResult, summarise
-from fledge.drift.workloads import has_open_turns
-from fledge.errors import ConfigError
+import torch
+
+from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, perturb, texts
+from fledge.drift.probe import Prober
+from fledge.drift.prompts import ProbePrompt, has_open_turns
+from fledge.drift.result import DriftResult, Results
+from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.workloads import Workload
-from fledge.files import digest, json_line, read_json, write_json, write_text
-from fledge.progress import Progress
-from fledge.report.intervals import Bootstrap
+from fledge.files import digest, distinct_names, json_line, read_json, write_json, write_text
+from fledge.progress import Advance, Progress
+from fledge.records import Record
+from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
+from fledge.report.prose import sign_of
 
 VERSION = 1  # of cells: raise it when a probe's figures change their meaning
+FIGURES: dict[str, str] = texts("figures")["figures"]
+GROUPS: dict[str, dict[str, Any]] = texts("figures")["groups"]
+_COMPARISONS = {">=": "ge", "<=": "le", ">": "gt", "<": "lt", "==": "eq", "!=": "ne"}  # of `operator`
+_CONDITION = re.compile(r"\s*([A-Za-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteCell(Record):
+    """One drafter under one perturbation, and what that comes to, where it was measured."""
+
+    drafter: str
+    perturbation: str
+    kinds: tuple[str, ...]
+    left_out: dict[str, str]  # prompt id -> reason
+    skip: str | None  # why there is no result
+    prompts: int = 0
+    rounds: int = 0
+    acceptance_length: Interval | None = None
+    compared: Comparison | None = None  # acceptance length against the unperturbed run
+    drift: dict[str, Any] | None = None  # see `drift_figures`
+    own_attention_compared: Comparison | None = None  # at the last depth, against the unperturbed run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteDrafter(Record):
+    name: str
+    variant: str
+    trained_depth: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteResult(Record):
+    """All cells, drafter by drafter, each drafter's unperturbed one first."""
+
+    schema: int = 1
+    target: str
+    workload: str
+    depth: int
+    level: float  # of the intervals
+    drafters: tuple[SuiteDrafter, ...]
+    perturbations: tuple[str, ...]
+    cells: tuple[SuiteCell, ...]
+
+    def cell(self, drafter: str, perturbation: str = UNPERTURBED) -> SuiteCell:
+        return next(cell for cell in self.cells if (cell.drafter, cell.perturbation) == (drafter, perturbation))
+
+    def perturbed(self, drafter: str, group: str | None = None) -> list[SuiteCell]:
+        """A drafter's perturbed cells, skipped ones included; of a group (see GROUPS), those made of nothing else."""
+        cells = [cell for cell in self.cells if cell.drafter == drafter and cell.perturbation != UNPERTURBED]
+        return [cell for cell in cells if group is None or set(cell.kinds) <= set(GROUPS[group]["kinds"])]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(drafter.name for drafter in self.drafters)
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What to call each drafter, by name: its variant, and as much of its name as tells it from the others."""
+        variants = [drafter.variant for drafter in self.drafters]
+        return {
+            one.name: one.variant if variants.count(one.variant) == 1 else f"{one.variant} ({short})"
+            for one, short in zip(self.drafters, distinct_names(self.names), strict=True)
+        }
 
 
 def run_suite(
@@ -45,74 +114,44 @@ def run_suite(
     directory.mkdir(parents=True, exist_ok=True)
     progress = progress or Progress(quiet=True)
     prompts = _with_history([ProbePrompt(**vars(one)) for one in workload.prompts], drafters[0], prober, directory)
-    cells = [
-        cell
-        for drafter in drafters
-        for cell in _run_drafter(drafter, prompts, list(parsed.values()), prober, directory, progress)
-    ]
-    suite = summarise(cells, workload=workload.name, bootstrap=bootstrap or Bootstrap())
-    write_json(directory / "suite.json", suite.to_dict())
-    return suite, {(cell.drafter, cell.perturbation): cell.result for cell in cells if cell.result is not None}
-
-
-def _run_drafter(
-    drafter: str,
-    prompts: Sequence[ProbePrompt],
-    perturbations: Sequence[Perturbation],
-    prober: Prober,
-    directory: Path,
-    progress: Progress,
-) -> list[SuiteCell]:
-    key = _key(prober, drafter, prompts)
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
-    folder = directory / "cells" / f"{readable}-{digest(drafter)[:6]}"
-    paths = {one.name: folder / f"{one.name.replace(':', '-')}.json" for one in perturbations}
-    keys = {name: digest([*key, name]) for name in paths}
-    saved = {name: found for name, path in paths.items() if (found := read_json(path)) is not None}
-    cells = {
-        name: SuiteCell.from_dict(found, str(paths[name]))
-        for name, found in saved.items()
-        if found.get("key") == keys[name]
-    }
-    missing = [one for one in perturbations if one.name not in cells]
-    if missing:
+    cells: list[SuiteCell] = []
+    results: dict[tuple[str, str], DriftResult] = {}
+    for drafter in drafters:
+        key = _key(prober, drafter, prompts)
+        readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(drafter).name)
+        folder = directory / "cells" / f"{readable}-{digest(drafter)[:6]}"
         folder.mkdir(parents=True, exist_ok=True)
-        with progress.task(drafter, len(perturbations), done=len(cells)) as advance:
-            prober.load(drafter)
-            for perturbation in missing:
-                name = perturbation.name
+        with progress.task(drafter, len(parsed)) as advance:
+            for name, perturbation in parsed.items():
+                path, of_cell = folder / f"{name.replace(':', '-')}.json", digest([*key, name])
+                saved = read_json(path)
+                if saved is None or saved.get("key") != of_cell:
+                    prober.load(drafter)
+                    saved = _probe_cell(path, of_cell, perturbation, prompts, prober, advance)
+                cells.append(SuiteCell.from_dict(saved, str(path)))
+                if saved["result"] is not None:
+                    results[drafter, name] = DriftResult.from_dict(saved["result"], str(path))
+                advance(1, note=f"{name}: {'skipped' if saved['skip'] else 'done'}")
+    suite = summarise(cells, results, workload=workload.name, bootstrap=bootstrap or Bootstrap())
+    write_json(directory / "suite.json", suite.to_dict())
+    return suite, results
 
-                def note(phase: str, done: int, total: int, name: str = name) -> None:
-                    advance(0, note=f"{name}: {phase} {done}/{total}")
 
-                cells[name], is_final = _run_cell(drafter, perturbation, prompts, prober, note)
-                if is_final:
-                    write_text(paths[name], json_line({"key": keys[name], **cells[name].to_dict()}))
-                advance(1, note=f"{name}: {'skipped' if cells[name].skip else 'done'}")
-    return [cells[name] for name in paths]
-
-
-def _run_cell(
-    drafter: str, perturbation: Perturbation, prompts: Sequence[ProbePrompt], prober: Prober, progress: PhaseProgress
-) -> tuple[SuiteCell, bool]:
-    """Return the cell, and whether it stays so: memory that does not suffice may do so the next time."""
+def _probe_cell(
+    path: Path, key: str, perturbation: Perturbation, prompts: Sequence[ProbePrompt], prober: Prober, advance: Advance
+) -> dict[str, Any]:
+    """Probe what a cell's file holds, and write it."""
     changed = perturb(perturbation, prompts, prober.context)
-    name, skip, result, is_final = perturbation.name, changed.skip, None, True
-    if skip is None:
-        try:
-            temperature = perturbation.temperature
-            result = prober.probe(changed.prompts, perturbation=name, temperature=temperature, progress=progress)
-        except NotApplicableError as error:
-            skip, is_final = str(error), False
-    cell = SuiteCell(
-        drafter=drafter,
-        perturbation=name,
-        kinds=perturbation.kinds,
-        left_out=changed.left_out,
-        skip=skip,
-        result=result,
-    )
-    return cell, is_final
+    cell: dict[str, Any] = {"key": key, "drafter": prober.drafter, "perturbation": perturbation.name}
+    cell |= {"kinds": perturbation.kinds, "left_out": changed.left_out, "skip": changed.skip, "result": None}
+    try:
+        if changed.skip is None:
+            cell["result"] = prober.probe(changed.prompts, perturbation, advance).to_dict()
+        write_text(path, json_line(cell))
+    except torch.OutOfMemoryError:  # no file: there may be enough the next time
+        torch.cuda.empty_cache()
+        cell["skip"] = "the device's memory does not suffice for prompts of this length"
+    return cell
 
 
 def _with_history(
@@ -136,3 +175,137 @@ def _with_history(
 def _key(prober: Prober, drafter: str, prompts: Sequence[ProbePrompt]) -> list[object]:
     """What a cell depends on besides its perturbation."""
     return [VERSION, prober.identity(drafter), [asdict(prompt) for prompt in prompts]]
+
+
+def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bootstrap: Bootstrap) -> SuiteResult:
+    """Compare every cell with its drafter's unperturbed one."""
+    base = {drafter: result for (drafter, name), result in results.items() if name == UNPERTURBED}
+    compared = []
+    for cell in cells:
+        if cell.drafter not in base:
+            why = f"nothing to compare with, the unperturbed workload cannot be run: {cell.skip}"
+            raise ConfigError(f"{cell.drafter}: {why}")
+        found: dict[str, Any] = {}
+        if (result := results.get((cell.drafter, cell.perturbation))) is not None:
+            counts, first = acceptance_counts(result), base[cell.drafter]
+            found = {"prompts": result.prompts, "rounds": result.acceptance.rounds, "drift": drift_figures(result)}
+            found["acceptance_length"] = bootstrap.acceptance_length(counts)
+            if result is not first:
+                found["compared"] = bootstrap.compare(counts, acceptance_counts(first), offset=1.0)
+                found["own_attention_compared"] = compare_own_attention(bootstrap, result, first)
+        compared.append(replace(cell, **found))
+    first = next(iter(base.values()))
+    return SuiteResult(
+        target=first.target,
+        workload=workload,
+        depth=first.depth,
+        level=bootstrap.level,
+        drafters=tuple(
+            SuiteDrafter(name=name, variant=result.variant, trained_depth=result.trained_depth)
+            for name, result in base.items()
+        ),
+        perturbations=tuple(dict.fromkeys(cell.perturbation for cell in cells)),
+        cells=tuple(compared),
+    )
+
+
+def drift_figures(result: DriftResult) -> dict[str, Any] | None:
+    """Where attention went and how states grew (see FIGURES), and at what depths. None where no draft was verified."""
+    if not result.by_depth:
+        return None
+    first, middle, last = (result.by_depth[i] for i in (0, (len(result.by_depth) - 1) // 2, -1))
+    is_fused = bool(result.fusion_shares) and all(one.part.startswith("layer") for one in result.fusion_shares)
+    return {
+        "middle_depth": middle.depth,
+        "last_depth": last.depth,
+        "own_attention_depth_1": first.own_attention,
+        "own_attention_middle": middle.own_attention,
+        "own_attention_last": last.own_attention,
+        "prompt_attention_depth_1": first.prompt_attention,
+        "prompt_attention_last": last.prompt_attention,
+        "sink_attention_depth_1": first.attention.mass["sink"],
+        "sink_attention_last": last.attention.mass["sink"],
+        "drift_depth": next((one.depth for one in result.by_depth if one.has_drifted), None),
+        "hidden_growth": last.hidden_growth,
+        "feature_growth": last.feature_growth,
+        "top_layer_share": result.fusion_shares[-1].share if is_fused else None,  # EAGLE-1 has no layers to share
+        "ece": result.calibration.error,
+        "outside_vocabulary": result.outside_vocabulary,
+    }
+
+
+def acceptance_counts(*results: DriftResult) -> Counts:
+    """(accepted, rounds) of each prompt, over several runs of it."""
+    counts: dict[str, tuple[int, int]] = {}
+    for row in (row for result in results for row in result.prompt_rows):
+        accepted, rounds = counts.get(row.id, (0, 0))
+        counts[row.id] = (accepted + row.accepted, rounds + row.acceptance.rounds)
+    return counts
+
+
+def compare_own_attention(bootstrap: Bootstrap, *pair: DriftResult) -> Comparison | None:
+    """Attention on own drafts at the last depth that both have, means pooled over rounds."""
+    last = min(len(result.by_depth) for result in pair) - 1
+    if last < 0:
+        return None
+    run, base = (
+        {
+            row.id: ((row.drafted_attention[last] or 0.0) * row.rounds_by_depth[last], row.rounds_by_depth[last])
+            for row in result.prompt_rows
+        }
+        for result in pair
+    )
+    return bootstrap.compare(run, base)
+
+
+def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
+    """Return the figures (see FIGURES) of a drafter. What was not measured is left out."""
+    base, cells = suite.cell(drafter), suite.perturbed(drafter)
+    found: dict[str, float | None] = dict(base.drift or {})
+    if base.acceptance_length is not None:
+        found |= {"al": base.acceptance_length.value, "al_low": base.acceptance_length.low}
+    if base.drift is not None and base.drift["drift_depth"] is None:
+        found["drift_depth"] = math.inf
+    for name, group in {"al_drop": None, **{f"al_drop_{group}": group for group in GROUPS}}.items():
+        if (worst := worst_of(suite.perturbed(drafter, group))) is not None:
+            found[name] = 1 - worst[1].ratio.value
+    highs = [cell.compared.ratio.high for cell in cells if cell.compared is not None]
+    found["al_drop_certain"] = max((1 - high for high in highs if high), default=None)
+    rises = [cell.own_attention_compared for cell in cells if cell.compared is not None]
+    found["own_attention_rise"] = max((rise.difference.value for rise in rises if rise is not None), default=None)
+    return {name: float(value) for name in FIGURES if (value := found.get(name)) is not None and not math.isnan(value)}
+
+
+def worst_of(cells: Iterable[SuiteCell], *, prefer_certain: bool = False) -> tuple[SuiteCell, Comparison] | None:
+    """The cell of lowest ratio to the unperturbed run; with `prefer_certain` of those that surely lose, if any do."""
+    compared = [(cell, cell.compared) for cell in cells if cell.compared is not None]
+    losing = [pair for pair in compared if prefer_certain and sign_of(pair[1].ratio, around=1.0) < 0]
+    return min(losing or compared, key=lambda pair: pair[1].ratio.value, default=None)
+
+
+def parse_conditions(expressions: Iterable[str]) -> list[tuple[str, str, str, float]]:
+    """Read conditions, several in one expression where commas part them: text, figure, comparison and bound of each."""
+    conditions = []
+    for text in (part.strip() for expression in expressions for part in expression.split(",")):
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"condition '{text}': expected a figure, a comparison and a number, such as al_drop>0.2")
+        name, comparison, bound = match.groups()
+        if name not in FIGURES:
+            raise ConfigError(f"condition '{text}': unknown figure '{name}'.{nearest_name_hint(name, FIGURES)}")
+        conditions.append((text, name, comparison, float(bound)))
+    return conditions
+
+
+def check(expressions: Iterable[str], figures: Mapping[str, float]) -> list[str]:
+    """Return what is violated, each as a line such as `al_drop>0.2 (al_drop is 0.31)`; empty if all is well.
+
+    An expression says what must not be: `al_drop>0.2` is violated by a drop of 0.31.
+    """
+    violated = []
+    for text, name, comparison, bound in parse_conditions(expressions):
+        if name not in figures:
+            raise ConfigError(f"condition '{text}': '{name}' was not measured in this run")
+        if getattr(operator, _COMPARISONS[comparison])(figures[name], bound):
+            violated.append(f"{text} ({name} is {figures[name]:.4g})")
+    return violated

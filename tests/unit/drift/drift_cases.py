@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fledge.drift.perturb import chat_template
+from fledge.drift.prompts import LABELS, ProbePrompt
 from fledge.drift.result import AttentionMeans, Calibration, DepthMetrics, DriftResult, FusionShare, PromptRow
-from fledge.drift.segments import LABELS, ProbePrompt
 
 BOS, START, END = "<|begin|>", "<|im_start|>", "<|im_end|>"
 

@@ -13,16 +13,10 @@ from fledge.drift.result import (
     ExampleToken,
     HeadAttention,
     Results,
-    SuiteCell,
 )
-from fledge.drift.summary import SuiteResult, summarise
+from fledge.drift.suite import SuiteCell, SuiteResult, summarise
 from fledge.report.intervals import Bootstrap
 from tests.unit.drift.drift_cases import drift_result
-
-
-def cell(drafter: str, perturbation: str, result: DriftResult | None, skip: str | None = None) -> SuiteCell:
-    kinds = parse_perturbation(perturbation).kinds
-    return SuiteCell(drafter=drafter, perturbation=perturbation, kinds=kinds, left_out={}, skip=skip, result=result)
 
 
 def counts(accepted: int, prompts: int = 20, rounds: int = 20) -> dict[str, tuple[int, int]]:
@@ -38,22 +32,18 @@ def made_up(
 ) -> tuple[SuiteResult, Results]:
     """`accepted`: drafter -> perturbation -> accepted of 20 rounds, or why it was skipped. `own`: see drift_result."""
     accepted = accepted or {"drafter": {UNPERTURBED: 16}}
-    cells = []
+    cells, results = [], {}
     for drafter, runs in accepted.items():
-        for perturbation, found in {UNPERTURBED: 16, **runs}.items():
-            if isinstance(found, str):
-                cells.append(cell(drafter, perturbation, None, skip=found))
-                continue
-            result = drift_result(
-                counts(found, prompts),
-                own=(own or {}).get(drafter, (0.0, 0.1, 0.6)),
-                perturbation=perturbation,
-                drafter=drafter,
-            )
-            variant = "EAGLE-3.1" if drafter.endswith("3.1") else "EAGLE-3"
-            cells.append(cell(drafter, perturbation, replace(result, variant=variant)))
-    suite = summarise(cells, workload="made up", bootstrap=Bootstrap(resamples=200))
-    return suite, {(one.drafter, one.perturbation): one.result for one in cells if one.result is not None}
+        for name, found in {UNPERTURBED: 16, **runs}.items():
+            skip = found if isinstance(found, str) else None
+            kinds = parse_perturbation(name).kinds
+            cells.append(SuiteCell(drafter=drafter, perturbation=name, kinds=kinds, left_out={}, skip=skip))
+            if not isinstance(found, str):
+                shares = (own or {}).get(drafter, (0.0, 0.1, 0.6))
+                result = drift_result(counts(found, prompts), own=shares, perturbation=name, drafter=drafter)
+                variant = "EAGLE-3.1" if drafter.endswith("3.1") else "EAGLE-3"
+                results[drafter, name] = replace(result, variant=variant)
+    return summarise(cells, results, workload="made up", bootstrap=Bootstrap(resamples=200)), results
 
 
 def with_detail(result: DriftResult, *, heads: int = 4) -> DriftResult:

@@ -3,7 +3,7 @@
 import pytest
 
 from fledge.drift.perturb import FAMILIES, chat_template
-from fledge.drift.segments import ProbePrompt, Segment, segmented
+from fledge.drift.prompts import ProbePrompt, Segment, segmented
 from tests.unit.drift.drift_cases import BOS, byte_tokenizer
 
 DIALOGUE = (

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fledge.drift.metrics import DriftSums, judge
+from fledge.drift.prompts import LABELS, Segment
 from fledge.drift.replay import Replayed
 from fledge.drift.result import PromptRow
-from fledge.drift.segments import LABELS, Segment
 from fledge.engine.outputs import RoundRecord
 
 TEXT = [9, 9, 9, 1, 2, 3, 4, 5]  # places 0 to 7

@@ -9,7 +9,6 @@ import pytest
 from fledge.drift.perturb import (
     KINDS,
     UNPERTURBED,
-    NotApplicableError,
     PerturbationContext,
     chat_template,
     default_suite,
@@ -18,9 +17,8 @@ from fledge.drift.perturb import (
     perturb,
     texts,
 )
-from fledge.drift.segments import ProbePrompt, Segment, segmented
-from fledge.drift.workloads import load_probe_workload
-from fledge.errors import ConfigError
+from fledge.drift.prompts import ProbePrompt, Segment, load_probe_workload, segmented
+from fledge.errors import ConfigError, PromptError
 from tests.unit.drift.drift_cases import BOS, byte_tokenizer, conversation
 
 TOKENIZER = byte_tokenizer()
@@ -139,9 +137,9 @@ def test_padding_adds_about_what_it_says_on_the_side_it_says(side):
 def test_padding_is_shortened_to_what_fits_and_refused_where_too_little_would_be_left():
     tight = PerturbationContext(tokenizer=TOKENIZER, max_model_len=4096, answer_tokens=300)
     assert 4096 - 300 - 100 < length(applied("pad:4k:before", context=tight)) <= 4096 - 300
-    with pytest.raises(NotApplicableError, match="8192 tokens of padding do not fit into 4096"):
+    with pytest.raises(PromptError, match="8192 tokens of padding do not fit into 4096"):
         applied("pad:8k:before", context=tight)
-    with pytest.raises(NotApplicableError, match="4096 tokens of padding, the prompt and an answer of 2500 tokens"):
+    with pytest.raises(PromptError, match="4096 tokens of padding, the prompt and an answer of 2500 tokens"):
         applied("pad:4k", context=PerturbationContext(tokenizer=TOKENIZER, max_model_len=4096, answer_tokens=2500))
 
 
@@ -190,7 +188,7 @@ def test_composition_pads_and_noises_last_whatever_the_order():
     after = applied(name, context=tight)
     assert parse_perturbation(name).kinds == ("template-noise", "pad", "template", "system")
     text = TOKENIZER.decode(after.token_ids)
-    assert texts("insertions")["system"]["long_paragraphs"][0] in text
+    assert texts("insertions")["system"]["long"][0] in text
     assert after.segments.count(Segment.USER) > 2000
     assert "<|im_start|>" not in text
 

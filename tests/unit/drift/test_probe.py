@@ -10,9 +10,10 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.drift.probe import ProbeSettings, open_llm, probe, trained_depth
-from fledge.drift.result import statistics
-from fledge.drift.segments import ProbePrompt
+from fledge.drift.perturb import Perturbation
+from fledge.drift.probe import Prober, ProbeSettings, trained_depth
+from fledge.drift.prompts import ProbePrompt
+from fledge.drift.result import DriftResult, statistics
 from fledge.models.config import DrafterConfig
 from tests import engine_cases
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -47,28 +48,38 @@ def _save_pairs(root: Path, config: Any, drafters: dict[str, DrafterConfig]) -> 
     return root
 
 
-def cpu(root: Path, name: str, depth: int = 4, **options: Any) -> LLM:
-    return open_llm(root / "target", root / name, depth=depth, device="cpu", **options)
+def loaded(root: Path, name: str, settings: ProbeSettings = SETTINGS, **options: Any) -> Prober:
+    prober = Prober(str(root / "target"), "ids", settings, {"device": "cpu", **options})
+    prober.load(str(root / name))
+    return prober
 
 
-def steady(llm: LLM) -> LLM:
+def steady(root: Path, name: str, settings: ProbeSettings = SETTINGS, **options: Any) -> Prober:
     """An end-of-text token every sixth token or so would leave few rounds."""
-    llm.eos_ids = ()
-    return llm
+    prober = loaded(root, name, settings, **options)
+    prober.llm.eos_ids = ()
+    return prober
+
+
+def probe(prober: Prober, prompts: Any = IDS, settings: ProbeSettings | None = None) -> DriftResult:
+    prober.settings = settings or prober.settings
+    return prober.probe(prompts, Perturbation(), lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3.1", "two-layers", "reduced-vocabulary"])
 def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path, name: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=30)
-    plain = steady(LLM(ids_pair / "target", device="cpu")).generate([list(ids) for ids in PROMPTS], params)
-    llm = steady(cpu(ids_pair, name))
-    result = probe(llm, IDS, SETTINGS)
+    alone = LLM(ids_pair / "target", device="cpu")
+    alone.eos_ids = ()
+    plain = alone.generate([list(ids) for ids in PROMPTS], params)
+    prober = steady(ids_pair, name)
+    result = probe(prober)
     assert [" ".join(t.text for t in e.tokens) for e in sorted(result.examples, key=lambda e: e.id)] == [
         " ".join(f"[{token}]" for token in output.outputs[0].token_ids) for output in plain
     ]
     assert result.replay_agreement == 1.0
     assert result.tally == result.engine_tally
-    assert result.acceptance.tally == llm.engine.stats().acceptance.tally
+    assert result.acceptance.tally == prober.llm.engine.stats().acceptance.tally
     assert result.acceptance.rounds == sum(row.acceptance.rounds for row in result.prompt_rows)
     assert sum(row.accepted for row in result.prompt_rows) == sum(result.acceptance.accepted_by_depth)
     assert [depth.depth for depth in result.by_depth] == [1, 2, 3, 4]
@@ -88,7 +99,8 @@ def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path,
 
 
 def test_the_probe_drafts_deeper_than_the_engine(ids_pair: Path) -> None:
-    shallow = probe(steady(cpu(ids_pair, "eagle3.1", depth=1)), IDS, replace(SETTINGS, depth=6))
+    prober = steady(ids_pair, "eagle3.1", replace(SETTINGS, depth=1))
+    shallow = probe(prober, settings=replace(SETTINGS, depth=6))
     assert (shallow.depth, shallow.engine_depth) == (6, 1)
     assert len(shallow.by_depth) == 6
     engine = statistics(shallow.engine_tally)
@@ -100,9 +112,9 @@ def test_the_probe_drafts_deeper_than_the_engine(ids_pair: Path) -> None:
 
 
 def test_pieces_do_not_change_the_result(ids_pair: Path) -> None:
-    llm = steady(cpu(ids_pair, "eagle3"))
-    whole = probe(llm, IDS, SETTINGS)
-    pieces = probe(llm, IDS, replace(SETTINGS, max_scores=40))
+    prober = steady(ids_pair, "eagle3")
+    whole = probe(prober)
+    pieces = probe(prober, settings=replace(SETTINGS, max_scores=40))
     assert pieces.tally == whole.tally
     for one, other in zip(whole.by_depth, pieces.by_depth, strict=True):
         assert one.attention.mass == pytest.approx(other.attention.mass, abs=1e-6)
@@ -110,17 +122,16 @@ def test_pieces_do_not_change_the_result(ids_pair: Path) -> None:
 
 
 def test_sampled_text_is_probed_too(ids_pair: Path) -> None:
-    llm = steady(cpu(ids_pair, "eagle3.1"))
-    result = probe(llm, IDS, replace(SETTINGS, temperature=0.8, seed=4))
+    prober = steady(ids_pair, "eagle3.1")
+    result = probe(prober, settings=replace(SETTINGS, temperature=0.8, seed=4))
     assert result.replay_agreement == 1.0
     assert result.temperature == 0.8
-    assert result == probe(llm, IDS, replace(SETTINGS, temperature=0.8, seed=4))
-    assert result.tally != probe(llm, IDS, SETTINGS).tally
+    assert result == probe(prober)
+    assert result.tally != probe(prober, settings=SETTINGS).tally
 
 
 def test_near_the_end_of_the_context_less_is_drafted(ids_pair: Path) -> None:
-    llm = steady(cpu(ids_pair, "eagle3", max_model_len=12))
-    result = probe(llm, IDS[:1], SETTINGS)
+    result = probe(steady(ids_pair, "eagle3", max_model_len=12), IDS[:1])
     assert result.output_tokens == 8
     assert result.tally == result.engine_tally
     counts = result.prompt_rows[0].rounds_by_depth
@@ -129,7 +140,7 @@ def test_near_the_end_of_the_context_less_is_drafted(ids_pair: Path) -> None:
 
 
 def test_an_answer_without_rounds_counts_as_a_prompt_only(ids_pair: Path) -> None:
-    result = probe(steady(cpu(ids_pair, "eagle3")), IDS[:1], replace(SETTINGS, max_tokens=1))
+    result = probe(steady(ids_pair, "eagle3"), IDS[:1], replace(SETTINGS, max_tokens=1))
     assert (result.prompts, result.acceptance.rounds, result.by_depth, result.examples) == (1, 0, (), ())
     json.dumps(result.to_dict(), allow_nan=False)
 
@@ -141,24 +152,21 @@ def test_a_conversation_by_its_segments(text_pair: Path) -> None:
         {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "What is a sink?"},
     )
-    seen: list[tuple[str, int, int]] = []
+    seen: list[str] = []
     conversations = [
         ProbePrompt(id="chat", category="", messages=chat),
         ProbePrompt(id="text", category="", text="Once upon"),
     ]
-    result = probe(
-        cpu(text_pair, "eagle3.1"),
-        conversations,
-        ProbeSettings(depth=3, max_tokens=20, sink_tokens=2, keep_examples=1),
-        progress=lambda *what: seen.append(what),
-    )
+    settings = ProbeSettings(depth=3, max_tokens=20, sink_tokens=2, keep_examples=1)
+    prober = loaded(text_pair, "eagle3.1", settings)
+    result = prober.probe(conversations, Perturbation(), lambda _, note: seen.append(note))
     assert result.variant == "EAGLE-3.1"
     assert all(result.by_depth[1].attention.mass[label] > 0 for label in ("system", "user", "assistant", "template"))
     assert result.by_depth[1].attention.mass["prompt"] > 0
     assert result.by_depth[1].attention.mass["tool"] == 0
     assert [row.id for row in result.prompt_rows] == ["chat", "text"]
-    assert seen[-1] == ("replay", 2, 2)
-    assert ("decode", 2, 2) in seen
+    assert seen[-1] == "unperturbed: replay 2/2"
+    assert "unperturbed: decode 2/2" in seen
     (example,) = result.examples
     assert (
         example.prompt
@@ -173,7 +181,7 @@ def test_a_conversation_by_its_segments(text_pair: Path) -> None:
 def test_the_first_tokens_are_the_sink(ids_pair: Path, sinks: int) -> None:
     """One token an answer, so one round each: the first draft sees the prompt, and nothing of the answer yet."""
     settings = ProbeSettings(depth=2, max_tokens=2, sink_tokens=sinks)
-    first, second = probe(steady(cpu(ids_pair, "eagle3")), IDS[1:2], settings).by_depth
+    first, second = probe(steady(ids_pair, "eagle3"), IDS[1:2], settings).by_depth
     assert first.uniform_mass["sink"] == pytest.approx(sinks / 7)
     assert first.uniform_mass["prompt"] == pytest.approx((7 - sinks) / 7)
     assert second.uniform_mass["drafted"] == pytest.approx(1 / 8)
@@ -181,9 +189,9 @@ def test_the_first_tokens_are_the_sink(ids_pair: Path, sinks: int) -> None:
 
 
 def test_examples_say_what_became_of_every_token(ids_pair: Path) -> None:
-    llm = steady(cpu(ids_pair, "reduced-vocabulary"))
-    result = probe(llm, IDS, SETTINGS)
-    drafter = llm.drafter
+    prober = steady(ids_pair, "reduced-vocabulary")
+    result = probe(prober)
+    drafter = prober.llm.drafter
     assert drafter is not None
     assert drafter.vocabulary is not None
     draftable = set(drafter.vocabulary.target_ids.tolist())

@@ -9,8 +9,7 @@ from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.drift.perturb import UNPERTURBED
 from fledge.drift.probe import Prober, ProbeSettings
-from fledge.drift.suite import run_suite
-from fledge.drift.summary import check, figures
+from fledge.drift.suite import check, figures, run_suite
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.report.intervals import Bootstrap
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -72,7 +71,6 @@ def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
     again = Prober(str(pair / "target"), "small", settings, {"device": "cpu"})
     retold = run_suite(drafters, WORKLOAD, names, again, tmp_path, bootstrap=Bootstrap(resamples=50))
     assert retold == (suite, found)
-    with pytest.raises(AssertionError, match="no drafter is loaded"):  # all of it was there
-        _ = again.llm
+    assert not hasattr(again, "llm")  # all of it was there: no model was loaded
     deeper = Prober(prober.target, "small", replace(settings, depth=4), {"device": "cpu"})
     assert deeper.identity(drafters[0]) != prober.identity(drafters[0])

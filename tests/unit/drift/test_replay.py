@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fledge.drift import replay as replay_module
+from fledge.drift.prompts import Segment
 from fledge.drift.replay import Replayed, causal_attention, fusion_parts, replay
-from fledge.drift.segments import Segment
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass
@@ -277,9 +277,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     """What is kept of a layer says how wide it is: latent attention has values of another width than its keys."""
     verified = replay_module.VerifiedRows([1, 3], torch.tensor([Segment.SINK, *[Segment.USER] * 3]))
     query, keys, values = torch.randn(2, 4, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 5)
-    spec = AttentionSpec(layer=0, scale=0.3, sliding_window=None)
-    kept = {"keys": keys.transpose(0, 1), "values": values.transpose(0, 1)}
-    verified.layers.append(replay_module._Layer(spec=spec, query=query, **kept))
+    verified.layers.append((0.3, query, keys.transpose(0, 1), values.transpose(0, 1)))
     verified._summary = verified._summary.to(keys.dtype)
     own = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 5)
     mixed, record = verified.look(0, slice(0, 2), query, own)

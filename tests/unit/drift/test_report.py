@@ -9,7 +9,7 @@ import pytest
 
 from fledge.drift.perturb import FAMILIES, KINDS, UNPERTURBED
 from fledge.drift.report import DriftReport, make_report, render, write_report
-from fledge.drift.summary import FIGURES
+from fledge.drift.suite import FIGURES
 from fledge.report.intervals import Interval
 from fledge.report.page import ratio_bar
 from tests.html_page import Page

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fledge.drift.segments import ProbePrompt, Segment, segmented
+from fledge.drift.prompts import ProbePrompt, Segment, segmented
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import PromptError
 from tests.tiny_tokenizer import save_tokenizer
@@ -49,7 +49,7 @@ def parts(tokenizer: Any, messages: list[dict[str, Any]], template: str | None =
         if not runs or runs[-1][0] is not segment:
             runs.append((segment, []))
         runs[-1][1].append(token)
-    return [(segment.label, tokenizer.decode(ids)) for segment, ids in runs]
+    return [(segment.name.lower(), tokenizer.decode(ids)) for segment, ids in runs]
 
 
 def message(role: str, content: Any, **more: Any) -> dict[str, Any]:

@@ -6,11 +6,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 
-from fledge.drift.perturb import UNPERTURBED, NotApplicableError, PerturbationContext
-from fledge.drift.result import SuiteCell
-from fledge.drift.suite import run_suite
-from fledge.drift.summary import FIGURES, SuiteResult, check, drift_figures, figures, parse_conditions, worst_of
+from fledge.drift.perturb import UNPERTURBED, PerturbationContext
+from fledge.drift.result import DriftResult
+from fledge.drift.suite import (
+    FIGURES,
+    SuiteResult,
+    check,
+    drift_figures,
+    figures,
+    parse_conditions,
+    run_suite,
+    worst_of,
+)
 from fledge.errors import ConfigError
 from fledge.evaluation.workloads import Prompt, Workload
 from fledge.report.intervals import Bootstrap
@@ -51,17 +60,22 @@ class FakeProber:
     def identity(self, drafter: str) -> Any:
         return {"weights": self.weights.get(drafter, 0)}
 
+    @property
+    def drafter(self) -> str:
+        return self.loaded[-1]
+
     def load(self, drafter: str) -> None:
         self.loaded.append(drafter)
 
-    def probe(self, prompts, *, perturbation, temperature, progress):
+    def probe(self, prompts, given, advance):
+        perturbation = given.name
         if perturbation == self.die_at:
             raise KeyboardInterrupt
         if perturbation == self.out_of_memory:
-            raise NotApplicableError("memory does not suffice")
-        progress("decode", 1, 2)
+            raise torch.OutOfMemoryError
+        advance(0, note="decode 1/2")
         self.calls.append((self.loaded[-1], perturbation))
-        self.temperatures[perturbation] = temperature
+        self.temperatures[perturbation] = given.temperature
         accepted = ACCEPTED.get(perturbation, 15) if self.accepted is None else self.accepted
         counts = {one.id: (accepted + (i % 3) - 1, 20) for i, one in enumerate(prompts)}
         own = self.own if perturbation != "pad:1k:before" else (0.1, 0.3, 0.7)
@@ -135,7 +149,7 @@ def test_damaged_and_outdated_cells_are_probed_anew(tmp_path):
 
 def test_memory_that_did_not_suffice_is_tried_again(tmp_path):
     suite = run(tmp_path, FakeProber(out_of_memory="system:long"))
-    assert suite.cell("one", "system:long").skip == "memory does not suffice"
+    assert suite.cell("one", "system:long").skip.startswith("the device's memory does not suffice")
     again = FakeProber()
     assert run(tmp_path, again).cell("one", "system:long").skip is None
     assert again.calls == [("one", "system:long")]
@@ -167,9 +181,9 @@ def test_saved_and_read_back(tmp_path):
     suite = run(tmp_path, FakeProber())
     assert SuiteResult.from_dict(json.loads((tmp_path / "suite.json").read_text())) == suite
     (path,) = tmp_path.glob("cells/one-*/pad-1k-before.json")
-    cell = SuiteCell.from_dict(json.loads(path.read_text()))
-    assert cell.result.perturbation == "pad:1k:before"
-    assert cell.result.by_depth[2].attention.mass["drafted"] == 0.7
+    result = DriftResult.from_dict(json.loads(path.read_text())["result"])
+    assert result.perturbation == "pad:1k:before"
+    assert result.by_depth[2].attention.mass["drafted"] == 0.7
     assert not list(tmp_path.rglob("*.tmp"))
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fledge.drift.perturb import UNPERTURBED
-from fledge.drift.report import make_report
-from fledge.drift.verdict import DrafterVerdict
+from fledge.drift.report import DrafterVerdict, make_report
 from fledge.report.prose import percent
 from tests.unit.drift.report_cases import made_up
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fledge.drift.segments import ProbePrompt
-from fledge.drift.workloads import (
+from fledge.drift.prompts import (
     BUILT_IN,
     DEFAULT,
+    ProbePrompt,
     has_open_turns,
     load_probe_workload,
     with_earlier_answers,

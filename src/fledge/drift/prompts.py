@@ -1,0 +1,194 @@
+r"""What drafters are probed on, and what each token of a prompt is part of: the system prompt, the template, ...
+
+Prompts come with the package, or are what `fledge eval` knows by name or reads. Of a conversation the last user turn is
+answered and probed. Earlier turns without an answer (MT-Bench has such) are answered by the target first, so that every
+drafter meets the same history.
+
+A chat template writes role headers and separators around the messages and may trim or drop parts of them. To know
+exactly which characters came from where, the conversation is rendered a second time with marks around each text, which
+are characters that no text has:
+
+    rendered    <user>what is a user?\n<assistant>          what the model reads
+    marked      <user>[what is a user?]\n<assistant>        so "<user>", "\n<assistant>" are the template's
+
+which cannot be fooled by a message that looks like a header.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from fledge.decoding.params import SamplingParams
+from fledge.errors import ConfigError, PromptError, nearest_name_hint
+from fledge.evaluation.conversations import Message, split_turns
+from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
+from fledge.evaluation.workloads import HUB, Prompt, Workload, canonical, load_workload, workload_names
+
+DEFAULT = "mixed"
+BUILT_IN = (DEFAULT, "chat", "code", "maths", "docs", "dialogue", "instructions", "multi-turn")  # all, or one category
+
+_FIRST_MARK = 0xF0000  # of a plane for private use
+_MARK = re.compile("([\U000f0000-\U000ffffd])")
+
+
+class Segment(IntEnum):
+    """The position classes of the probe. A prompt has all but the last two."""
+
+    SINK = 0  # the first tokens of the sequence, whatever else they are
+    SYSTEM = 1
+    USER = 2
+    ASSISTANT = 3  # earlier turns
+    TOOL = 4  # what tools returned
+    TEMPLATE = 5  # what the chat template writes: role headers, separators, the opening of the answer
+    PROMPT = 6  # a prompt without a chat template
+    OUTPUT = 7  # verified tokens of the answer
+    DRAFTED = 8  # what the drafter drafted in this round
+
+
+LABELS = tuple(segment.name.lower() for segment in Segment)
+PROMPT_LABELS = LABELS[Segment.SYSTEM : Segment.OUTPUT]  # without the sink
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbePrompt(Prompt):
+    """A prompt of a workload, and what perturbations change beside its messages: messages, or a text, or token ids."""
+
+    chat_template: str | None = None  # instead of the tokenizer's own, for messages
+    segments: tuple[Segment, ...] = ()  # of each of token_ids; empty: all are PROMPT
+
+
+def segmented(prompt: ProbePrompt, tokenizer: Any | None) -> ProbePrompt:
+    """Encode a prompt as `LLM` does: with its token ids, and the segment of each."""
+    ids, segments = prompt.token_ids, prompt.segments
+    if not ids:
+        if tokenizer is None:
+            raise PromptError(
+                f"conversation '{prompt.id}' is text, and the target's directory has no tokenizer; give token ids"
+            )
+        if prompt.text is not None:
+            ids = tuple(int(token) for token in tokenizer.encode(prompt.text))
+        elif not prompt.messages:
+            raise PromptError(f"conversation '{prompt.id}': expected messages, text or token ids")
+        elif tokenizer.chat_template is None and prompt.chat_template is None:
+            raise PromptError("this target's tokenizer has no chat template; give plain prompts instead")
+        else:
+            text, owners = _rendered(tokenizer, prompt.messages, prompt.chat_template)
+            encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = tuple(int(token) for token in encoding["input_ids"])
+            # A token that a message has any part in is the message's; one without characters is the template's.
+            several = ((one for one in owners[begin:end] if one) for begin, end in encoding["offset_mapping"])
+            segments = tuple(next(own, None) or Segment.TEMPLATE for own in several)
+    return replace(prompt, token_ids=ids, segments=segments or (Segment.PROMPT,) * len(ids))
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], template: str | None) -> tuple[str, list[Segment | None]]:
+    """Return a conversation as the model reads it, ready for the answer, and what each character is part of."""
+    text = _render(tokenizer, messages, template)
+    for strip in (False, True) if not _MARK.search(text) else ():
+        segments: list[Segment] = []
+        try:
+            marked = [_marked(message, segments, strip) for message in messages]
+            found = _unmarked(_render(tokenizer, marked, template), segments)
+        except PromptError:  # a template that reads what it is given, such as JSON arguments
+            continue
+        if found is not None and found[0] == text:
+            return found
+    # The template does not write marked messages alike: look for them one after another by their text.
+    owners: list[Segment | None] = [None] * len(text)
+    cursor = 0
+    for message in messages:
+        content = message.get("content")
+        content = content.strip() if isinstance(content, str) else ""
+        begin = text.find(content, cursor) if content else -1
+        if begin >= 0:
+            cursor = begin + len(content)
+            owners[begin:cursor] = [_segment(message)] * len(content)
+    return text, owners
+
+
+def _segment(message: Message) -> Segment:
+    return Segment["SYSTEM" if message["role"] == "developer" else message["role"].upper()]
+
+
+def _marked(message: Message, segments: list[Segment], strip: bool) -> dict[str, Any]:
+    """Put two marks around each text of a message that a template passes on as it is; `segments` gets what each is.
+
+    `strip`: white space at a text's ends stays outside, where a template can trim it.
+    """
+
+    def mark(value: Any) -> Any:
+        """A string, or parts with a "text", or calls with names and arguments."""
+        if isinstance(value, str) and value:
+            inner = (strip and value.strip()) or value
+            before, _, after = value.partition(inner)
+            begin, end = (chr(_FIRST_MARK + 2 * len(segments) + i) for i in (0, 1))
+            segments.append(_segment(message))
+            # Of earlier answers templates leave the thinking out: the text may begin after it.
+            return before + re.sub(r"^|</think>\s*", rf"\g<0>{begin}", inner) + end + after
+        if isinstance(value, Mapping):  # templates look at types and ids
+            return {key: item if key in ("type", "id") else mark(item) for key, item in value.items()}
+        return [mark(item) for item in value] if isinstance(value, list | tuple) else value
+
+    texts = ("content", "reasoning_content", "tool_calls")
+    return {key: mark(item) if key in texts else item for key, item in message.items()}
+
+
+def _unmarked(marked: str, segments: Sequence[Segment]) -> tuple[str, list[Segment | None]] | None:
+    """Return the text without marks and whose each character is; None if a text is cut off."""
+    text, owners, current = "", list[Segment | None](), None
+    pieces = _MARK.split(marked)
+    for piece, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        text += piece
+        owners += [None if current is None else segments[current]] * len(piece)
+        if mark:
+            number, is_end = divmod(ord(mark) - _FIRST_MARK, 2)
+            if current not in ((number,) if is_end else (None, number)):
+                return None
+            current = None if is_end else number
+    return (text, owners) if current is None else None
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], template: str | None) -> str:
+    options = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
+    try:
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **options))
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise PromptError(f"messages: the chat template refuses them: {' '.join(str(error).split())}") from None
+
+
+def load_probe_workload(source: str | Path, *, sample: int | None = None, seed: int = 0) -> Workload:
+    """Return a built-in workload, or what `evaluation` loads by that name; `sample` of its prompts, drawn with `seed`.
+
+    A built-in name comes before one of evaluation's: `instructions` is our own, `natural_instructions` the public set.
+    """
+    name = str(source)
+    if name in BUILT_IN:
+        whole = load_workload(Path(__file__).parent / "data" / "prompts.jsonl")
+        chosen = tuple(prompt for prompt in whole.prompts if name in (DEFAULT, prompt.category))
+        return replace(whole, name=name, prompts=chosen).sampled(sample, seed)
+    known = {*BUILT_IN, *workload_names(), *HUB}
+    if not (Path(source).is_file() or Path(source).suffix or {"/", ":"} & set(name) or canonical(name) in known):
+        raise ConfigError(f"unknown workload '{name}', and no file has that name.{nearest_name_hint(name, known)}")
+    return load_workload(source, sample=sample, seed=seed, as_written=True)
+
+
+def has_open_turns(prompt: Prompt) -> bool:
+    """Whether an earlier user turn has no answer yet."""
+    return len(split_turns(prompt.messages, keep_answers=True)) > 1
+
+
+def with_earlier_answers(prompts: Sequence[ProbePrompt], llm: Generator, max_tokens: int) -> list[ProbePrompt]:
+    """Have the target answer the turns before the last, without randomness. What leaves no room for it gets none."""
+    turns = [split_turns(prompt.messages, keep_answers=True) for prompt in prompts]
+    dialogues = [Dialogue(number=i, turns=several[:-1]) for i, several in enumerate(turns)]
+    answer_dialogues(llm, dialogues, SamplingParams(temperature=0.0, max_tokens=max_tokens), least_room=max_tokens)
+    done = []
+    for prompt, several, dialogue in zip(prompts, turns, dialogues, strict=True):
+        unanswered = [message for turn in several[len(dialogue.answers) :] for message in turn]
+        done.append(replace(prompt, messages=(*dialogue.history, *unanswered)) if dialogue.answers else prompt)
+    return done

@@ -28,7 +28,8 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     variant = _VARIANTS[section.variant]
     eagle1 = variant.architecture is Architecture.EAGLE1
     if eagle1 and draft_vocab_size not in (None, target.vocab_size):
-        raise ConfigError("vocab.size: EAGLE-1 drafts with the target's head over its whole vocabulary; set it to null")
+        what = "EAGLE-1 drafts with the target's own head, over its whole vocabulary"
+        raise ConfigError(f"vocab.size: {what}; set it to null")
     if eagle1 and (section.fc_norm or section.norm_output or section.norm_before_residual or section.aux_layer_ids):
         raise ConfigError("drafter: fc_norm, norm_output, norm_before_residual and aux_layer_ids are of EAGLE-3")
     # A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms.

@@ -13,8 +13,7 @@ import torch
 from fledge.checkpoints.target import save_target
 from fledge.models.config import TargetConfig
 from fledge.progress import Progress
-from fledge.training.data.packing import PackedBatch
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import PackedBatch, TokenStore
 from fledge.training.pipeline import StageContext
 from fledge.training.recipe import (
     CaptureSection,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fledge import LLM, SamplingParams
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore
 from tests.command_line import fledge
 from tests.tiny_training import MAX_POSITIONS, ROPE_THETA, weights, write_run
 

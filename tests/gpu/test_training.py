@@ -19,7 +19,7 @@ from fledge.models.drafter.variants import EAGLE_1, EAGLE_3_1, build
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import Backend, DocumentLayout, TttStorage
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import FitSection
 from fledge.training.ttt import Teacher, TeacherLogits, TttModel, TttOutputs
 from tests.gpu.script import run_checks

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -55,9 +55,7 @@ def train(
         loaded = Recipe.load(recipe, overrides or ())
         if plan:
             if first:
-                from fledge.training.plan import make_plan  # noqa: PLC0415
-
-                _print_plan(loaded, make_plan(loaded), as_json=as_json)
+                _print_plan(loaded, as_json=as_json)
             return
         from fledge.progress import Progress  # noqa: PLC0415
         from fledge.training.pipeline import Pipeline  # noqa: PLC0415 - torch takes seconds to import
@@ -73,37 +71,31 @@ def train(
             print(str(interruption) or "interrupted; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     if first and as_json:
-        print(json.dumps(_as_json(report)))
+        stages = {
+            name: {"directory": str(state.directory), "summary": state.manifest.summary}
+            for name, state in report.states.items()
+            if state.manifest is not None
+        }
+        drafter = None if report.drafter is None else str(report.drafter)
+        print(json.dumps({"ran": report.ran, "drafter": drafter, "stages": stages}))
     elif first:
         _print_summary(loaded, report)
 
 
-def _print_plan(recipe: "Recipe", plan: dict[str, Any], *, as_json: bool) -> None:
+def _print_plan(recipe: "Recipe", *, as_json: bool) -> None:
     """What each stage does and takes, then the memory of `fit`, then what is wrong."""
     from rich.console import Console  # noqa: PLC0415
     from rich.markdown import Markdown  # noqa: PLC0415
 
-    from fledge.training.plan import plan_text  # noqa: PLC0415
+    from fledge.training.plan import make_plan, plan_text  # noqa: PLC0415
 
+    plan, console = make_plan(recipe), Console(highlight=False)
     if as_json:
         print(json.dumps(plan))
         return
-    console = Console(highlight=False)
     console.print(Markdown(plan_text(recipe, plan)))
     for warning in plan["warnings"]:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-
-
-def _as_json(report: "RunReport") -> dict[str, Any]:
-    return {
-        "ran": list(report.ran),
-        "drafter": None if report.drafter is None else str(report.drafter),
-        "stages": {
-            name: {"directory": str(state.directory), "summary": dict(state.manifest.summary)}
-            for name, state in report.states.items()
-            if state.manifest is not None
-        },
-    }
 
 
 def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
@@ -122,23 +114,21 @@ def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
     if summary["evaluated"]:
         heading = "source" if len(summary["by_source"]) > 1 else "category"
         groups: dict[str, dict[str, float | None]] = summary[f"by_{heading}"]
-        if len(groups) > 1:
-            groups = {**groups, "all": summary["by_depth"]}
+        more = {"all": summary["by_depth"]} if len(groups) > 1 else {}
         rows = [
             [name, *("" if length is None else f"{length:.2f}" for length in lengths.values())]
-            for name, lengths in groups.items()
+            for name, lengths in {**groups, **more}.items()
         ]
         header = [heading, *(f"depth {depth}" for depth in summary["by_depth"])]
         console.print(*Table.of("Acceptance length (tokens per verification)", header, rows).to_rich())
     else:
         console.print(f"Not evaluated: {summary['reason']}.")
-    target, depth = recipe.target.path, recipe.fit.depth
+    target, depth, drafter = recipe.target.path, recipe.fit.depth, str(report.drafter)
     method = "eagle" if recipe.drafter.variant == "eagle1" else "eagle3"
-    config = json.dumps({"method": method, "model": str(report.drafter), "num_speculative_tokens": depth})
+    config = json.dumps({"method": method, "model": drafter, "num_speculative_tokens": depth})
     directory = bundled_directory(target) or target  # vLLM does not know the bundled names
-    console.print(f"The drafter is in {report.drafter} ({summary['best']}; README.md is its model card).")
+    console.print(f"The drafter is in {drafter} ({summary['best']}; README.md is its model card).")
     console.print("Serve it:", style="bold")
     console.print(f"  vllm serve {directory} --speculative-config '{config}'", markup=False)
-    console.print(
-        f"  fledge generate --target {target} --drafter {report.drafter} --depth {depth} --chat 'Hello'", markup=False
-    )
+    serve = f"  fledge generate --target {target} --drafter {drafter} --depth {depth} --chat 'Hello'"
+    console.print(serve, markup=False)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 
 Backend = Literal["auto", "reference", "flex"]
 MASK_BLOCK = 128  # slots; flex attention skips or takes whole blocks of them

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from fledge.models.hf_config import ConfigFields, read_rope
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import DocumentLayout, TttStorage
-from fledge.training.data.packing import PackedBatch, map_tensors
+from fledge.training.data.examples import PackedBatch, map_tensors
 from fledge.training.recipe import TargetSection
 
 _PROBE_TOKENS = 8
@@ -43,19 +43,8 @@ class TargetEnds:
     head_bias: Tensor | None = None  # [vocab]
 
 
-class CaptureModel(Protocol):
-    """A frozen target, whichever library runs it."""
-
-    config: TargetConfig  # the family may be one that Fledge does not serve
-    ends: TargetEnds
-
-    def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
-        """States [rows, length, ...] of every token; what stands at padding means nothing. Without gradients."""
-        ...
-
-
 class FledgeCapture:
-    """One of our own targets, over packed rows as they are."""
+    """A frozen target of our own, over packed rows as they are."""
 
     def __init__(self, model: TargetModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -66,6 +55,7 @@ class FledgeCapture:
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
+        """States [rows, length, ...] of every token; what stands at padding means nothing. Without gradients."""
         storage = TttStorage(DocumentLayout(batch), keep=False)
         return self.model(batch.tokens, batch.positions, storage, aux_layer_ids)  # type: ignore[no-any-return]
 
@@ -91,18 +81,15 @@ class TransformersCapture:
             head_bias=None if bias is None else bias.detach(),
         )
         for name, weight in (("output head", self.ends.head_weight), ("embedding", self.ends.embedding_weight)):
-            if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
-                raise CheckpointError(
-                    f"{where}: its {name} is {tuple(weight.shape)}, expected vocabulary and hidden size "
-                    f"{(config.vocab_size, config.hidden_size)}; such targets are not supported"
-                )
+            found, expected = tuple(weight.shape), (config.vocab_size, config.hidden_size)
+            if found != expected:
+                what = f"its {name} is {found}, expected vocabulary and hidden size {expected}"
+                raise CheckpointError(f"{where}: {what}; such targets are not supported")
         softcap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         if softcap or not self._scale_head():
             reason = f" (final_logit_softcapping {softcap})" if softcap else ""
-            raise CheckpointError(
-                f"{where}: its logits are not a linear function of its final hidden state{reason}; "
-                "such a target cannot teach a drafter here"
-            )
+            what = f"its logits are not a linear function of its final hidden state{reason}"
+            raise CheckpointError(f"{where}: {what}; such a target cannot teach a drafter here")
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:
@@ -160,6 +147,9 @@ class TransformersCapture:
         return bool(((logits - factor * ours).abs() <= tolerance).all())
 
 
+CaptureModel = FledgeCapture | TransformersCapture
+
+
 def target_config(section: TargetSection) -> TargetConfig:
     """What the target is, without its weights. `dtype` is that of the run."""
     directory = resolve(section.path)
@@ -167,10 +157,8 @@ def target_config(section: TargetSection) -> TargetConfig:
     if model_type in FAMILIES:
         config = read_target_config(directory)
     elif section.backend == "fledge":
-        raise CheckpointError(
-            f"{directory}: model_type '{model_type}' is not one of {', '.join(FAMILIES)}; "
-            "set target.backend to auto or transformers"
-        )
+        what = f"model_type '{model_type}' is not one of {', '.join(FAMILIES)}"
+        raise CheckpointError(f"{directory}: {what}; set target.backend to auto or transformers")
     else:
         config = _foreign_config(directory, trust_remote_code=section.trust_remote_code)
     return config if section.dtype == "auto" else replace(config, dtype=section.dtype)
@@ -240,15 +228,13 @@ def _rope(config: Any, directory: Path) -> RopeConfig:
     nested = values.get("rope_parameters")
     if isinstance(nested, dict) and "full_attention" in nested:
         values["rope_parameters"] = nested["full_attention"]
-    where = str(directory / "config.json")
     try:
-        return read_rope(ConfigFields(values, where))
+        return read_rope(ConfigFields(values, str(directory / "config.json")))
     except CheckpointError as error:
         parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
         theta = float(parameters.get("rope_theta") or values.get("rope_theta") or RopeConfig.theta)
-        warnings.warn(
-            f"{error}; the drafter gets plain rotary positions with theta {theta:g}", CheckpointWarning, stacklevel=2
-        )
+        text = f"{error}; the drafter gets plain rotary positions with theta {theta:g}"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
         return RopeConfig(theta=theta)
 
 

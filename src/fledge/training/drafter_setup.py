@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.errors import CheckpointWarning, ConfigError
-from fledge.layers.config import LayerConfig
 from fledge.layers.linear import Linear
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
@@ -29,62 +28,42 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     variant = _VARIANTS[section.variant]
     eagle1 = variant.architecture is Architecture.EAGLE1
     if eagle1 and draft_vocab_size not in (None, target.vocab_size):
-        raise ConfigError(
-            "vocab.size: EAGLE-1 drafts with the target's own head, over its whole vocabulary; set it to null"
-        )
+        what = "EAGLE-1 drafts with the target's own head, over its whole vocabulary"
+        raise ConfigError(f"vocab.size: {what}; set it to null")
     if eagle1 and (section.fc_norm or section.norm_output or section.norm_before_residual or section.aux_layer_ids):
         raise ConfigError("drafter: fc_norm, norm_output, norm_before_residual and aux_layer_ids are of EAGLE-3")
-    config = variant.config_for(target, layer=_layer(section, target))
-    max_positions = section.max_positions or target.max_positions
-    if max_positions < target.max_positions:
-        warnings.warn(
-            f"drafter.max_positions is {max_positions}, less than the target's {target.max_positions}: "
-            "acceptance collapses on longer inputs",
-            CheckpointWarning,
-            stacklevel=2,
-        )
-    config = replace(
+    # A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms.
+    plain = replace(target.layer.as_drafter, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
+    heads, head_dim = section.num_heads or plain.num_heads, section.head_dim or plain.head_dim
+    kv_heads = section.num_kv_heads or (plain.num_kv_heads if heads % plain.num_kv_heads == 0 else heads)
+    if heads % kv_heads:
+        raise ConfigError(f"drafter.num_kv_heads: found {kv_heads}, allowed is a divisor of {heads}, its heads")
+    if head_dim % 2:
+        raise ConfigError(f"drafter.head_dim: found {head_dim}, allowed is an even number")
+    mlp = section.intermediate_size or plain.intermediate_size
+    layer = replace(plain, intermediate_size=mlp, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    max_positions, longest = section.max_positions or target.max_positions, target.max_positions
+    if max_positions < longest:
+        consequence = f"less than the target's {longest}: acceptance collapses on longer inputs"
+        text = f"drafter.max_positions is {max_positions}, {consequence}"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+    aux_ids = section.aux_layer_ids or target.default_aux_layer_ids
+    if not eagle1 and (list(aux_ids) != sorted(set(aux_ids)) or aux_ids[0] < 0 or aux_ids[-1] > target.num_layers):
+        found = "found" if section.aux_layer_ids else "not set, and the usual ones do not suit this target:"
+        allowed = f"ascending layer inputs from 0 to {target.num_layers}"
+        raise ConfigError(f"drafter.aux_layer_ids: {found} {list(aux_ids)}, allowed are {allowed}")
+    config = variant.config_for(target, layer=layer)
+    return replace(
         config,
         num_layers=section.num_layers,
         draft_vocab_size=draft_vocab_size or target.vocab_size,
         max_positions=max_positions,
         own_embedding=section.train_embedding,
         norm_before_residual=section.norm_before_residual,
-    )
-    if eagle1:
-        return config
-    aux_ids = section.aux_layer_ids or target.default_aux_layer_ids
-    if list(aux_ids) != sorted(set(aux_ids)) or aux_ids[0] < 0 or aux_ids[-1] > target.num_layers:
-        found = "found" if section.aux_layer_ids else "not set, and the usual ones do not suit this target:"
-        raise ConfigError(
-            f"drafter.aux_layer_ids: {found} {list(aux_ids)}, allowed are ascending layer inputs "
-            f"from 0 to {target.num_layers}"
-        )
-    return replace(
-        config,
-        aux_layer_ids=aux_ids,
-        num_aux_states=len(aux_ids),
         fc_norm=variant.fc_norm if section.fc_norm is None else section.fc_norm,
         norm_output=variant.norm_output if section.norm_output is None else section.norm_output,
-    )
-
-
-def _layer(section: DrafterSection, target: TargetConfig) -> LayerConfig:
-    """A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms."""
-    plain = replace(target.layer.as_drafter, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
-    heads = section.num_heads or plain.num_heads
-    kv_heads = section.num_kv_heads or (plain.num_kv_heads if heads % plain.num_kv_heads == 0 else heads)
-    if heads % kv_heads:
-        raise ConfigError(f"drafter.num_kv_heads: found {kv_heads}, allowed is a divisor of {heads}, its heads")
-    head_dim = section.head_dim or plain.head_dim
-    if head_dim % 2:
-        raise ConfigError(f"drafter.head_dim: found {head_dim}, allowed is an even number")
-    return replace(
-        plain,
-        intermediate_size=section.intermediate_size or plain.intermediate_size,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        aux_layer_ids=None if eagle1 else aux_ids,
+        num_aux_states=config.num_aux_states if eagle1 else len(aux_ids),
     )
 
 
@@ -152,20 +131,18 @@ def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig) -> No
     for field in fields(DrafterConfig):
         found, wanted = getattr(earlier.config, field.name), getattr(drafter.config, field.name)
         if field.name not in free and found != wanted:
-            raise ConfigError(
-                f"drafter.init_from: {directory} has {field.name} {found}, but the recipe asks for {wanted}"
-            )
-    state = {name: value.float() for name, value in earlier.state_dict().items() if name != "vocabulary.d2t"}
+            difference = f"has {field.name} {found}, but the recipe asks for {wanted}"
+            raise ConfigError(f"drafter.init_from: {directory} {difference}")
     if earlier.lm_head is not None and drafter.lm_head is not None:
-        state.pop("lm_head.weight")
         old_ids = torch.arange(earlier.config.draft_vocab_size)
         old_row = torch.full((target.vocab_size,), -1)
         old_row[earlier.to_target_ids(old_ids)] = old_ids
         ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
         known_ids = old_row[ids] >= 0
         drafter.lm_head.weight[known_ids] = earlier.lm_head.weight.float()[old_row[ids[known_ids]]]
-    own = drafter.state_dict()
-    drafter.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False)
+    names = drafter.state_dict().keys() - {"vocabulary.d2t", "lm_head.weight"}
+    state = {name: value.float() for name, value in earlier.state_dict().items() if name in names}
+    drafter.load_state_dict(state, strict=False)
 
 
 class BorrowedEmbedding(nn.Embedding):

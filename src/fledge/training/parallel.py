@@ -61,20 +61,10 @@ class Processes:
             if self.world > 1:
                 self.store.set(name, json.dumps(result))
             return result
-        self._wait(name)
-        shared: _T = json.loads(self.store.get(name))
-        return shared
-
-    def gather(self, name: str) -> None:
-        """Return when every process has called this."""
-        if self.world > 1:
-            self.store.set(f"{name}/{self.rank}", "")
-            for rank in range(self.world):
-                self._wait(f"{name}/{rank}")
-
-    def _wait(self, name: str) -> None:
         while not self.store.check([name]):  # not `wait`, in which Ctrl-C would not be heard
             time.sleep(_POLL_SECONDS)
+        shared: _T = json.loads(self.store.get(name))
+        return shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +81,14 @@ class Workers(Processes):
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(device=place)
         local, timeout = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))), timedelta(minutes=30)
-        if place.type == "cuda":
-            if local >= torch.cuda.device_count():
-                raise ConfigError(
-                    f"process {local} of this machine has no GPU of its own ({torch.cuda.device_count()} here); "
-                    "start torchrun with fewer processes"
-                )
+        on_gpu, gpus = place.type == "cuda", torch.cuda.device_count()
+        if on_gpu:
+            if local >= gpus:
+                advice = f"({gpus} here); start torchrun with fewer processes"
+                raise ConfigError(f"process {local} of this machine has no GPU of its own {advice}")
             place = torch.device("cuda", local)
             torch.cuda.set_device(place)
-            dist.init_process_group("nccl", timeout=timeout, device_id=place)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=place if on_gpu else None)
         control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(device=place, rank=dist.get_rank(), world=dist.get_world_size(), control=control)
 

@@ -14,6 +14,7 @@ output/
 
 import fcntl
 import gc
+import json
 import os
 import shlex
 import shutil
@@ -24,17 +25,20 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import jinja2
 import torch
+import yaml
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.errors import ConfigError, FledgeError, nearest_name_hint
 from fledge.files import atomic_directory, digest, read_json, remove_temporaries, write_json
 from fledge.progress import Progress
+from fledge.provenance import shown_path
 from fledge.records import Record
 from fledge.training.parallel import Processes
 from fledge.training.recipe import Recipe
@@ -42,7 +46,7 @@ from fledge.version import __version__
 
 MANIFEST, STARTED = "manifest.json", "started.json"
 # Of `fledge.training.stages`, in the order in which they run.
-STAGES = ("prepare:STAGE", "regenerate:STAGE", "vocab:STAGE", "fit:CAPTURE", "fit:STAGE", "evaluate:STAGE")
+STAGES = ("prepare:STAGE", "regenerate:STAGE", "fit:VOCAB", "fit:CAPTURE", "fit:STAGE", "evaluate:STAGE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ class Stage:
     depends_on: tuple[str, ...]
     settings: Callable[[Recipe], dict[str, Any]]  # JSON values: all that the output depends on besides earlier stages
     run: Callable[[StageContext], dict[str, Any]]  # returns a summary for people, as JSON values
-    collective: bool = False  # runs in every process of a torchrun; others run in the first one only
+    collective: bool = False  # runs in every process of a torchrun, which end together; others in the first one only
 
     def key(self, recipe: Recipe, input_keys: Mapping[str, str]) -> str:
         """Changes with anything that the output depends on."""
@@ -129,11 +133,9 @@ class Pipeline:
         progress: Progress | None = None,
         command: str | None = None,
     ) -> None:
-        own = (resolve_name(f"fledge.training.stages.{name}") for name in STAGES)
         self.recipe, self.output = recipe, Path(recipe.output)
-        self.stages: Sequence[Stage] = tuple(own) if stages is None else stages
-        self.command = command or shlex.join(sys.argv)
-        self.progress = progress or Progress()
+        self.stages = stages or [resolve_name(f"fledge.training.stages.{name}") for name in STAGES]
+        self.command, self.progress = command or shlex.join(sys.argv), progress or Progress()
 
     @cached_property
     def keys(self) -> dict[str, str]:
@@ -151,15 +153,12 @@ class Pipeline:
         states: dict[str, StageState] = {}
         for stage in self.stages:
             directory = self.output / stage.name / self.keys[stage.name]
-            manifest, inputs = Manifest.read(directory), {name: states[name] for name in stage.depends_on}
-            # Made from the present runs of its inputs? One whose files are gone is taken as unchanged.
-            if manifest is not None and not all(
-                manifest.inputs.get(name) == state.manifest.run
-                if state.manifest is not None
-                else Manifest.read(state.directory) is None
-                for name, state in inputs.items()
-            ):
-                manifest = None
+            manifest = Manifest.read(directory)
+            for name in stage.depends_on:
+                # Made from the present run of its input? One whose files are gone is taken as unchanged.
+                now = Manifest.read(states[name].directory)
+                if manifest and now and (states[name].manifest is None or manifest.inputs.get(name) != now.run):
+                    manifest = None
             states[stage.name] = StageState(stage=stage, directory=directory, manifest=manifest)
         return states
 
@@ -181,47 +180,34 @@ class Pipeline:
             self.progress = Progress(quiet=True)
         self.keys = processes.share("keys", lambda: self.keys)
         with locked(self.output) if processes.is_first else nullcontext():
-            decided = processes.share("to-run", lambda: self._decide(selected, force))
+            decided = processes.share("to-run", lambda: stages_to_run(self.states(), selected, force, self.progress))
             for stage in self.stages:
                 if stage.name in decided:
                     self._run_stage(stage, processes, forced=stage.name in force)
-            if not processes.is_first:
-                return RunReport(ran=tuple(decided), states={})
-            states, drafter = self.states(), None
-            manifest = states["eval"].manifest if "eval" in states else None
-            if manifest is not None:
-                drafter = publish(self.output, states["eval"].directory / "drafter", manifest.run)
+            states = self.states() if processes.is_first else {}
+            evaluated, drafter = states.get("eval"), None
+            if evaluated is not None and evaluated.manifest is not None:
+                drafter = publish(self.output, evaluated.directory / "drafter", evaluated.manifest.run)
             return RunReport(ran=tuple(decided), states=states, drafter=drafter)
 
-    def _decide(self, selected: Sequence[str], force: Sequence[str]) -> list[str]:
-        states = self.states()
-        decided = stages_to_run(states, selected, force)
-        for name in selected:
-            if name not in decided:
-                self.progress.say(f"{name}: {'not needed' if states[name].manifest is None else 'up to date'}")
-        return decided
-
     def _run_stage(self, stage: Stage, processes: Processes, *, forced: bool) -> None:
-        runs, keys = processes.share(f"{stage.name}-begin", lambda: self._begin(stage, forced))
-        directory, *inputs = (self.output / n / self.keys[n] for n in (stage.name, *stage.depends_on))
+        runs = processes.share(f"{stage.name}-begin", lambda: self._begin(stage, forced))
+        started, summary = time.monotonic(), {}
+        paths = {name: self.output / name / self.keys[name] for name in (*stage.depends_on, stage.name)}
+        directory = paths.pop(stage.name)
         if stage.collective or processes.is_first:
-            started = time.monotonic()
-            named = dict(zip(stage.depends_on, inputs, strict=True))
-            summary = stage.run(
-                StageContext(recipe=self.recipe, directory=directory, inputs=named, progress=self.progress)
-            )
+            context = StageContext(recipe=self.recipe, directory=directory, inputs=paths, progress=self.progress)
+            summary = stage.run(context)
             gc.collect()  # models hold each other in cycles; the next stage needs their memory
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        if stage.collective:
-            processes.gather(f"{stage.name}-ran")
         if processes.is_first:
-            seconds = time.monotonic() - started
+            seconds, earlier = time.monotonic() - started, list(self.keys)[: list(self.keys).index(stage.name)]
             manifest = Manifest(
                 stage=stage.name,
                 key=directory.name,
                 inputs=runs,
-                input_keys=keys,
+                input_keys={name: self.keys[name] for name in earlier},
                 settings=stage.settings(self.recipe),
                 summary=summary,
                 seconds=round(seconds, 3),
@@ -231,12 +217,13 @@ class Pipeline:
             write_json(directory / MANIFEST, manifest.to_dict())
             shown = ", ".join([f"{name} {value}" for name, value in shown_numbers(summary).items()][:6])
             self.progress.say(f"{stage.name}: done in {duration(seconds)}{shown and f' ({shown})'}")
-        processes.gather(f"{stage.name}-finished")
 
-    def _begin(self, stage: Stage, forced: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """In the first process: prepare the directory. Return the runs of its inputs, and all keys before its own."""
-        states = self.states()  # earlier stages may have run since
-        runs, keys = dict[str, str](), dict[str, str]()
+    def _begin(self, stage: Stage, forced: bool) -> dict[str, str]:
+        """In the first process: make the directory ready to be filled. Return the runs of its inputs.
+
+        What an interrupted start left is kept if it was made from the same runs.
+        """
+        states, runs = self.states(), {}  # earlier stages may have run since
         for name in stage.depends_on:
             manifest = states[name].manifest
             if manifest is None:
@@ -245,13 +232,16 @@ class Pipeline:
                     "leave out --only and --from, or run it first"
                 )
             runs[name] = manifest.run
-            keys |= {**manifest.input_keys, name: manifest.key}
         directory = states[stage.name].directory
-        if forced:
+        resumed = not forced and read_json(directory / STARTED) == {"inputs": runs}
+        if not resumed:
             clear(directory)
-        resumed = begin(directory, runs)
+            directory.mkdir(parents=True)
+            write_json(directory / STARTED, {"inputs": runs})
+        (directory / MANIFEST).unlink(missing_ok=True)
+        remove_temporaries(directory)
         self.progress.say(f"{stage.name}: {'going on where it was interrupted' if resumed else 'started'}")
-        return runs, keys
+        return runs
 
 
 def select_stages(
@@ -273,7 +263,9 @@ def select_stages(
     return selected
 
 
-def stages_to_run(states: Mapping[str, StageState], selected: Sequence[str], force: Sequence[str] = ()) -> list[str]:
+def stages_to_run(
+    states: Mapping[str, StageState], selected: Sequence[str], force: Sequence[str], progress: Progress
+) -> list[str]:
     """Return the selected stages that must run: those forced, or incomplete and read by one that runs, or built on one.
 
     An incomplete stage whose output nothing will read is left alone: its files may have been removed to save space.
@@ -288,15 +280,19 @@ def stages_to_run(states: Mapping[str, StageState], selected: Sequence[str], for
         if name not in running and (inputs[name] & running or (name in incomplete and readers[name] & running))
     }:
         running |= more
+    for name in selected:
+        if name not in running:
+            progress.say(f"{name}: {'not needed' if name in incomplete else 'up to date'}")
     return [name for name in selected if name in running]
 
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Refuse a second run in the same directory. The lock goes with the process, however it ends."""
+    lock = output / "lock"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        file = (output / "lock").open("a+", encoding="utf-8")
+        file = lock.open("a", encoding="utf-8")
     except OSError as error:
         raise FledgeError(f"{output}: cannot be written to: {error.strerror}") from None
     with file:
@@ -304,28 +300,12 @@ def locked(output: Path) -> Iterator[None]:
             # Held by this process and not by children that it forks, which may outlive it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = lock.read_text(encoding="utf-8") or "another process"
             raise FledgeError(f"{output}: {holder} is training there; wait for it, or choose another output") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        file.flush()  # not closed: that would release the lock
         yield
-
-
-def begin(directory: Path, inputs: Mapping[str, str]) -> bool:
-    """Make a stage's directory ready to be filled. Return whether there is something to go on from.
-
-    What an interrupted start left is kept if it was made from the same runs of the earlier stages.
-    """
-    resumed = read_json(directory / STARTED) == {"inputs": dict(inputs)}
-    if not resumed:
-        clear(directory)
-        directory.mkdir(parents=True)
-        write_json(directory / STARTED, {"inputs": dict(inputs)})
-    (directory / MANIFEST).unlink(missing_ok=True)
-    remove_temporaries(directory)
-    return resumed
 
 
 def clear(directory: Path) -> None:
@@ -359,6 +339,34 @@ def shown_numbers(summary: Mapping[str, Any]) -> dict[str, str]:
         for name, value in summary.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+def shown_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe in full, its paths relative to where the run's directory lies: a card is read on other machines."""
+    base = Path(recipe.output).parent
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shown(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [shown(item) for item in value]
+        return shown_path(value, base) if isinstance(value, str) and os.path.isabs(value) else value
+
+    return {key: shown(item) for key, item in recipe.to_dict().items()}
+
+
+def fill_template(template: str, **values: Any) -> str:
+    """Fill one of this package's templates."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fledge.training", "."),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["json"] = json.dumps
+    environment.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    return environment.get_template(template).render(values)
 
 
 def duration(seconds: float) -> str:

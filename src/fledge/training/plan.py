@@ -15,28 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch.utils.benchmark import Timer
 
 from fledge.checkpoints.source import resolve
 from fledge.devices import DTYPES, choose_device
-from fledge.errors import PromptError
-from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
+from fledge.evaluation.conversations import refuse_if_empty
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.training.capture import target_config
-from fledge.training.card import fill_template
-from fledge.training.data.packing import packed_rows
-from fledge.training.data.rendering import Renderer
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore, packed_rows
 from fledge.training.drafter_setup import drafter_config
-from fledge.training.pipeline import Pipeline, StageState, duration
+from fledge.training.pipeline import Pipeline, StageContext, StageState, duration, fill_template
 from fledge.training.recipe import FitSection, Recipe, TargetSection
-from fledge.training.stages.fit import compute_dtype
-from fledge.training.stages.prepare import EXAMPLES, open_renderer, prompt_ids
-from fledge.training.stages.vocab import read_vocabulary
+from fledge.training.stages.fit import compute_dtype, read_vocabulary
+from fledge.training.stages.prepare import EXAMPLES, Preparation, Varied
 from fledge.training.ttt import CHUNK_ROWS
 
 FIT_SHARE = 0.4  # of the measured matrix rate: what a fit reaches, about
@@ -165,10 +161,8 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
 
     `probe` is what `measure_speed` returns.
     """
-    device = choose_device(recipe.device)
+    device, target, states = choose_device(recipe.device), target_config(recipe.target), Pipeline(recipe).states()
     compute = compute_dtype(recipe.fit, device)
-    target = target_config(recipe.target)
-    states = Pipeline(recipe).states()
     data, lengths = data_size(recipe, states)
     mean_length = data["tokens"] / max(1, data["examples"])
     draft_vocab = recipe.vocab.size if recipe.vocab.size is not None and recipe.vocab.size < target.vocab_size else None
@@ -188,155 +182,124 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
     )
     probe = probe or measure_speed(device, compute)
     rate: float = probe["flops_per_second"]
-    # Rows as the trainer packs them; those of a sample are scaled.
-    rows = len(packed_rows(lengths, length=recipe.fit.length, seed=recipe.fit.seed, epoch=0))
-    fit = _fit(shape, max(1, round(rows * data["examples"] / max(1, len(lengths)))), device, rate)
 
-    def pass_seconds(tokens: int, share: float, *, head: bool) -> float:
+    def target_seconds(tokens: int, share: float, *, head: bool) -> float:
         flops = target_flops_per_token(target, shape.target_parameters, mean_length / 2, head=head)
         return tokens * flops / (share * rate)
 
-    new_tokens, eval_tokens = data["answer_tokens"] if recipe.regenerate.enabled else 0, _eval_tokens(recipe)
+    # Rows as the trainer packs them; those of a sample are scaled.
+    packed = len(packed_rows(lengths, length=recipe.fit.length, seed=recipe.fit.seed, epoch=0))
+    rows = max(1, round(packed * data["examples"] / max(1, len(lengths))))
+    steps, memory = recipe.fit.total_steps(rows), shape.memory()
+    slots = steps * recipe.fit.rows * recipe.fit.length
+    flops = {part: slots * each for part, each in shape.flops_per_slot().items()}
+    new_tokens, section = data["answer_tokens"] if recipe.regenerate.enabled else 0, recipe.eval
+    prompts = section.max_prompts * len(section.sources) or min(section.max_prompts, recipe.data.held_out)
+    # `eval` generates at most once without a drafter, for each candidate, and at each depth.
+    few = recipe.fit.candidates * min(prompts, section.candidate_prompts) if recipe.fit.candidates > 1 else 0
+    eval_tokens = section.enabled * section.max_tokens * (prompts * (1 + len(recipe.eval_depths)) + few)
     state_tokens = 0 if shape.online else data["tokens"]
     disk = next(path for path in (Path(recipe.output), *Path(recipe.output).parents) if path.exists())
-    capture = {
-        "mode": recipe.capture.mode,
-        "bytes_per_token": shape.state_bytes_per_token,
-        "bytes": state_tokens * shape.state_bytes_per_token,
-        "disk_free": shutil.disk_usage(disk).free,
-        "seconds": pass_seconds(state_tokens, FORWARD_SHARE, head=False),
-    }
-    progress = {
-        name: "up to date" if state.manifest else "interrupted" if state.directory.is_dir() else "to run"
-        for name, state in states.items()
-    }
-    return {
+    plan = {
         "device": probe["device"],
         "processes": shape.processes,
-        "stages": [{"stage": n, "key": states[n].directory.name, "state": state} for n, state in progress.items()],
+        "stages": [
+            {
+                "stage": name,
+                "key": state.directory.name,
+                "state": "up to date" if state.manifest else "interrupted" if state.directory.is_dir() else "to run",
+            }
+            for name, state in states.items()
+        ],
         "data": data,
         "regenerate": {
             "enabled": recipe.regenerate.enabled,
             "tokens": new_tokens,
-            "seconds": pass_seconds(new_tokens, DECODE_SHARE, head=True),
+            "seconds": target_seconds(new_tokens, DECODE_SHARE, head=True),
         },
         "vocab": {"size": draft_vocab, "target": target.vocab_size},
-        "capture": capture,
-        "fit": fit,
-        "eval": {"tokens": eval_tokens, "seconds": pass_seconds(eval_tokens, DECODE_SHARE, head=True)},
+        "capture": {
+            "mode": recipe.capture.mode,
+            "bytes_per_token": shape.state_bytes_per_token,
+            "bytes": state_tokens * shape.state_bytes_per_token,
+            "disk_free": shutil.disk_usage(disk).free,
+            "seconds": target_seconds(state_tokens, FORWARD_SHARE, head=False),
+        },
+        "fit": {
+            "parameters": shape.parameters,
+            "rows": rows,
+            "steps": steps,
+            "slots": slots,
+            "memory": memory,
+            "memory_total": sum(memory.values()),
+            "memory_free": free_memory(device),
+            "flops": flops,
+            "flops_total": sum(flops.values()),
+            "seconds": sum(flops.values()) / (FIT_SHARE * rate * shape.processes),
+        },
+        "eval": {"tokens": eval_tokens, "seconds": target_seconds(eval_tokens, DECODE_SHARE, head=True)},
         "probe": dict(probe),
-        "warnings": _warnings(recipe, shape, fit, capture, captured=states["capture"].manifest is not None),
     }
+    return {**plan, "warnings": _warnings(recipe, plan)}
+
+
+def _warnings(recipe: Recipe, plan: Mapping[str, Any]) -> list[str]:
+    fit, states, disk, vocab = plan["fit"], plan["capture"]["bytes"], plan["capture"]["disk_free"], plan["vocab"]
+    captured = any(row["stage"] == "capture" and row["state"] == "up to date" for row in plan["stages"])
+    needed, free, biggest = fit["memory_total"], fit["memory_free"], max(fit["memory"], key=fit["memory"].__getitem__)
+    size, rows, processes = recipe.vocab.size or 0, recipe.fit.rows, plan["processes"]
+    warnings = []
+    if needed > MEMORY_MARGIN * free:
+        most = f"most of it is {biggest}: {_REMEDIES[biggest]}"
+        warnings.append(f"fit needs about {decimal(needed)}, but {decimal(free)} are free; {most}")
+    if states > disk and not captured:
+        room = f"hidden states need {decimal(states)} of disk, but {decimal(disk)} are free"
+        warnings.append(f"{room}; use capture.mode=online")
+    if rows % processes:
+        warnings.append(f"fit.rows is {rows}, no multiple of the {processes} processes")
+    if size > vocab["target"]:
+        warnings.append(f"vocab.size is {size:,}, but the target has {vocab['target']:,} tokens: all are taken")
+    return warnings
 
 
 def plan_text(recipe: Recipe, plan: Mapping[str, Any]) -> str:
     """The plan as Markdown: what each stage does and takes, and the memory of `fit`."""
-    people = {"gigabytes": gigabytes, "duration": duration}
     shares = {"fit_share": FIT_SHARE, "decode_share": DECODE_SHARE}
-    return fill_template("plan.md.jinja", recipe=recipe, plan=plan, **people, **shares)
+    return fill_template("plan.md.jinja", recipe=recipe, plan=plan, size=decimal, duration=duration, **shares)
 
 
 def data_size(recipe: Recipe, states: Mapping[str, StageState]) -> tuple[dict[str, Any], list[int]]:
     """What there is to learn from, and the lengths of the examples, or of a sample of them.
 
-    Exact where the examples are there; else from a sample of the files through the tokenizer.
+    Exact where the examples are there; else from a sample of the files as `prepare` renders them.
     """
-    stage = "regenerate" if recipe.regenerate.enabled else "prepare"
+    answers_follow, longest = recipe.regenerate.enabled, recipe.data.max_length
+    stage = "regenerate" if answers_follow else "prepare"
     scale, exact = 1.0, states[stage].manifest is not None
     if exact:
         store = TokenStore.open(states[stage].directory / EXAMPLES)
         how, lengths, answers = f"the examples that '{stage}' has made", store.lengths.tolist(), store.answer_tokens
     else:
-        renderer = open_renderer(recipe)
-        skipped = Skipped()
-        conversations = [one for _, one in read_conversations(recipe.data.sources, skipped)]
-        refuse_if_empty(len(conversations), skipped, recipe.data.sources)
+        preparation = Preparation(StageContext(recipe=recipe, directory=Path(recipe.output)))
+        conversations = list(preparation.usable(preparation.skipped))
+        refuse_if_empty(len(conversations), preparation.skipped, recipe.data.sources)
         sample = conversations[:: max(1, len(conversations) // SAMPLE)][:SAMPLE]
-        sizes = [size for one in sample for size in _example_sizes(recipe, renderer, one)]
+        batch = [(where, Varied(conversation=one)) for where, one in sample]
+        sizes = []
+        for each in (sequence.cut(longest) for _, several in preparation.sequences(batch) for sequence in several):
+            prompt, answer = len(each.tokens) - sum(each.answer), sum(each.answer)
+            if answers_follow:
+                prompt, answer = len(each.tokens), min(recipe.regenerate.max_tokens, longest - len(each.tokens))
+            if answer >= recipe.data.min_answer_tokens:
+                sizes.append((prompt + answer, answer))
         lengths, answers = [total for total, _ in sizes], sum(answer for _, answer in sizes)
         held_out = 0 if recipe.eval.sources else min(recipe.data.held_out, len(conversations) // 2)
         count = min(max(1, len(conversations) - held_out), recipe.data.max_examples or len(conversations))
-        scale = count * (recipe.regenerate.samples if recipe.regenerate.enabled else 1) / len(sample)
-        how = f"a sample of {len(sample)} of {len(conversations):,} conversations; answers: " + (
-            "at most regenerate.max_tokens each" if recipe.regenerate.enabled else "those of the data"
-        )
-    size = {
-        "exact": exact,
-        "how": how,
-        "examples": round(len(lengths) * scale),
-        "tokens": round(sum(lengths) * scale),
-        "answer_tokens": round(answers * scale),
-    }
-    return size, lengths
-
-
-def _example_sizes(recipe: Recipe, renderer: Renderer, conversation: Conversation) -> list[tuple[int, int]]:
-    """(tokens, answer tokens) of each example that a conversation becomes; nothing for one that is left out."""
-    longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
-    try:
-        if recipe.regenerate.enabled:
-            if conversation.text is None and not conversation.question():
-                return []
-            prompt = len(prompt_ids(renderer, conversation, longest))
-            answer = min(recipe.regenerate.max_tokens, longest - prompt)
-            return [(prompt + answer, answer)] if answer >= least else []
-        sequences = renderer.examples(conversation)
-    except PromptError:
-        return []
-    cut = [sequence.cut(longest) for sequence in sequences]
-    return [(len(c.tokens), sum(c.answer)) for c in cut if sum(c.answer) >= least]
-
-
-def _fit(shape: FitShape, rows: int, device: torch.device, flops_per_second: float) -> dict[str, Any]:
-    steps = shape.fit.total_steps(rows)
-    slots = steps * shape.fit.rows * shape.fit.length
-    flops = {part: slots * each for part, each in shape.flops_per_slot().items()}
-    memory = shape.memory()
-    return {
-        "parameters": shape.parameters,
-        "rows": rows,
-        "steps": steps,
-        "slots": slots,
-        "memory": memory,
-        "memory_total": sum(memory.values()),
-        "memory_free": free_memory(device),
-        "flops": flops,
-        "flops_total": sum(flops.values()),
-        "seconds": sum(flops.values()) / (FIT_SHARE * flops_per_second * shape.processes),
-    }
-
-
-def _eval_tokens(recipe: Recipe) -> int:
-    """Tokens that `eval` generates at most: once without a drafter, for each candidate, and at each depth."""
-    section = recipe.eval
-    prompts = section.max_prompts * len(section.sources) or min(section.max_prompts, recipe.data.held_out)
-    candidates = recipe.fit.candidates * min(prompts, section.candidate_prompts) if recipe.fit.candidates > 1 else 0
-    return section.enabled * section.max_tokens * (prompts * (1 + len(recipe.eval_depths)) + candidates)
-
-
-def _warnings(
-    recipe: Recipe, shape: FitShape, fit: Mapping[str, Any], capture: Mapping[str, Any], *, captured: bool
-) -> list[str]:
-    memory, free, vocab, full = fit["memory"], fit["memory_free"], recipe.vocab.size or 0, shape.target.vocab_size
-    needed, biggest = fit["memory_total"], max(memory, key=memory.__getitem__)
-    states, disk = capture["bytes"], capture["disk_free"]
-    warnings = [
-        (
-            needed > MEMORY_MARGIN * free,
-            f"fit needs about {gigabytes(needed)}, but {gigabytes(free)} are free; most of it is {biggest}: "
-            f"{_REMEDIES[biggest]}",
-        ),
-        (
-            not captured and states > disk,
-            f"hidden states need {gigabytes(states)} of disk, but {gigabytes(disk)} are free; use capture.mode=online",
-        ),
-        (
-            recipe.fit.rows % shape.processes > 0,
-            f"fit.rows is {recipe.fit.rows}, no multiple of the {shape.processes} processes",
-        ),
-        (vocab > full, f"vocab.size is {vocab:,}, but the target has {full:,} tokens: all are taken"),
-    ]
-    return [text for holds, text in warnings if holds]
+        scale = count * (recipe.regenerate.samples if answers_follow else 1) / len(sample)
+        whose = "at most regenerate.max_tokens each" if answers_follow else "those of the data"
+        how = f"a sample of {len(sample)} of {len(conversations):,} conversations; answers: {whose}"
+    counts = {"examples": len(lengths), "tokens": sum(lengths), "answer_tokens": answers}
+    return {"exact": exact, "how": how, **{name: round(count * scale) for name, count in counts.items()}}, lengths
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> dict[str, Any]:
@@ -354,12 +317,3 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def gigabytes(count: float) -> str:
-    """Bytes for people, in powers of 1000 as disks are sold."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

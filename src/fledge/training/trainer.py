@@ -5,11 +5,15 @@ It can end after any of them, by a signal or by a kill, and goes on from the las
 the same log. That state is one file, which is either the old one or the new one, never a part.
 """
 
+import importlib.util
+import json
+import math
+import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,29 +23,169 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fledge.checkpoints.drafter import save_drafter
 from fledge.devices import DTYPES
-from fledge.errors import FledgeError, describe
+from fledge.errors import ConfigError, FledgeError, describe
 from fledge.files import atomic_path, remove_temporaries
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.progress import Progress
 from fledge.training.capture import CaptureModel
+from fledge.training.data.examples import map_tensors
 from fledge.training.data.loader import StepData, StepLoader
-from fledge.training.data.packing import map_tensors
-from fledge.training.metrics import TrainingLog, TttMetrics
-from fledge.training.optimizer import Optimisation
 from fledge.training.parallel import Workers
 from fledge.training.recipe import FitSection
-from fledge.training.ttt import Teacher, TttModel, TttOutputs
+from fledge.training.ttt import Teacher, TttMetrics, TttModel, TttOutputs
 
-RESUME_FILE = "resume.pt"
+LOG_FILE, RESUME_FILE = "log.jsonl", "resume.pt"
+_COUNTERS = ("skipped", "bad_in_a_row", "longest_bad_run")  # of steps that were left out
+
+
+class TrainingLog:
+    """A JSONL file, and TensorBoard and Weights & Biases too where the recipe asks for them.
+
+    `position` bytes of an earlier log are kept and the rest is written again.
+    """
+
+    def __init__(self, directory: Path, fit: FitSection, *, run_name: str, position: int = 0, step: int = 0) -> None:
+        self.path = directory / LOG_FILE
+        self._file = self.path.open("ab")
+        if os.fstat(self._file.fileno()).st_size < position:
+            raise FledgeError(f"{self.path}: shorter than when the state was saved; remove resume.pt to start again")
+        self._file.truncate(position)
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if fit.tensorboard:
+            module = importlib.import_module("torch.utils.tensorboard")
+            self._tensorboard = module.SummaryWriter(directory / "tensorboard", purge_step=step + 1)
+        if fit.wandb_project:
+            wandb = importlib.import_module("wandb")
+            kept = directory / "wandb-run"  # the same run again after an interruption
+            if not kept.is_file():
+                kept.write_text(wandb.util.generate_id())
+            names = {"project": fit.wandb_project, "id": kept.read_text(), "name": run_name}
+            self._wandb = wandb.init(**names, dir=directory, resume="allow", config={"run": run_name})
+
+    @property
+    def position(self) -> int:
+        """Bytes written. They are on their way to the disk when this returns."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write((json.dumps(record) + "\n").encode())
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in flat(record):
+                self._tensorboard.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(dict(flat(record)), step=record["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a log. A last line that was cut off is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def flat(record: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a record by name; entry k of a list is `name/k`."""
+    for name, value in record.items():
+        if isinstance(value, Mapping | list):
+            below = value if isinstance(value, Mapping) else dict(enumerate(value))
+            yield from flat(below, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", float(value)
+
+
+def check_available(fit: FitSection) -> None:
+    """Raise ConfigError where the recipe asks for a logger that is not installed."""
+    for key, module in (("tensorboard", "tensorboard"), ("wandb_project", "wandb")):
+        if getattr(fit, key) and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"fit.{key}: {module} is not installed; `pip install {module}`, or unset it")
 
 
 class TrainingInterrupted(KeyboardInterrupt):
     """Training was asked to stop, and did after a whole step; the message says how to go on."""
+
+
+class Optimisation:
+    """AdamW over float32 master weights, a warmed-up cosine schedule, and steps that do no harm when numbers break.
+
+    A step whose loss or gradient is not finite is left out on the device itself, through the `found_inf` flag of
+    torch's fused AdamW (made for gradient scalers), and counted there: nothing waits for it until the counts are read.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], fit: FitSection, total_steps: int) -> None:
+        self.fit, self.total_steps = fit, total_steps
+        self.parameters = trained = [p for p in parameters if p.requires_grad]
+        assert all(p.dtype == torch.float32 for p in trained), "master weights are float32"
+        matrices = [p for p in trained if p.dim() >= 2]
+        others = [p for p in trained if p.dim() < 2]  # norms and biases: decay would only pull them to zero
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": fit.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=fit.lr,
+            betas=fit.betas,
+            fused=True,
+        )
+        zeros = torch.zeros(3, dtype=torch.int64, device=trained[0].device)
+        self.skipped, self.bad_in_a_row, self.longest_bad_run = zeros.unbind()  # steps left out so far
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: up along a line, then down along half a cosine."""
+        warmup = max(1, round(self.fit.warmup * self.total_steps)) if self.fit.warmup > 0 else 0
+        if step < warmup:
+            return self.fit.lr * (step + 1) / warmup
+        share = (step - warmup) / max(1, self.total_steps - warmup)
+        floor = self.fit.min_lr_ratio
+        return self.fit.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0))))
+
+    def step(self, step: int, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Update the weights and clear the gradients. Returns their norm before clipping, and whether it was done.
+
+        `loss` is the step's, of all processes: all of them must decide the same.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.fit.clip, foreach=True)
+        if is_sharded := isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        if is_sharded:  # sharded tensors do not mix with the flag: here the host waits, once in a step
+            if not bool(bad):
+                self.optimizer.step()
+        else:
+            self.optimizer.grad_scale, self.optimizer.found_inf = None, bad.float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped += bad
+        self.bad_in_a_row = (self.bad_in_a_row + 1) * bad
+        self.longest_bad_run = torch.maximum(self.longest_bad_run, self.bad_in_a_row)
+        return norm, ~bad
+
+    def check(self, step: int) -> None:
+        """Give up after too many bad steps in a row. Reads from the device."""
+        run = int(self.longest_bad_run)
+        if run >= self.fit.max_bad_steps:
+            what = f"{run} steps in a row up to step {step} had a loss or gradient that is not finite"
+            advice = "lower fit.lr or fit.clip, check the target's dtype, or set fit.compute_dtype=float32"
+            raise FledgeError(f"fit: {what} (they changed no weights); {advice}")
 
 
 class _ForwardBackward(nn.Module):
@@ -109,9 +253,8 @@ class Trainer:
                 advance(1, note=note)
                 after_step(self.done)
                 if stopping:
-                    raise TrainingInterrupted(
-                        f"stopped after step {self.done} of {self.total_steps}; the same command goes on from there"
-                    )
+                    where = f"step {self.done} of {self.total_steps}"
+                    raise TrainingInterrupted(f"stopped after {where}; the same command goes on from there")
         return self.done - first
 
     def _step(self, data: StepData) -> None:
@@ -149,27 +292,23 @@ class Trainer:
 
     def _pass(self, weights: dict[str, Tensor] | None, *inputs: Any) -> TttOutputs:
         """Forward and backward over one micro-batch."""
-        outputs: TttOutputs = (
-            self._passes(*inputs) if weights is None else functional_call(self._passes, weights, inputs)
-        )
-        return outputs
+        made = self._passes(*inputs) if weights is None else functional_call(self._passes, weights, inputs)
+        return TttOutputs(*made)
 
     def _write_log(self, epoch: int, tokens_per_second: float) -> str:
         """Write what happened since the last line, and begin anew. Returns a note for people."""
         self.workers.sum(*self.sums.tensors())
-        report = self.sums.report()
+        report = {
+            "step": self.done,
+            "epoch": epoch,
+            "lr": self.optimisation.rate(self.done - 1),
+            "tokens": self.tokens,
+            "tokens_per_second": round(tokens_per_second, 1),
+            "skipped": int(self.optimisation.skipped),
+            **self.sums.report(),
+        }
         if self._log is not None:
-            self._log.write(
-                {
-                    "step": self.done,
-                    "epoch": epoch,
-                    "lr": self.optimisation.rate(self.done - 1),
-                    "tokens": self.tokens,
-                    "tokens_per_second": round(tokens_per_second, 1),
-                    "skipped": int(self.optimisation.skipped),
-                    **report,
-                }
-            )
+            self._log.write(report)
         self.sums = TttMetrics.zeros(self.fit.depth, self.workers.device)
         loss, length = report["loss"], report["simulated_acceptance_length"]
         said = "no finite step" if loss is None else f"loss {loss:.3f}"
@@ -179,18 +318,21 @@ class Trainer:
     def _save(self) -> None:
         """Write the candidate of this step, if it is one, then the state to resume from."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        states: Any = get_state_dict(self.model, self.optimisation.optimizer, options=options)
-        model, optimizer = states
+        model: Any
+        model, optimizer = get_state_dict(self.model, self.optimisation.optimizer, options=options)
         if not all(bool(weight.isfinite().all()) for weight in model.values()):
-            raise FledgeError(
-                f"fit: after step {self.done} the weights are not finite: training diverged; lower fit.lr (it is "
-                f"{self.fit.lr:g})"
-            )
+            advice = f"training diverged; lower fit.lr (it is {self.fit.lr:g})"
+            raise FledgeError(f"fit: after step {self.done} the weights are not finite: {advice}")
         sums = [tensor.clone() for tensor in self.sums.tensors()]
         self.workers.sum(*sums)
         if self._log is not None:  # the first process
-            if self.done in candidate_steps(self.fit, self.total_steps):
-                self._write_candidate(model)
+            if self.done in candidate_steps(self.fit, self.total_steps):  # in vLLM's format, in the target's dtype
+                directory = self.directory / "candidates" / f"step-{self.done:06}"
+                shutil.rmtree(directory, ignore_errors=True)  # of a start that was killed right after writing it
+                drafter = build(self.drafter.config)
+                drafter.load_state_dict({name.removeprefix("drafter."): value for name, value in model.items()})
+                drafter = drafter.to(DTYPES[self.drafter.config.dtype])
+                save_drafter(drafter, directory, provenance={**self.provenance, "step": self.done})
             state = {
                 "key": self.key,
                 "step": self.done,
@@ -198,7 +340,7 @@ class Trainer:
                 "tokens": self.tokens,
                 "model": model,
                 "optimizer": optimizer,
-                "counters": self.optimisation.counters(),
+                "counters": {name: int(getattr(self.optimisation, name)) for name in _COUNTERS},
                 "sums": [tensor.cpu() for tensor in sums],
                 "log_bytes": self._log.position,  # what comes after them will be written again
             }
@@ -222,23 +364,14 @@ class Trainer:
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(full_state_dict=True),
         )
-        self.optimisation.set_counters(state["counters"])
+        for name in _COUNTERS:
+            getattr(self.optimisation, name).fill_(state["counters"][name])
         if self.workers.is_first:  # the sums of all processes go on in the first
             for tensor, saved in zip(self.sums.tensors(), state["sums"], strict=True):
                 tensor.copy_(saved)
         self.done, self.tokens, self.position = state["step"], state["tokens"], state["position"]
         self.progress.say(f"fit: goes on from step {self.done} of {self.total_steps}")
-        log_bytes: int = state["log_bytes"]
-        return log_bytes
-
-    def _write_candidate(self, state: Mapping[str, Tensor]) -> None:
-        """A checkpoint in vLLM's format, in the target's dtype."""
-        directory = self.directory / "candidates" / f"step-{self.done:06}"
-        shutil.rmtree(directory, ignore_errors=True)  # of a start that was killed right after writing it
-        drafter = build(self.drafter.config)
-        drafter.load_state_dict({name.removeprefix("drafter."): value for name, value in state.items()})
-        drafter = drafter.to(DTYPES[self.drafter.config.dtype])
-        save_drafter(drafter, directory, provenance={**self.provenance, "step": self.done})
+        return int(state["log_bytes"])
 
 
 def read_resume_state(path: Path, key: str) -> dict[str, Any] | None:

@@ -8,12 +8,12 @@ Draft step k of slot t, for a text x0 x1 x2 ... of one document:
     sits at     position t + k
     is taught   the target's distribution after x[t+1+k]
 
-Slots do not move: what shifts with k are tokens, teachers and the mask of what counts (`fledge.training.data.packing`).
+Slots do not move: what shifts with k are tokens, teachers and the mask of what counts (`training.data.examples`).
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.kernels.draft_loss import draft_loss
 from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetStates
 from fledge.training.attention import Backend, Blocks, DocumentLayout, TttStorage, compiled
-from fledge.training.data.packing import PackedBatch, map_tensors, shifted
-from fledge.training.metrics import TttMetrics
+from fledge.training.data.examples import PackedBatch, map_tensors, shifted
 from fledge.training.recipe import FitSection
 
 HARMLESS_TOKEN = 0  # read by slots that have run past their document
@@ -112,6 +112,79 @@ class StepInputs:
             taught=batch.supervised(step),
             target_rows=(rows + teachers).flatten(),
         )
+
+
+@dataclass(kw_only=True)
+class TttMetrics:
+    """Sums over taught slots by draft step. Tensors [depth] unless said otherwise; nothing here waits for the device.
+
+    They just add up over micro-batches, processes and steps; means are made when a line of the log is written.
+    `tensors()` are the sums themselves, for an all-reduce in place.
+    """
+
+    supervised: Tensor  # int64: taught slots
+    outside: Tensor  # int64: of these, slots whose target choice no draft can be; they add no loss
+    correct: Tensor  # int64: slots where the drafter's choice is the target's
+    loss: Tensor  # float64
+    feature_loss: Tensor  # float64: EAGLE-1's smooth L1
+    overlap: Tensor  # float64: chance that a sampled draft is accepted, 0 outside the vocabulary
+    tally: Tensor  # int64 [depth + 1, depth + 1]: rounds from slots taught at step 0, by drafted and accepted tokens
+    recorded: Tensor  # int64: taught slots of the steps that recorded what follows
+    hidden_rms: Tensor  # float64: of what is fed to the next step
+    head_rms: Tensor  # float64: of what the head reads
+    own_attention: Tensor  # float64: mass on the drafter's own earlier drafts
+    sink_attention: Tensor  # float64: mass on the document's first token
+    steps: Tensor  # float64 [3]: loss and gradient norm of whole optimizer steps, and their number
+
+    @classmethod
+    def zeros(cls, depth: int, device: torch.device | str = "cpu") -> "TttMetrics":
+        counts = {"supervised", "outside", "correct", "tally", "recorded"}
+        shapes = {"tally": (depth + 1, depth + 1), "steps": (3,)}
+        kinds = {f.name: torch.int64 if f.name in counts else torch.float64 for f in fields(cls)}
+        return cls(**{n: torch.zeros(shapes.get(n, (depth,)), dtype=kinds[n], device=device) for n in kinds})
+
+    def add(self, other: "TttMetrics", good: Tensor | None = None) -> None:
+        """Add in place. What is not good (bool scalar) adds nothing, or its numbers would spoil the sums."""
+        for total, part in zip(self.tensors(), other.tensors(), strict=True):
+            total.add_(part if good is None else part.where(good, 0))
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, f.name) for f in fields(self)]
+
+    def acceptance(self) -> AcceptanceStatistics:
+        """As if every slot taught at step 0 had been a round: drafts count until the first one that is wrong."""
+        statistics = AcceptanceStatistics()
+        for drafted, row in enumerate(self.tally.tolist()):
+            for accepted, rounds in enumerate(row[: drafted + 1]):
+                statistics.add(drafted=drafted, accepted=accepted, rounds=rounds)
+        return statistics
+
+    def report(self) -> dict[str, Any]:
+        """Return means as JSON values; None where nothing was taught. Waits for the device."""
+        supervised, recorded = self.supervised.tolist(), self.recorded.tolist()
+        acceptance, total = self.acceptance(), sum(supervised)
+        loss, norm, steps = self.steps.tolist()
+
+        def means(sums: Tensor, counts: list[int] = supervised) -> list[float | None]:
+            return [value / count if count else None for value, count in zip(sums.tolist(), counts, strict=True)]
+
+        report: dict[str, Any] = {
+            "loss": loss / steps if steps else None,
+            "grad_norm": norm / steps if steps else None,
+            "loss_by_depth": means(self.loss),
+            "accuracy_by_depth": means(self.correct),
+            "overlap_by_depth": means(self.overlap),
+            "outside_vocabulary": int(self.outside.sum()) / total if total else None,
+            "simulated_acceptance_length": acceptance.acceptance_length,
+            "simulated_acceptance_by_depth": list(acceptance.rate_by_depth),
+            "supervised": supervised,
+        }
+        if bool(self.feature_loss.any()):
+            report["feature_loss_by_depth"] = means(self.feature_loss)
+        if any(recorded):
+            for name in ("hidden_rms", "head_rms", "own_attention", "sink_attention"):
+                report[f"{name}_by_depth"] = means(getattr(self, name), recorded)
+        return report
 
 
 class TttOutputs(NamedTuple):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fledge.layers.attention import AttentionSpec
 from fledge.training import attention
 from fledge.training.attention import MASK_BLOCK, DocumentLayout, TttStorage
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from tests.tiny_models import TARGET_CONFIGS, make_target
 from tests.unit.training.ttt_cases import Document, WrittenOutStorage, documents, pack, states_of, usual_batch
 

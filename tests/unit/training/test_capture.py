@@ -14,7 +14,7 @@ from fledge.checkpoints.target import save_target
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.target.decoder import TargetStates
 from fledge.training.capture import FledgeCapture, TransformersCapture, open_target, target_config
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import TargetSection
 from tests.fit_cases import TARGET, packed
 from tests.tiny_models import TARGET_CONFIGS, make_target

@@ -13,8 +13,9 @@ from fledge.engine.config import SpeculativeConfig
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3_1
 from fledge.provenance import device_name, git_commit, shown_command, shown_path
-from fledge.training.card import MAX_ROWS, base_model, model_card, plot_acceptance, shown_recipe
+from fledge.training.pipeline import shown_recipe
 from fledge.training.recipe import Recipe, TargetSection
+from fledge.training.stages.evaluate import MAX_ROWS, base_model, model_card, plot_acceptance
 from tests.tiny_models import TINY_TARGET
 
 

@@ -13,9 +13,8 @@ from rich.console import Console
 from fledge.errors import FledgeError
 from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
-from fledge.training.data.packing import collate, packed_rows
-from fledge.training.data.store import TokenStore
-from fledge.training.hidden_states import HiddenStateStore, plan_states, write_states
+from fledge.training.data.examples import TokenStore, collate, packed_rows
+from fledge.training.data.loader import HiddenStateStore, plan_states, write_states
 from fledge.training.recipe import DrafterSection, Recipe
 from tests.fit_cases import make_inputs, offline, run_capture, write_store
 from tests.tiny_models import TINY_TARGET, make_target

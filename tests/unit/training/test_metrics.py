@@ -11,9 +11,10 @@ import torch
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError, FledgeError
-from fledge.training import metrics as metrics_module
-from fledge.training.metrics import TrainingLog, TttMetrics, check_available, flat, read_log
+from fledge.training import trainer
 from fledge.training.recipe import FitSection
+from fledge.training.trainer import TrainingLog, check_available, flat, read_log
+from fledge.training.ttt import TttMetrics
 
 
 def filled(scale: int) -> TttMetrics:
@@ -141,7 +142,7 @@ def test_both_loggers_get_every_number(tmp_path: Path, monkeypatch: pytest.Monke
 
     wandb = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=lambda: "abc"))
     modules = {"torch.utils.tensorboard": SimpleNamespace(SummaryWriter=Writer), "wandb": wandb}
-    monkeypatch.setattr(metrics_module.importlib, "import_module", lambda name: modules[name])
+    monkeypatch.setattr(trainer.importlib, "import_module", lambda name: modules[name])
     fit = FitSection(tensorboard=True, wandb_project="p")
     log = TrainingLog(tmp_path, fit, run_name="run", step=4)
     log.write({"step": 5, "loss": 1.0})

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fledge.errors import FledgeError
-from fledge.training.optimizer import Optimisation
 from fledge.training.recipe import FitSection
+from fledge.training.trainer import Optimisation
 
 FIT = FitSection(lr=0.1, warmup=0.2, clip=1.0, min_lr_ratio=0.1, max_bad_steps=3)
 LOSS = torch.tensor(1.0)
@@ -25,6 +25,10 @@ def make(fit: FitSection = FIT) -> tuple[nn.Linear, Optimisation]:
 def set_gradients(model: nn.Module, value: float) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
+
+
+def counters(optimisation: Optimisation) -> dict[str, int]:
+    return {name: int(getattr(optimisation, name)) for name in ("skipped", "bad_in_a_row", "longest_bad_run")}
 
 
 def test_the_rate_warms_up_and_falls_along_a_cosine() -> None:
@@ -74,11 +78,11 @@ def test_a_broken_step_leaves_weights_and_moments_as_they_were(what: str, value:
         assert torch.equal(old, new)
     for name, old in moments.items():
         assert torch.equal(optimisation.optimizer.state[model.weight][name], old), name
-    assert optimisation.counters() == {"skipped": 1, "bad_in_a_row": 1, "longest_bad_run": 1}
+    assert counters(optimisation) == {"skipped": 1, "bad_in_a_row": 1, "longest_bad_run": 1}
     set_gradients(model, 0.3)
     optimisation.step(2, LOSS)
     assert not torch.equal(before[0], model.weight)
-    assert optimisation.counters() == {"skipped": 1, "bad_in_a_row": 0, "longest_bad_run": 1}
+    assert counters(optimisation) == {"skipped": 1, "bad_in_a_row": 0, "longest_bad_run": 1}
 
 
 def test_too_many_broken_steps_in_a_row_are_an_error() -> None:
@@ -91,9 +95,6 @@ def test_too_many_broken_steps_in_a_row_are_an_error() -> None:
     optimisation.step(5, LOSS)
     with pytest.raises(FledgeError, match=r"3 steps in a row up to step 5 .* not finite"):
         optimisation.check(5)
-    other = make()[1]
-    other.set_counters(optimisation.counters())
-    assert other.counters() == optimisation.counters()
 
 
 def test_frozen_parameters_are_left_alone() -> None:

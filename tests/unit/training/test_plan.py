@@ -11,9 +11,9 @@ from fledge.checkpoints.target import load_target
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
 from fledge.progress import Progress
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore
 from fledge.training.pipeline import Pipeline
-from fledge.training.plan import FitShape, gigabytes, make_plan, measure_speed, target_parameter_count
+from fledge.training.plan import FitShape, make_plan, measure_speed, target_parameter_count
 from fledge.training.recipe import FitSection, Recipe, TargetSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run
@@ -143,8 +143,3 @@ def test_the_probe_measures() -> None:
     probe = measure_speed(torch.device("cpu"), torch.float32, seconds=0.05)
     assert 1e8 < probe["flops_per_second"] < 1e15
     assert probe["dtype"] == "float32"
-
-
-@pytest.mark.parametrize(("count", "text"), [(12, "12 bytes"), (1500, "1.5 kB"), (3.2e10, "32.0 GB"), (2e12, "2.0 TB")])
-def test_bytes_for_people(count: float, text: str) -> None:
-    assert gigabytes(count) == text

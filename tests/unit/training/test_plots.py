@@ -7,7 +7,7 @@ import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
 
-from fledge.training.card import plot_training
+from fledge.training.stages.fit import plot_training
 
 
 def records(count: int, depth: int = 4, drift: bool = True) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import ConfigError, DataError
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore
 from fledge.training.pipeline import Pipeline
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import STAGE

@@ -15,7 +15,7 @@ from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutpu
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.errors import CheckpointError, DataError, FledgeError
 from fledge.evaluation.dialogue import answer_seed
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore
 from fledge.training.recipe import Recipe
 from fledge.training.stages import prepare, regenerate
 from fledge.training.stages.regenerate import STAGE

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fledge.errors import ConfigError, DataError
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore
 from fledge.training.recipe import VocabSection
+from fledge.training.stages.fit import VOCAB, choose, covered, read_vocabulary
 from fledge.training.stages.regenerate import examples_directory
-from fledge.training.stages.vocab import STAGE, choose, covered, read_vocabulary
 from tests.unit.training.data.stage_cases import make_recipe, run_stage, save_tiny_target, write_lines
 from tests.unit.training.data.templates import make_tokenizer
 
@@ -35,7 +35,7 @@ def _inputs(tmp_path: Path) -> dict[str, Path]:
 def run(tmp_path: Path, inputs: dict[str, Path], size: int | None, *, count_prompts: bool = False) -> dict[str, object]:
     recipe = make_recipe(tmp_path / "target", tmp_path / "data.jsonl")
     recipe = replace(recipe, vocab=VocabSection(size=size, count_prompts=count_prompts))
-    return run_stage(STAGE, recipe, tmp_path / "vocab", **inputs)
+    return run_stage(VOCAB, recipe, tmp_path / "vocab", **inputs)
 
 
 def test_the_most_frequent_answer_tokens_and_the_stop_token(tmp_path: Path, inputs: dict[str, Path]) -> None:
@@ -67,7 +67,7 @@ def test_a_vocabulary_is_refused_for_other_data_or_another_target(tmp_path: Path
     with pytest.raises(DataError, match=f"vocabulary of {FULL}"):
         read_vocabulary(tmp_path / "vocab", FULL + 1)
     recipe = make_recipe(tmp_path / "target", tmp_path / "data.jsonl")
-    keys = [STAGE.key(recipe, {"prepare": p, "regenerate": r}) for p, r in (("1", "1"), ("2", "1"), ("1", "2"))]
+    keys = [VOCAB.key(recipe, {"prepare": p, "regenerate": r}) for p, r in (("1", "1"), ("2", "1"), ("1", "2"))]
     assert len(set(keys)) == 3
 
 

@@ -19,7 +19,7 @@ from fledge.errors import CheckpointWarning
 from fledge.layers.config import RopeConfig
 from fledge.models.drafter.variants import build
 from fledge.training.capture import open_target, target_config
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from fledge.training.drafter_setup import drafter_config
 from fledge.training.recipe import DrafterSection, TargetSection
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target

@@ -18,7 +18,7 @@ from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import DocumentLayout, TttStorage
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from fledge.training.ttt import StepInputs
 from tests.tiny_models import make_drafter, make_target
 from tests.unit.training.ttt_cases import VARIANTS, documents, states_of, usual_batch

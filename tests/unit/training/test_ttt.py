@@ -10,7 +10,7 @@ from torch import Tensor
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import FitSection
 from fledge.training.ttt import StepInputs, TttModel, TttOutputs
 from tests.tiny_models import make_drafter, make_target

@@ -13,7 +13,7 @@ from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.training.data.packing import PackedBatch
+from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import FitSection
 from fledge.training.ttt import Teacher, TeacherLogits
 from tests.tiny_models import TINY_TARGET, drafter_configs

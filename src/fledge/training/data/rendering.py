@@ -24,7 +24,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from fledge.errors import PromptError
-from fledge.evaluation.conversations import ASKING_ROLES, Conversation, Message
+from fledge.evaluation.conversations import ASKING_ROLES, Message
 
 # Stands for a turn's content when a template is asked what it writes before and after it.
 _STAND_IN = "\u2063stand-in\u2063"
@@ -96,12 +96,6 @@ class Renderer:
         """Tokenise plain text as the engine does a text prompt."""
         several = self.encode(texts, add_special_tokens=True)
         return [Rendered(tokens=ids, answer=[i > 0 for i in range(len(ids))]) for ids in several]
-
-    def examples(self, conversation: Conversation) -> list[Rendered]:
-        """What one conversation is to learn from, with the target's own template. Raises PromptError."""
-        if conversation.text is not None:
-            return self.plain_texts([conversation.text])
-        return self.conversations([self.turn_texts(conversation.messages)])[0]
 
     def _turn(self, answer: str, prompt: list[int], joint: list[int]) -> tuple[list[int], list[int]]:
         """The ids of a prompt, and those of its answer through the first end token."""

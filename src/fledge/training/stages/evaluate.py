@@ -4,22 +4,35 @@ Output: `drafter/`, the best candidate with its model card, plots and provenance
 measured before an interruption is kept in `parts/`.
 """
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+
+from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import read_target_config
+from fledge.checkpoints.target import read_target_config, weights_digest
+from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, Measurement, TargetAnswers, TargetTurn
 from fledge.evaluation.conversations import Skipped, read_conversations
 from fledge.evaluation.workloads import Prompt, Workload, spread
 from fledge.files import atomic_directory, distinct_names, file_digest, read_json, read_json_lines, write_json
-from fledge.training.card import TRAINING_PLOT, write_card
-from fledge.training.pipeline import Stage, StageContext
+from fledge.models.config import DrafterConfig
+from fledge.models.drafter.variants import name_of
+from fledge.provenance import run_provenance
+from fledge.report.charts import MUTED, frame, short_title
+from fledge.training.pipeline import Manifest, Stage, StageContext, fill_template, shown_numbers, shown_recipe
 from fledge.training.recipe import Recipe
+
+MAX_ROWS = 24  # of a table by category; evaluation.json has all
+_SHADES = ("#12467b", "#5b8db8", "#a9c7df", "#d6e4ef")  # of depths, from the first
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
@@ -41,38 +54,37 @@ def run(context: StageContext) -> dict[str, Any]:
         read_target_config(resolve(context.recipe.target.path))
     except CheckpointError as error:
         reason = reason or f"Fledge's engine does not serve this target ({error}); measure acceptance with vLLM"
-    if reason is not None:
-        context.progress.say(f"eval: skipped: {reason}")
-        result: dict[str, Any] = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
-    else:
+    if reason is None:
         evaluation = _Evaluation(context, candidates)
-        try:
+        with closing(evaluation.meter):
             result = evaluation.run()
-        finally:
-            evaluation.meter.close()
+    else:
+        context.progress.say(f"eval: skipped: {reason}")
+        result = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
     write_json(context.directory / "evaluation.json", result)
     # A start that was killed leaves nothing half-written.
     with atomic_directory(context.directory / "drafter", replace=True) as directory:
         shutil.copytree(context.inputs["fit"] / "candidates" / result["best"], directory, dirs_exist_ok=True)
         write_json(directory / "evaluation.json", result)
-        plot = context.inputs["fit"] / TRAINING_PLOT
-        if plot.is_file():
-            shutil.copy(plot, directory / plot.name)
-        write_card(context, directory, result)
+        provenance = {**(read_json(directory / PROVENANCE_FILE) or {}), **_provenance(context)}
+        write_json(directory / PROVENANCE_FILE, provenance)
+        if (context.inputs["fit"] / "training.png").is_file():
+            shutil.copy(context.inputs["fit"] / "training.png", directory)
+        if result["evaluated"]:
+            plot_acceptance(result, directory / "acceptance.png")
+        plots = [name for name in ("training.png", "acceptance.png") if (directory / name).is_file()]
+        card = model_card(context.recipe, read_drafter(directory).config, result, provenance, plots=plots)
+        (directory / "README.md").write_text(card, encoding="utf-8")
     if not result["evaluated"]:
         return result
     depths = result["depths"]
-    lengths = {  # {group: {depth: length}}; all depths have the same groups
-        grouping: {
-            name: {depth: cell[grouping][name]["acceptance_length"] for depth, cell in depths.items()}
-            for name in next(iter(depths.values()))[grouping]
-        }
-        for grouping in ("by_source", "by_category")
-    }
+    lengths: dict[str, dict[str, dict[str, float | None]]] = {"by_source": {}, "by_category": {}}
+    for grouping, groups in lengths.items():
+        for depth, cell in depths.items():
+            for name, figures in cell[grouping].items():
+                groups.setdefault(name, {})[depth] = figures["acceptance_length"]
     return {
-        "evaluated": True,
-        "best": result["best"],
-        "acceptance_length": result["acceptance_length"],
+        **{name: result[name] for name in ("evaluated", "best", "acceptance_length")},
         "by_depth": {depth: cell["total"]["acceptance_length"] for depth, cell in depths.items()},
         **lengths,
         "different_answers": sum(cell["different_answers"] for cell in depths.values()),
@@ -104,7 +116,14 @@ class _Evaluation:
     def run(self) -> dict[str, Any]:
         recipe, skipped = self.recipe, Skipped()
         workloads = self._workloads(skipped)
-        baseline = self._part("baseline", lambda: self._baseline(workloads))
+
+        def answer() -> dict[str, Any]:
+            total = sum(prompt.num_turns for workload in workloads for prompt in workload.prompts)
+            with self.progress.task("eval: target", total) as advance:
+                answers = self.meter.answer(workloads, self.section.temperature, advance)
+            return {**answers.to_dict(), "dtype": self.meter.dtype, "device": self.meter.device}
+
+        baseline = self._part("baseline", answer)
         answers = TargetAnswers.from_dict(baseline)
         turns = answers.turns
         if not turns:
@@ -125,8 +144,7 @@ class _Evaluation:
             "candidates": lengths,
             "trained_depth": recipe.fit.depth,
             "temperature": self.section.temperature,
-            "dtype": baseline["dtype"],
-            "device": baseline["device"],
+            **{name: baseline[name] for name in ("dtype", "device")},
             "prompts": sum(len(workload.prompts) for workload in workloads),
             "turns": len(turns),
             "too_long": len(answers.too_long) + len(answers.cut_short),
@@ -138,24 +156,15 @@ class _Evaluation:
 
     def _workloads(self, skipped: Skipped) -> list[Workload]:
         named = self.section.sources
-        sources = [
-            (name.replace(".jsonl", ""), Path(path)) for name, path in zip(distinct_names(named), named, strict=True)
-        ]
         workloads = []
-        for name, path in sources or [("held-out", self.held_out)]:
-            prompts = read_source(path, skipped) if named else read_held_out(path)
+        for name, path in zip(distinct_names(named) or ["held-out"], named or [str(self.held_out)], strict=True):
+            prompts = read_source(Path(path), skipped) if named else read_held_out(Path(path))
             if not prompts:
                 hint = "" if named else "; raise data.held_out, or name eval.sources, or set eval.enabled=false"
                 raise FledgeError(f"eval: {path}: no prompts in it{hint}")
-            chosen = tuple(spread(prompts, self.section.max_prompts))
-            workloads.append(Workload(name=name, prompts=chosen, source=str(path), licence="that of its source"))
+            chosen, short = tuple(spread(prompts, self.section.max_prompts)), name.replace(".jsonl", "")
+            workloads.append(Workload(name=short, prompts=chosen, source=path, licence="that of its source"))
         return workloads
-
-    def _baseline(self, workloads: Sequence[Workload]) -> dict[str, Any]:
-        total = sum(prompt.num_turns for workload in workloads for prompt in workload.prompts)
-        with self.progress.task("eval: target", total) as advance:
-            answers = self.meter.answer(workloads, self.section.temperature, advance)
-        return {**answers.to_dict(), "dtype": self.meter.dtype, "device": self.meter.device}
 
     def _measure(self, what: str, drafter: Path, depth: int, turns: Sequence[TargetTurn]) -> Measurement:
         def work() -> dict[str, Any]:
@@ -170,10 +179,8 @@ class _Evaluation:
             # A drafter may change the text only where the target's best two tokens tie.
             clear = self.meter.clear_differences(turns, measured.different, self.section.temperature)
             if clear:
-                raise FledgeError(
-                    f"eval: at depth {depth}, {len(clear)} of {len(turns)} answers are not the target's own "
-                    "although its choices are clear; speculation must not do this: please report it"
-                )
+                what = f"{len(clear)} of {len(turns)} answers are not the target's own although its choices are clear"
+                raise FledgeError(f"eval: at depth {depth}, {what}; speculation must not do this: please report it")
         sources = [turn.workload for turn in turns]
         several = len(set(sources)) > 1  # each has categories of its own
         categories = [f"{turn.workload}/{turn.category}" if several else turn.category for turn in turns]
@@ -189,9 +196,7 @@ class _Evaluation:
         path = self.parts / f"{name.replace(' ', '-')}.json"
         if read_json(path) is None:
             write_json(path, work())
-        # It has gone through JSON either way: a resumed run cannot differ.
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return values
+        return read_json(path) or {}  # through JSON either way: a resumed run cannot differ
 
 
 def read_source(path: Path, skipped: Skipped) -> list[Prompt]:
@@ -212,3 +217,91 @@ def read_held_out(path: Path) -> list[Prompt]:
         )
         for line, record in read_json_lines(path)
     ]
+
+
+def _provenance(context: StageContext) -> dict[str, Any]:
+    """How `eval`'s input came about: enough to make it again, and to recognise the target it was made for."""
+    recipe, fit = context.recipe, Manifest.read(context.inputs["fit"])
+    # Of all stages before this one, as far as their directories are still there; none outside the pipeline.
+    keys = {} if fit is None else {**fit.input_keys, "fit": fit.key}
+    output = context.inputs["fit"].parent.parent
+    manifests = {name: found for name, key in keys.items() if (found := Manifest.read(output / name / key))}
+    digests = {
+        "sources": [digest for _, digest in manifests["prepare"].settings["data"]["sources"]]  # as they were then
+        if "prepare" in manifests
+        else map(file_digest, recipe.data.sources),
+        "evaluation": map(file_digest, recipe.eval.sources),
+    }
+    names = {"sources": recipe.data.sources, "evaluation": recipe.eval.sources}
+    directory = resolve(recipe.target.path)
+    template = getattr(load_tokenizer(directory), "chat_template", None)
+    text = template if isinstance(template, str) or template is None else json.dumps(template, sort_keys=True)
+    file = directory / "tokenizer.json"
+    return {
+        **run_provenance(),
+        "recipe": shown_recipe(recipe),
+        "stages": {name: manifest.key for name, manifest in manifests.items()} | {"eval": context.directory.name},
+        "data": {kind: dict(zip(distinct_names(names[kind]), each, strict=True)) for kind, each in digests.items()},
+        "summaries": {name: dict(manifest.summary) for name, manifest in manifests.items()},
+        "target": {  # by name, and by the digests that another copy of it has too
+            "name": base_model(recipe),
+            "weights_digest": weights_digest(directory),
+            "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
+            "chat_template_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        },
+    }
+
+
+def base_model(recipe: Recipe) -> str:
+    """Return the target's name: its hub name, the name its config remembers, or its directory's."""
+    path = Path(recipe.target.path)
+    if not path.is_dir():
+        return recipe.target.path
+    remembered = (read_json(path / "config.json") or {}).get("_name_or_path")
+    return remembered if isinstance(remembered, str) and remembered.count("/") == 1 else path.name
+
+
+def model_card(
+    recipe: Recipe,
+    config: DrafterConfig,
+    result: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    *,
+    plots: Sequence[str] = (),
+) -> str:
+    """The card as Markdown: what the drafter is, how to serve it, what it was made from, how well it does."""
+    about = {"recipe": recipe, "config": config, "result": result, "provenance": provenance, "plots": plots}
+    return fill_template("card.md.jinja", **about, variant=name_of(config), numbers=shown_numbers, max_rows=MAX_ROWS)
+
+
+def plot_acceptance(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the share of accepted drafts by position, and acceptance length by source and depth."""
+    depths: Mapping[str, Any] = result["depths"]
+    deepest = depths[max(depths, key=int)]
+    grouping = "by_source" if len(deepest["by_source"]) > 1 else "by_category"
+    names = list(deepest[grouping])[:10] if len(deepest[grouping]) > 1 else []
+    rates, rows, height = deepest["total"]["rate_by_depth"], ["all", *names], 0.8 / len(depths)
+    figure = Figure(figsize=(10, max(3.8, 1.5 + 0.2 * len(rows) * len(depths))), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    places = range(1, len(rates) + 1)
+    for number, name in enumerate(names):
+        label, its = f"each {grouping.removeprefix('by_')}" if number == 0 else None, deepest[grouping][name]
+        left.plot(places[: len(its["rate_by_depth"])], its["rate_by_depth"], color=_SHADES[2], linewidth=1, label=label)
+    left.plot(places, rates, color=_SHADES[0], linewidth=2.4, marker="o", label="all")
+    if result["trained_depth"] < len(rates):
+        left.axvline(result["trained_depth"] + 0.5, color=MUTED, linestyle=":", label="trained depth")
+    frame(left, places or (1,), percent=True)
+    left.set(xlabel="draft position", ylabel="rounds in which it was accepted", ylim=(0, 1))
+    left.legend(frameon=False)
+    for number, (depth, cell) in enumerate(depths.items()):
+        y = np.arange(len(rows)) + (number - (len(depths) - 1) / 2) * height
+        lengths = [each["acceptance_length"] or 0.0 for each in (cell["total"], *map(cell[grouping].get, names))]
+        bars = right.barh(y, lengths, height=height * 0.92, color=_SHADES[number % 4], label=f"depth {depth}")
+        right.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    right.set_yticks(range(len(rows)), map(short_title, rows))
+    right.invert_yaxis()
+    right.margins(x=0.14)
+    right.set(xlabel="acceptance length (tokens per round)")
+    right.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(depths))
+    figure.savefig(path, dpi=130, format="png", metadata={"Software": None})

@@ -8,9 +8,11 @@ Writes into its directory:
 
 import hashlib
 import shutil
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from fledge.errors import DataError, PromptError
 from fledge.evaluation.conversations import Conversation, Skipped, read_conversations, refuse_if_empty
 from fledge.files import file_digest, write_json_lines
 from fledge.progress import Advance
+from fledge.training.data.examples import TokenStore, TokenWriter
 from fledge.training.data.rendering import Rendered, Renderer
-from fledge.training.data.store import TokenStore, TokenWriter
 from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import DataSection, Recipe
 
@@ -39,16 +41,11 @@ _COUNTS = ("conversations", "examples", "tokens", "answer_tokens", "held_out_dup
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    target = resolve(recipe.target.path)
-    data = asdict(recipe.data)
+    target, data = resolve(recipe.target.path), asdict(recipe.data)
     data["sources"] = [[Path(source).name, file_digest(source)] for source in recipe.data.sources]
     data["templates"] = list(map(file_digest, recipe.data.templates))
-    return {
-        "data": data,
-        "answers_follow": recipe.regenerate.enabled,
-        "vocab_size": vocab_size(target),
-        **text_identity(target),
-    }
+    own = {"data": data, "answers_follow": recipe.regenerate.enabled, "vocab_size": vocab_size(target)}
+    return {**own, **text_identity(target)}
 
 
 def text_identity(target: Path) -> dict[str, Any]:
@@ -83,7 +80,7 @@ class Varied:
     system: str = "kept"  # or "dropped" or "replaced"
 
 
-class _Preparation:
+class Preparation:
     """Reads the data twice: to choose what is held out and what is taken, then to write it."""
 
     def __init__(self, context: StageContext) -> None:
@@ -100,13 +97,17 @@ class _Preparation:
         shutil.rmtree(self.directory / EXAMPLES, ignore_errors=True)
         (self.directory / PROMPTS).unlink(missing_ok=True)
         with self.progress.task("prepare", total=len(eligible)) as advance:
-            batches = self._batches(eligible, taken, advance)
+            chosen = self._taken(eligible, taken, advance)
+            batches = iter(lambda: list(islice(chosen, _BATCH)), [])
+            rendered = (each for batch in batches for each in self.sequences(batch))
             if self.recipe.regenerate.enabled:
-                write_json_lines(self.directory / PROMPTS, (line for batch in batches for line in self._prompts(batch)))
+                write_json_lines(self.directory / PROMPTS, self._prompts(rendered))
             else:
                 with TokenStore.writer(self.directory / EXAMPLES, vocab_size(self.target)) as writer:
-                    for batch in batches:
-                        self._write_examples(writer, batch)
+                    for varied, sequences in rendered:
+                        self.counts["turns_apart"] += len(sequences) - 1
+                        category = varied.conversation.category
+                        self._count(varied, add_examples(writer, sequences, category, self.data, self.counts))
         refuse_if_empty(self.counts["examples"], self.skipped, self.data.sources)
         held_out = [record for record in self.held_out.values() if record is not None]
         write_json_lines(self.directory / HELD_OUT, held_out)
@@ -125,7 +126,7 @@ class _Preparation:
             **tokenizer_digests(self.target),
         }
 
-    def _usable(self, skipped: Skipped) -> Iterator[tuple[str, Conversation]]:
+    def usable(self, skipped: Skipped) -> Iterator[tuple[str, Conversation]]:
         """Conversations that have what the recipe needs, the same ones in every pass."""
         answers_follow = self.recipe.regenerate.enabled
         for where, conversation in read_conversations(self.data.sources, skipped):
@@ -142,19 +143,15 @@ class _Preparation:
 
         Remembers little enough of each for millions of them.
         """
-        names = dict[str, int]()
-        topics, categories, chats, texts = [], [], [], []
-        for _, conversation in self._usable(self.skipped):
+        topics, chats, texts = array("Q"), dict[int, str](), dict[int, str]()  # topics with their first category
+        for _, conversation in self.usable(self.skipped):
             topics.append(hashed(conversation.topic))
-            categories.append(names.setdefault(conversation.category, len(names)))
-            chats.append(any(m["role"] == "user" for m in conversation.messages))
-            texts.append(conversation.text is not None)
+            if conversation.text is not None:
+                texts.setdefault(topics[-1], conversation.category)
+            elif any(message["role"] == "user" for message in conversation.messages):
+                chats.setdefault(topics[-1], conversation.category)
         refuse_if_empty(len(topics), self.skipped, self.data.sources)
-        may_be_held_out = np.array(chats if any(chats) else texts, dtype=np.bool_)
-        # Numbered by name, so that the order of files does not matter.
-        ranks = np.argsort(np.argsort(list(names)))[categories][may_be_held_out]
-        asked = np.array(topics, dtype=np.uint64)[may_be_held_out]
-        held_out = choose_held_out(asked, ranks, self.data.held_out, self.data.seed)
+        held_out = choose_held_out(chats or texts, self.data.held_out, self.data.seed)
         eligible = np.array([topic not in held_out for topic in topics], dtype=np.bool_)
         # At random, so that every file has its part.
         shuffled = np.random.default_rng(self.data.seed).permutation(np.flatnonzero(eligible))
@@ -162,22 +159,17 @@ class _Preparation:
         taken[shuffled[: self.data.max_examples]] = True
         return eligible, taken
 
-    def _batches(
+    def _taken(
         self, eligible: NDArray[np.bool_], taken: NDArray[np.bool_], advance: Advance
-    ) -> Iterator[list[tuple[str, Varied]]]:
-        """Yield what is taken and where it was read, some hundred at a time; put aside what is held out."""
-        batch: list[tuple[str, Varied]] = []
+    ) -> Iterator[tuple[str, Varied]]:
+        """Yield what is taken and where it was read; put aside what is held out."""
         # Bad records were counted by the first pass.
-        for number, (where, conversation) in enumerate(self._usable(Skipped())):
+        for number, (where, conversation) in enumerate(self.usable(Skipped())):
             if not eligible[number]:
                 self._hold_out(where, conversation)
             elif taken[number]:
-                batch.append((where, vary(conversation, number, self.data)))
-            if len(batch) == _BATCH:
-                yield batch
-                batch = []
+                yield where, vary(conversation, number, self.data)
             advance()
-        yield batch
 
     def _hold_out(self, where: str, conversation: Conversation) -> None:
         """Keep the first conversation of each held-out topic as a prompt for `eval`; drop the others of that topic."""
@@ -185,33 +177,28 @@ class _Preparation:
             self.counts["held_out_duplicates"] += 1
             return
         self.held_out[conversation.topic] = None
-        try:
-            ids = prompt_ids(self.renderer, conversation, self.data.max_length)
-        except PromptError as error:
-            self.skipped.add(where, "refused by the template", str(error))
-            return
-        if len(ids) >= self.data.max_length:
-            self.counts["too_long"] += 1
-            return
-        messages = [dict(message) for message in conversation.question()]
-        record = {"messages": messages, "category": conversation.category, "prompt_token_ids": ids}
-        self.held_out[conversation.topic] = record
+        for varied, (prompt,) in self.sequences([(where, Varied(conversation=conversation))], prompts=True):
+            if len(prompt.tokens) < self.data.max_length:
+                self.held_out[conversation.topic] = _prompt_record(varied, prompt)
+            else:
+                self.counts["too_long"] += 1
 
-    def _sequences(self, batch: Sequence[tuple[str, Varied]]) -> Iterator[tuple[Varied, list[Rendered]]]:
-        """What each conversation of a batch becomes: its examples, or the prompt where the target is to answer.
+    def sequences(
+        self, batch: Sequence[tuple[str, Varied]], *, prompts: bool | None = None
+    ) -> Iterator[tuple[Varied, list[Rendered]]]:
+        """What each conversation of a batch becomes: its examples, or with `prompts` what the target is asked.
 
-        A conversation that another template refuses is rendered with the target's own.
+        That is the default where the target is to answer: all up to the answer, or the first half of a plain text. A
+        conversation that another template refuses is rendered with the target's own.
         """
-        renderer, answers_follow = self.renderer, self.recipe.regenerate.enabled
+        renderer, prompts = self.renderer, self.recipe.regenerate.enabled if prompts is None else prompts
         chats = []
         for where, varied in batch:
             chat = varied.conversation
             for template in () if chat.text is not None else dict.fromkeys((varied.template, None)):
                 try:
-                    if answers_follow:
-                        turns = [(renderer.prompt_text(chat.question(), template), "")]
-                    else:
-                        turns = renderer.turn_texts(chat.messages, template)
+                    asked = [(renderer.prompt_text(chat.question(), template), "")] if prompts else None
+                    turns = asked or renderer.turn_texts(chat.messages, template)
                     chats.append((replace(varied, template=template), turns))
                     break
                 except PromptError as error:
@@ -224,30 +211,21 @@ class _Preparation:
         plain = [(varied, varied.conversation.text) for _, varied in batch if varied.conversation.text is not None]
         texts = renderer.plain_texts([text for _, text in plain])
         for (varied, _), text in zip(plain, texts, strict=True):
-            yield varied, [text.cut(_opening(text, self.data.max_length)) if answers_follow else text]
+            half = max(1, min(len(text.tokens), self.data.max_length) // 2)
+            yield varied, [Rendered(tokens=text.tokens[:half], answer=[]) if prompts else text]
 
-    def _prompts(self, batch: Sequence[tuple[str, Varied]]) -> Iterator[dict[str, Any]]:
-        for varied, (prompt,) in self._sequences(batch):
-            ids = prompt.tokens
-            if not ids or len(ids) + self.data.min_answer_tokens > self.data.max_length:
-                self.counts["too_long" if ids else "empty"] += 1
-                continue
-            self._count(varied, [Rendered(tokens=ids, answer=[])])
-            yield {
-                "prompt_token_ids": ids,
-                "messages": [dict(message) for message in varied.conversation.question()],
-                "category": varied.conversation.category,
-                "template": varied.template,
-            }
-
-    def _write_examples(self, writer: TokenWriter, batch: Sequence[tuple[str, Varied]]) -> None:
-        for varied, sequences in self._sequences(batch):
-            self.counts["turns_apart"] += len(sequences) - 1
-            kept = add_examples(writer, sequences, varied.conversation.category, self.data, self.counts)
-            if kept:
-                self._count(varied, kept)
+    def _prompts(self, rendered: Iterable[tuple[Varied, list[Rendered]]]) -> Iterator[dict[str, Any]]:
+        for varied, (prompt,) in rendered:
+            size = len(prompt.tokens)
+            if not size or size + self.data.min_answer_tokens > self.data.max_length:
+                self.counts["too_long" if size else "empty"] += 1
+            else:
+                self._count(varied, [prompt])
+                yield {**_prompt_record(varied, prompt), "template": varied.template}
 
     def _count(self, varied: Varied, kept: Sequence[Rendered]) -> None:
+        if not kept:
+            return
         self.counts.update(
             conversations=1,
             examples=len(kept),
@@ -260,21 +238,13 @@ class _Preparation:
 
 
 STAGE = Stage(
-    name="prepare", version=1, depends_on=(), settings=_settings, run=lambda context: _Preparation(context).run()
+    name="prepare", version=1, depends_on=(), settings=_settings, run=lambda context: Preparation(context).run()
 )
 
 
-def prompt_ids(renderer: Renderer, conversation: Conversation, max_length: int) -> list[int]:
-    """What the target is asked: the conversation up to its answer, or the first half of a plain text."""
-    if conversation.text is None:
-        return renderer.encode([renderer.prompt_text(conversation.question())])[0]
-    (text,) = renderer.plain_texts([conversation.text])
-    return text.cut(_opening(text, max_length)).tokens
-
-
-def _opening(text: Rendered, max_length: int) -> int:
-    """How much of a plain text is given to the target."""
-    return max(1, min(len(text.tokens), max_length) // 2)
+def _prompt_record(varied: Varied, prompt: Rendered) -> dict[str, Any]:
+    messages, category = list(varied.conversation.question()), varied.conversation.category
+    return {"prompt_token_ids": prompt.tokens, "messages": messages, "category": category}
 
 
 def add_examples(
@@ -293,40 +263,29 @@ def add_examples(
     return kept
 
 
-# Which conversations are held out and which taken, and how some of them are varied: all of it follows from seeds.
-
-
 def hashed(*parts: object) -> int:
     """64 bits that follow from the parts."""
     text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def choose_held_out(topics: NDArray[np.uint64], categories: NDArray[np.int64], count: int, seed: int) -> set[int]:
-    """Return the topics (hashes) to hold out, at most half of them, in proportion to the categories.
+def choose_held_out(topics: Mapping[int, str], count: int, seed: int) -> set[int]:
+    """Return the topics (hashes) to hold out, at most half of them, in proportion to their categories.
 
-    The choice depends on which topics there are, not on their order or on how often they occur.
+    Each category has one first, where `count` allows it; what is left over goes to the largest remainders. The choice
+    depends on which topics there are, not on their order.
     """
-    first_category: dict[int, int] = {}
-    for topic, category in zip(topics.tolist(), categories.tolist(), strict=True):
-        first_category.setdefault(topic, category)
-    members: dict[int, list[int]] = {category: [] for category in sorted(set(first_category.values()))}
-    for topic in sorted(first_category, key=lambda topic: hashed(seed, topic)):
-        members[first_category[topic]].append(topic)
-    quotas = _quotas([len(group) for group in members.values()], min(count, len(first_category) // 2))
-    return {topic for group, quota in zip(members.values(), quotas, strict=True) for topic in group[:quota]}
-
-
-def _quotas(sizes: Sequence[int], count: int) -> list[int]:
-    """Split `count` in proportion to `sizes`: largest remainders, and one for each group first where count allows."""
-    base = 1 if count >= len(sizes) else 0
-    rest, total = count - base * len(sizes), sum(sizes) - base * len(sizes)
-    exact = [(size - base) * rest / max(1, total) for size in sizes]
+    members: dict[str, list[int]] = {category: [] for category in sorted(set(topics.values()))}
+    for topic in sorted(topics, key=lambda topic: hashed(seed, topic)):
+        members[topics[topic]].append(topic)
+    count = min(count, len(topics) // 2)
+    base = 1 if count >= len(members) else 0
+    rest, total = count - base * len(members), len(topics) - base * len(members)
+    exact = [(len(group) - base) * rest / max(1, total) for group in members.values()]
     quotas = [int(share) for share in exact]
-    by_remainder = sorted(range(len(sizes)), key=lambda i: (quotas[i] - exact[i], i))
-    for i in by_remainder[: rest - sum(quotas)]:
+    for i in sorted(range(len(exact)), key=lambda i: (quotas[i] - exact[i], i))[: rest - sum(quotas)]:
         quotas[i] += 1
-    return [quota + base for quota in quotas]
+    return {topic for group, n in zip(members.values(), quotas, strict=True) for topic in group[: n + base]}
 
 
 def vary(conversation: Conversation, number: int, section: DataSection) -> Varied:
@@ -338,15 +297,13 @@ def vary(conversation: Conversation, number: int, section: DataSection) -> Varie
         """A number in [0, 1) that follows from the seed."""
         return (hashed(section.seed, purpose, number) >> 11) / 2**53
 
-    template = None
-    if chance("template") < section.template_share:
-        template = int(chance("which template") * len(section.templates))
+    other = chance("template") < section.template_share
+    template = int(chance("which template") * len(section.templates)) if other else None
     system, (first, *rest) = "kept", conversation.messages
     if first["role"] in ("system", "developer"):
         if chance("drop system") < section.drop_system_share and rest:
             conversation, system = replace(conversation, messages=tuple(rest)), "dropped"
         elif chance("vary system") < section.vary_system_share:
             prompt = section.system_prompts[int(chance("which system") * len(section.system_prompts))]
-            conversation = replace(conversation, messages=({**first, "content": prompt}, *rest))
-            system = "replaced"
+            conversation, system = replace(conversation, messages=({**first, "content": prompt}, *rest)), "replaced"
     return Varied(conversation=conversation, template=template, system=system)

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -30,8 +30,8 @@ from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
 from fledge.files import read_json_lines, write_json_lines
-from fledge.training.data.rendering import Renderer, chain
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore
+from fledge.training.data.rendering import chain
 from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_examples, open_renderer, text_identity
@@ -110,42 +110,6 @@ def _dialogues(number: int, record: Mapping[str, Any], recipe: Recipe) -> list[D
     ]
 
 
-def _answer(
-    llm: Generator,
-    renderer: Renderer,
-    recipe: Recipe,
-    dialogues: Sequence[Dialogue],
-    prompts: Mapping[int, Mapping[str, Any]],
-    advance: Callable[[int], None],
-) -> None:
-    def encode(dialogue: Dialogue) -> list[int]:
-        template = prompts[dialogue.number]["template"]
-        return renderer.encode([renderer.prompt_text(dialogue.next_messages, template)])[0]
-
-    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-    params = SamplingParams(**{name: getattr(recipe.regenerate, name) for name in names})
-    longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
-    answer_dialogues(llm, dialogues, params, encode=encode, longest=longest, least_room=least, advance=advance)
-
-
-def _line(dialogue: Dialogue, category: str) -> dict[str, Any]:
-    turns = [
-        {
-            "prompt_token_ids": turn.prompt_token_ids,
-            "answer_token_ids": turn.answer_token_ids,
-            "finish": turn.finish_reason,
-        }
-        for turn in dialogue.answers
-    ]
-    return {
-        "prompt": dialogue.number,
-        "sample": dialogue.sample,
-        "category": category,
-        "turns": turns,
-        "dropped": dialogue.dropped,
-    }
-
-
 def _chunks(context: StageContext) -> Iterator[tuple[int, list[dict[str, Any]], Path]]:
     """(number of the first prompt, prompts, file of their answers), never more than a chunk in memory."""
     records = (record for _, record in read_json_lines(context.inputs["prepare"] / PROMPTS))
@@ -158,19 +122,28 @@ def _chunks(context: StageContext) -> Iterator[tuple[int, list[dict[str, Any]], 
 
 def _answer_chunks(context: StageContext, process: int, advance: Callable[..., None]) -> tuple[int, float]:
     """Write the missing parts that fall to one of the processes. Return tokens written and seconds spent on them."""
-    recipe, parent = context.recipe, os.getppid()
-    loaded: tuple[Generator, Renderer] | None = None  # when the first answer is needed
-    tokens, seconds = 0, 0.0
+    recipe, renderer, parent, tokens, seconds = context.recipe, open_renderer(context.recipe), os.getppid(), 0, 0.0
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    params = SamplingParams(**{name: getattr(recipe.regenerate, name) for name in names})
+    longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
+    prompts: dict[int, dict[str, Any]] = {}  # of this chunk, by number
+    llm: Generator | None = None  # when the first answer is needed
+
+    def encode(dialogue: Dialogue) -> list[int]:
+        text = renderer.prompt_text(dialogue.next_messages, prompts[dialogue.number]["template"])
+        return renderer.encode([text])[0]
+
     for first, records, part in islice(_chunks(context), process, None, recipe.regenerate.processes):
-        prompts = dict(enumerate(records, start=first))
+        prompts.clear()
+        prompts.update(enumerate(records, start=first))
         dialogues = [d for number, record in prompts.items() for d in _dialogues(number, record, recipe)]
         if part.is_file():
             advance(sum(len(dialogue.turns) for dialogue in dialogues))
             continue
-        loaded = loaded or (open_llm(recipe), open_renderer(recipe))
+        llm = llm or open_llm(recipe)
         started = time.perf_counter()
         tell = partial(advance, note=f"{tokens / seconds:,.0f} tokens/s" if seconds else "")
-        _answer(*loaded, recipe, dialogues, prompts, tell)
+        answer_dialogues(llm, dialogues, params, encode=encode, longest=longest, least_room=least, advance=tell)
         seconds += time.perf_counter() - started
         tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
         if os.getppid() != parent:
@@ -179,10 +152,18 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
     return tokens, seconds
 
 
+def _line(dialogue: Dialogue, category: str) -> dict[str, Any]:
+    names = {"prompt_token_ids": "prompt_token_ids", "answer_token_ids": "answer_token_ids", "finish": "finish_reason"}
+    turns = [{key: getattr(turn, name) for key, name in names.items()} for turn in dialogue.answers]
+    place = {"prompt": dialogue.number, "sample": dialogue.sample, "category": category}
+    return {**place, "turns": turns, "dropped": dialogue.dropped}
+
+
 def _answer_in_processes(context: StageContext, advance: Callable[..., None]) -> tuple[int, float]:
     """Several processes share one device: for small targets, which leave a GPU waiting for the host."""
     spawned = multiprocessing.get_context("spawn")
-    news, workers, done = [], [], list[tuple[int, float]]()
+    news: list[Any] = []
+    workers, done = [], list[tuple[int, float]]()
     for number in range(context.recipe.regenerate.processes):
         receiver, sender = spawned.Pipe(duplex=False)
         task = (context.recipe, context.directory, context.inputs, number, sender)
@@ -191,15 +172,13 @@ def _answer_in_processes(context: StageContext, advance: Callable[..., None]) ->
         sender.close()  # the worker's end is now the only one: when it is gone, reading ends
         news.append(receiver)
     try:
-        while len(done) < len(workers):
-            ready = wait(news)
-            for receiver in [one for one in news if one in ready]:
+        while news:
+            for receiver in list[Any](wait(news)):
                 try:
                     kind, value = receiver.recv()
                 except EOFError:
-                    raise FledgeError(
-                        "regenerate: one of its processes ended; lower regenerate.processes if memory was short"
-                    ) from None
+                    advice = "lower regenerate.processes if memory was short"
+                    raise FledgeError(f"regenerate: one of its processes ended; {advice}") from None
                 if kind == "advance":
                     advance(value)
                 elif kind == "error":
@@ -218,11 +197,9 @@ def _process(recipe: Recipe, directory: Path, inputs: Mapping[str, Path], number
     context = StageContext(recipe=recipe, directory=directory, inputs=inputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     try:
-        done = _answer_chunks(context, number, lambda count, note="": news.send(("advance", count)))  # noqa: ARG005
+        news.send(("done", _answer_chunks(context, number, lambda count, **_: news.send(("advance", count)))))
     except FledgeError as error:
         news.send(("error", str(error)))
-    else:
-        news.send(("done", done))
 
 
 def _assemble(context: StageContext) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fledge.errors import DataError
 from fledge.files import remove_temporaries
-from fledge.training.data.packing import collate, packed_rows
-from fledge.training.data.store import TokenStore
+from fledge.training.data.examples import TokenStore, collate, packed_rows
 
 EXAMPLES = [([1, 2, 3, 4], [0, 0, 1, 1], "a"), ([5, 6, 65535], [0, 1, 1], "b"), ([7, 8], [0, 1], "a")]
 

@@ -1,0 +1,258 @@
+"""Examples on disk, and several of them to a row of tensors.
+
+A store has tokens and answer masks of many sequences, memory-mapped, written once:
+
+tokens.bin       uint16 or uint32, by the size of the vocabulary
+answer.bin       one byte for each token: 1 where it is an answer
+offsets.bin      int64 [examples + 1]: where each example begins
+categories.bin   int32 [examples]: index into the names in index.json
+index.json       sizes, names and the digest of the content; written last
+
+Conversations ("documents") share a row. Positions count from each document's own start, no document sees another one,
+and no shift crosses a boundary:
+
+    row        [ a0 a1 a2 a3 | b0 b1 b2 |  pad  ]
+    document   [  0  0  0  0 |  1  1  1 |  -1   ]
+    positions  [  0  1  2  3 |  0  1  2 |   0   ]
+    answer     [  .  .  x  x |  .  x  x |   .   ]    the tokens the target itself produced
+
+Draft step k of slot t (the drafter's alignment, see `fledge.models.drafter.base`) reads token t + 1 + k and is taught
+the target's distribution after it, which predicts token t + 2 + k: it counts where that token is an answer token of the
+same document.
+"""
+
+import hashlib
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fledge.errors import DataError
+from fledge.files import atomic_directory, read_json, write_json
+
+INDEX = "index.json"
+_FORMAT = 1
+_TOKENS, _ANSWER, _OFFSETS, _CATEGORIES = "tokens.bin", "answer.bin", "offsets.bin", "categories.bin"
+_UINT16_VOCABULARY = 1 << 16
+_T = TypeVar("_T")
+_WINDOW = 256  # rows open at a time: a wider one packs closer, and mixes examples less freely
+
+
+class TokenExample(NamedTuple):
+    """One sequence."""
+
+    tokens: NDArray[np.int64]
+    answer: NDArray[np.bool_]
+    category: str
+
+
+class TokenStore:
+    """Reads a finished store. `tokens` and `answer` are the examples one after another, `offsets` their bounds."""
+
+    def __init__(self, directory: Path, index: dict[str, Any]) -> None:
+        self.directory = directory
+        self.digest: str = index["digest"]  # of the content, whatever directory it is in
+        self.answer_tokens: int = index["answer_tokens"]
+        self.category_names: list[str] = index["categories"]
+        examples, total = index["examples"], index["tokens"]
+
+        def mapped(name: str, kind: Any, count: int) -> NDArray[Any]:
+            path = directory / name
+            expected, found = count * np.dtype(kind).itemsize, path.stat().st_size if path.is_file() else 0
+            if found != expected:
+                advice = f"remove {directory} and make it again"
+                raise DataError(f"{path}: {found} bytes, expected {expected}: cut short; {advice}")
+            return np.memmap(path, dtype=kind, mode="r", shape=(count,)) if count else np.zeros(0, dtype=kind)
+
+        self.tokens = mapped(_TOKENS, index["dtype"], total)
+        self.answer = mapped(_ANSWER, np.bool_, total)
+        self.offsets = mapped(_OFFSETS, np.int64, examples + 1)
+        self.category_ids = mapped(_CATEGORIES, np.int32, examples)
+
+    @classmethod
+    def open(cls, directory: Path) -> "TokenStore":
+        """Open a finished store, or raise DataError in one line for one that is missing, unfinished or cut short."""
+        index = read_json(directory / INDEX) or {}
+        if index.get("format") != _FORMAT:
+            advice = f"remove {directory} and make it again"
+            raise DataError(f"{directory / INDEX}: no finished examples of this version are there; {advice}")
+        return cls(directory, index)
+
+    def __len__(self) -> int:
+        return len(self.category_ids)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.tokens)
+
+    def example(self, i: int) -> TokenExample:
+        part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        return TokenExample(
+            tokens=self.tokens[part].astype(np.int64),
+            answer=np.array(self.answer[part]),
+            category=self.category_names[self.category_ids[i]],
+        )
+
+    @staticmethod
+    @contextmanager
+    def writer(directory: Path, vocab_size: int) -> Iterator["TokenWriter"]:
+        """Yield what fills a store: it is at `directory` when the block ends, and an error leaves nothing behind."""
+        with (
+            atomic_directory(directory, replace=True) as temporary,
+            (temporary / _TOKENS).open("wb") as tokens,
+            (temporary / _ANSWER).open("wb") as answer,
+        ):
+            writer = TokenWriter(vocab_size, tokens, answer)
+            yield writer
+            np.array(writer.offsets, dtype=np.int64).tofile(temporary / _OFFSETS)
+            np.array(writer.category_ids, dtype=np.int32).tofile(temporary / _CATEGORIES)
+            write_json(temporary / INDEX, writer.index())
+
+
+class TokenWriter:
+    """Appends examples to the files of a store."""
+
+    def __init__(self, vocab_size: int, *files: IO[bytes]) -> None:
+        self._vocab_size, self._files = vocab_size, files
+        self._dtype = np.dtype(np.uint16 if vocab_size <= _UINT16_VOCABULARY else np.uint32)
+        self._names: dict[str, int] = {}
+        self._sha = hashlib.sha256(f"{_FORMAT} {self._dtype.name}".encode())
+        self.offsets, self.category_ids = array("q", [0]), array("i")
+        self.answer_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.category_ids)
+
+    def add(self, tokens: Sequence[int] | NDArray[Any], answer: Sequence[bool] | NDArray[Any], category: str) -> None:
+        ids, mask = np.asarray(tokens, dtype=np.int64), np.asarray(answer, dtype=np.bool_)
+        assert ids.shape == mask.shape, "an answer mask of the example's size"
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
+            what = f"token id {outside[0]} is outside the target's vocabulary (0 to {self._vocab_size - 1})"
+            raise DataError(f"{what}; the tokenizer is not this target's")
+        parts = [ids.astype(self._dtype).tobytes(), mask.tobytes()]
+        for file, part in zip(self._files, parts, strict=True):
+            file.write(part)
+        self._sha.update(f"{len(ids)} {len(category)} {category}".encode() + b"".join(parts))
+        self.offsets.append(self.offsets[-1] + len(ids))
+        self.category_ids.append(self._names.setdefault(category, len(self._names)))
+        self.answer_tokens += int(mask.sum())
+
+    def index(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "examples": len(self),
+            "tokens": self.offsets[-1],
+            "answer_tokens": self.answer_tokens,
+            "dtype": self._dtype.name,
+            "categories": list(self._names),
+            "digest": self._sha.hexdigest()[:16],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Token rows of one pass. All tensors [rows, length]."""
+
+    tokens: Tensor  # int64
+    answer: Tensor  # bool: produced by the target, so worth drafting
+    document: Tensor  # int64: number within its row, -1 for padding
+    positions: Tensor  # int64: from the document's start
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        return map_tensors(self, lambda x: x.to(device, non_blocking=True))
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
+
+    def supervised(self, step: int) -> Tensor:
+        """Bool [rows, length]: slots whose draft step `step` is taught."""
+        return shifted(self.answer, step + 2, fill=False) & (shifted(self.document, step + 2, fill=-2) == self.document)
+
+    def supervised_counts(self, depth: int) -> Tensor:
+        """int64 [depth]: number of taught slots of each draft step."""
+        return torch.stack([self.supervised(step).sum() for step in range(depth)])
+
+
+def map_tensors(values: _T, function: Callable[[Tensor], Tensor]) -> _T:
+    """Return a dataclass of tensors with `function` applied to each; None stays None."""
+    tensors: Any = {f.name: getattr(values, f.name) for f in fields(values)}  # type: ignore[arg-type]
+    changed = {name: None if x is None else function(x) for name, x in tensors.items()}
+    return replace(values, **changed)  # type: ignore[type-var]
+
+
+def shifted(x: Tensor, by: int, *, fill: float | bool) -> Tensor:
+    """x [rows, length, ...] with entry t + by moved to t, and `fill` where nothing is left."""
+    if by == 0:
+        return x
+    out = torch.full_like(x, fill)
+    if by < x.shape[1]:
+        out[:, :-by] = x[:, by:]
+    return out
+
+
+def packed_rows(
+    lengths: NDArray[np.int64] | Sequence[int], *, length: int, seed: int, epoch: int
+) -> list[tuple[int, ...]]:
+    """Return which examples share each row: every example once, in an order that follows from seed and epoch.
+
+    Examples come in shuffled order, and each goes into the open row where it leaves least room; where none has room a
+    row is opened, and beyond a window of open rows the fullest one is closed. Rows are shuffled in the end. An example
+    longer than a row has a row to itself and is cut there.
+    """
+    random = np.random.default_rng([seed, epoch])
+    order = random.permutation(len(lengths)).tolist()
+    clipped = np.minimum(np.asarray(lengths, dtype=np.int64), length).tolist()
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (room left, row) of the open rows, ascending
+    for example in order:
+        size = clipped[example]
+        place = bisect_left(room, (size, -1))
+        if place < len(room):
+            left, row = room.pop(place)
+            rows[row].append(example)
+        else:
+            left, row = length, len(rows)
+            rows.append([example])
+        if left > size:
+            insort(room, (left - size, row))
+            if len(room) > _WINDOW:
+                del room[0]
+    return [tuple(rows[row]) for row in random.permutation(len(rows)).tolist()]
+
+
+def collate(store: TokenStore, rows: Sequence[tuple[int, ...]], length: int) -> PackedBatch:
+    """Return rows of examples as tensors [rows, length]. Examples longer than a row are cut."""
+    shape = (len(rows), length)
+    tokens, answer = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+    document, positions = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    for row, members in enumerate(rows):
+        start = 0
+        for number, member in enumerate(members):
+            example = store.example(member)
+            size = min(len(example.tokens), length)
+            place = (row, slice(start, start + size))
+            if start + size > length:
+                raise ValueError(f"row {row}: its examples have more than {length} tokens")
+            tokens[place], answer[place] = example.tokens[:size], example.answer[:size]
+            document[place], positions[place] = number, np.arange(size)
+            start += size
+    arrays = {"tokens": tokens, "answer": answer, "document": document, "positions": positions}
+    return PackedBatch(**{name: torch.from_numpy(array) for name, array in arrays.items()})

@@ -91,7 +91,7 @@ def serve(
 
     try:
         from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
-        from fledge.server.engine_process import EngineProcess, EngineSettings  # noqa: PLC0415
+        from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
         from fledge.server.service import Service, check_options  # noqa: PLC0415
@@ -124,7 +124,7 @@ def serve(
         "model": str(directory),
         "speculative_config": None if speculation is None else asdict(speculation),
     }
-    process = EngineProcess(EngineSettings(llm=settings, threads=threads, log_format=log_format))
+    process = EngineProcess(settings, threads=threads, log_format=log_format)
     try:
         process.wait_until_ready()
         service = Service(process, options)

@@ -74,6 +74,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End all requests and the engine."""
+        self.on_death = lambda: None  # it is expected
         self.fail_all()
         for request_id in list(self._running):
             self.abort(request_id, "shutdown")

@@ -35,8 +35,8 @@ from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo, EngineSt
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, FledgeError, describe
 from fledge.server.errors import RequestError
-from fledge.server.grammar import COMPILE_THREADS, Grammar, GrammarCompiler
 from fledge.server.request_log import set_up_logging
+from fledge.server.structured import COMPILE_THREADS, Grammar, GrammarCompiler
 
 _log = logging.getLogger("fledge.server")
 

@@ -4,10 +4,13 @@ import functools
 import itertools
 import json
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fledge.engine.outputs import TokenLogprobs
 from fledge.server.async_engine import Generation, TextDelta
@@ -17,10 +20,7 @@ from fledge.server.request_log import RequestLogEntry
 
 DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # stands in for minus infinity, which JSON does not have
-# How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+_ALPHABET = {spelled: byte for byte, spelled in bytes_to_unicode().items()}  # of byte-level vocabularies
 
 
 def event(value: Any) -> bytes:
@@ -41,10 +41,13 @@ def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
             text = f"token_id:{token}"
             return text, list(text.encode())
         text = str(tokenizer.decode([token]))
-        spelled = None
         if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character: its bytes are in the vocabulary's spelling
-            spelled = _bytes_of(str(tokenizer.convert_ids_to_tokens(token)))
-        return text, spelled or list(text.encode())
+            spelled = str(tokenizer.convert_ids_to_tokens(token))
+            if byte := re.fullmatch("<0x(..)>", spelled):  # SentencePiece's byte fallback
+                return text, [int(byte[1], 16)]
+            if set(spelled) <= _ALPHABET.keys():
+                return text, [_ALPHABET[character] for character in spelled]
+        return text, list(text.encode())
 
     return look_up
 
@@ -81,12 +84,6 @@ def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else LOWEST
-
-
-def _bytes_of(spelled: str) -> list[int] | None:
-    if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):  # SentencePiece's byte fallback
-        return [int(spelled[3:5], 16)]
-    return [_ALPHABET[character] for character in spelled] if set(spelled) <= _ALPHABET.keys() else None
 
 
 class Choice(ABC):

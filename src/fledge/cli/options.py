@@ -39,11 +39,6 @@ def _engine_option(name: str) -> Any:
     return typer.Option(*flags.get(name, ()), help=_FIELDS[name].metadata["help"], **more)
 
 
-Threads = Annotated[
-    int | None, typer.Option(help="CPU threads; torch's choice if left out. Use 1 on a busy machine.", min=1)
-]
-
-
 def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command these options of `EngineConfig`. It gets their values as one mapping, `engine`."""
     added = [

@@ -106,12 +106,8 @@ class SamplingRequest(ApiModel):
 
     @property
     def wants_stream_usage(self) -> bool:
-        asked = self.stream_options is not None and self.stream_options.include_usage
-        return asked or self.wants_report or self.wants_continuous_usage
-
-    @property
-    def wants_continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        asked = self.stream_options or StreamOptions()
+        return asked.include_usage or asked.continuous_usage_stats or self.wants_report
 
     @property
     def answers(self) -> int:

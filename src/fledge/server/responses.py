@@ -95,18 +95,13 @@ class Choice(ABC):
         self._number = number
         self._request = request
         self._texts = texts
-        self._logprobs: list[TokenLogprobs] = []
-        self._token_ids: list[int] = []
-        self._pieces: list[dict[str, Any]] = []
-        self._finish_reason: str | None = None
-        self._stop_reason: int | str | None = None
+        self._untold: list[TextDelta] = []
+        self._ending: dict[str, Any] = {"finish_reason": None}
 
     def take(self, delta: TextDelta) -> None:
         """Add what is new."""
-        self._logprobs += delta.logprobs
-        self._token_ids += delta.token_ids
-        self._pieces += [piece._asdict() for piece in delta.pieces]
-        self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        self._untold.append(delta)
+        self._ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -116,18 +111,21 @@ class Choice(ABC):
     def chunks(self) -> list[dict[str, Any]]:
         """Return what can be told now: entries of `choices`, each for a chunk of its own."""
 
-    def _figures(self) -> dict[str, Any]:
-        """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
-        figures: dict[str, Any] = {}
-        if self._request.return_token_ids:
-            figures["token_ids"], self._token_ids = self._token_ids, []
-        if self._request.wants_report:
-            figures["fledge"], self._pieces = {"pieces": self._pieces}, []
-        return figures
+    @abstractmethod
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None: ...
 
-    def _entry(self, name: str, content: Any, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        ending = {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
-        return {"index": self._number, name: content, "logprobs": logprobs, **ending, **self._figures()}
+    def _tell(self) -> dict[str, Any]:
+        """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
+        untold, self._untold = self._untold, []
+        told: dict[str, Any] = {"logprobs": self._logprobs([one for delta in untold for one in delta.logprobs])}
+        if self._request.return_token_ids:
+            told["token_ids"] = [token for delta in untold for token in delta.token_ids]
+        if self._request.wants_report:
+            told["fledge"] = {"pieces": [piece._asdict() for delta in untold for piece in delta.pieces]}
+        return told
+
+    def _entry(self, name: str, content: Any) -> dict[str, Any]:
+        return {"index": self._number, name: content, "logprobs": None, **self._ending} | self._tell()
 
 
 class ChatChoice(Choice):
@@ -141,7 +139,7 @@ class ChatChoice(Choice):
         self._shows_logprobs = bool(request.logprobs)
         self._parser = parser
         self._deltas: list[Delta] = []
-        self._has_begun = False
+        self._opening: list[Delta] = [{"role": "assistant", "content": ""}]
         self._has_calls = False
 
     def take(self, delta: TextDelta) -> None:
@@ -149,31 +147,30 @@ class ChatChoice(Choice):
         found = self._parser.feed(delta.text, final=delta.finish_reason is not None)
         self._has_calls |= any("tool_calls" in one for one in found)
         if self._has_calls and delta.finish_reason == "stop":
-            self._finish_reason = "tool_calls"
+            self._ending["finish_reason"] = "tool_calls"
         self._deltas += [one for one in found if self._shows_reasoning or "reasoning_content" not in one]
 
     def whole(self) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._logprobs, self._texts) if self._shows_logprobs else None
-        return self._entry("message", whole_message(self._deltas), logprobs)
+        return self._entry("message", whole_message(self._deltas))
 
     def chunks(self) -> list[dict[str, Any]]:
         deltas, self._deltas = self._deltas, []
-        if not deltas and self._request.wants_report and self._pieces:
+        opening, self._opening = self._opening, []
+        if not deltas and self._request.wants_report and any(delta.pieces for delta in self._untold):
             deltas = [{}]  # what was drafted is told even where a parser holds the text back
-        opening: list[Delta] = [] if self._has_begun else [{"role": "assistant", "content": ""}]
-        self._has_begun = True
+        is_finished = self._ending["finish_reason"] is not None
         chunks: list[dict[str, Any]] = [
             {"index": self._number, "delta": delta, "logprobs": None, "finish_reason": None}
-            for delta in (*opening, *deltas, *([] if self._finish_reason is None else [{}]))
+            for delta in (*opening, *deltas, *([{}] if is_finished else []))
         ]
-        if self._finish_reason is not None:
-            chunks[-1] |= {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
-        if deltas or self._finish_reason is not None:  # with one of these, what there is to say of the tokens
-            told = chunks[len(opening) + len(deltas) - 1 if deltas else -1]
-            told |= self._figures()
-            if self._shows_logprobs and self._logprobs:
-                told["logprobs"], self._logprobs = chat_logprobs(self._logprobs, self._texts), []
+        if is_finished:
+            chunks[-1] |= self._ending
+        if deltas or is_finished:  # with one of these, what there is to say of the tokens
+            chunks[len(opening) + len(deltas) - 1 if deltas else -1] |= self._tell()
         return chunks
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(logprobs, self._texts) if self._shows_logprobs and logprobs else None
 
 
 class CompletionChoice(Choice):
@@ -192,16 +189,18 @@ class CompletionChoice(Choice):
 
     def whole(self) -> dict[str, Any]:
         text, self._text = self._text, ""
-        logprobs = None
-        if self._request.logprobs_wanted is not None:
-            logprobs = completion_logprobs(self._logprobs, self._texts, self._offset)
-            self._offset += sum(map(len, logprobs["tokens"]))
-            self._logprobs = []
-        return self._entry("text", text, logprobs)
+        return self._entry("text", text)
 
     def chunks(self) -> list[dict[str, Any]]:
         wanted = self._request.logprobs_wanted is not None or self._request.return_token_ids
-        return [self.whole()] if self._text or self._finish_reason is not None or wanted else []
+        return [self.whole()] if self._text or self._ending["finish_reason"] is not None or wanted else []
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if self._request.logprobs_wanted is None:
+            return None
+        told = completion_logprobs(logprobs, self._texts, self._offset)
+        self._offset += sum(map(len, told["tokens"]))
+        return told
 
 
 class OpenAIResponse:
@@ -228,7 +227,8 @@ class OpenAIResponse:
         async for number, delta in self.generation.deltas():
             self._choices[number].take(delta)
             if chunks := self._choices[number].chunks():
-                usage = self.generation.usage() if self._request.wants_continuous_usage else None
+                asked = self._request.stream_options
+                usage = self.generation.usage() if asked is not None and asked.continuous_usage_stats else None
                 told = {"usage": usage} if self._request.wants_stream_usage else {}
                 yield b"".join(event({**self._head, "choices": [choice], **told}) for choice in chunks)
         tail = event({**self._head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""

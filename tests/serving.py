@@ -6,12 +6,12 @@ included. tests/unit/server/test_engine_process.py and tests/e2e/test_serve_load
 
 import asyncio
 import functools
-import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.models.drafter.variants import EAGLE_3_1
 from fledge.server.app import DrainingServer, create_app
-from fledge.server.engine_process import EngineProcess, EngineSettings, EngineWorker, PipeReader
+from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.options import ServeOptions
 from fledge.server.service import Service
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
@@ -76,8 +76,8 @@ class EngineThread(EngineProcess):
 
     def __init__(self, llm: LLM) -> None:
         self.engine = LockedEngine(llm.engine)
-        self._llm = llm
-        super().__init__(EngineSettings(llm={}))
+        self._tokenizer = llm.tokenizer
+        super().__init__({})
         self.tokenizer, self.info = llm.tokenizer, llm.engine.info
         assert self._ready.wait(30)
 
@@ -85,12 +85,10 @@ class EngineThread(EngineProcess):
         ready = self._ready = threading.Event()
 
         def work() -> None:
-            reader = PipeReader(commands)
-            reader.read(wait=True)  # the settings
-            ready.set()
-            EngineWorker(self.engine, self._llm.tokenizer, reader, outputs).run()
-            reader.close()
-            os.close(outputs)
+            with Connection(commands, writable=False) as reader, Connection(outputs, readable=False) as writer:
+                reader.recv()  # the settings
+                ready.set()
+                EngineWorker(self.engine, self._tokenizer, reader, writer).run()
 
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
@@ -98,6 +96,9 @@ class EngineThread(EngineProcess):
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
 
     def call(self, function: Callable[[Any], _T]) -> _T:
         """Run a function with the engine, between two steps."""

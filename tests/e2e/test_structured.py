@@ -14,8 +14,7 @@ from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.engine.constraint import ConstraintFactory
 from fledge.models.drafter.variants import EAGLE_3_1
-from fledge.server.grammar import GrammarCompiler
-from fledge.server.structured import call_grammar, read_format, read_tools
+from fledge.server.structured import GrammarCompiler, call_grammar, read_format, read_tools
 from fledge.server.tool_parsers import TOOL_PARSERS
 from tests.parsing import parse_whole
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target

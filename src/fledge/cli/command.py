@@ -57,11 +57,6 @@ def options(verb: str) -> Callable[[_Command], _Command]:
     return decorate
 
 
-Threads = Annotated[
-    int | None, typer.Option(help="CPU threads; torch's choice if left out. Use 1 on a busy machine.", min=1)
-]
-
-
 def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command these options of `EngineConfig`. It gets their values as one mapping, `engine`."""
     flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}

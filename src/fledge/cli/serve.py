@@ -4,80 +4,47 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import Threads, engine_options
+from fledge.cli.command import engine_options, options
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
 from fledge.files import read_json
 
 BUNDLED_DEPTH = 5
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_INTERNAL = {"speculative_config", "block_size", "num_blocks", "cudagraph_capture_sizes", "pack_weights", "read_late"}
+ENGINE_OPTIONS = tuple(one.name for one in fields(EngineConfig) if one.name not in _INTERNAL)
 
 
-ENGINE_OPTIONS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "dtype",
-    "device",
-    "gpu_memory_utilization",
-    "kv_cache_bytes",
-    "kv_cache_dtype",
-    "enable_prefix_caching",
-    "enforce_eager",
-    "seed",
-)
-
-
+@options("serve")
 @engine_options(*ENGINE_OPTIONS)
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Target model: a directory or a Hugging Face name. The bundled pair if left out."),
-    ] = None,
+    model: str | None = None,
     *,
-    speculative_config: Annotated[str | None, typer.Option(help="vLLM's JSON: which drafter, how deep.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Key that clients must send; several may be given. Or FLEDGE_API_KEY.")
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name that clients use; several may be given.")
-    ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="File with a chat template, instead of the tokenizer's.")
-    ] = None,
-    generation_config: Annotated[
-        str, typer.Option(help="auto: sampling defaults from the model's generation_config.json; vllm: none.")
-    ] = "auto",
-    enable_auto_tool_choice: Annotated[
-        bool, typer.Option("--enable-auto-tool-choice", help="Always on where it is known how the model calls tools.")
-    ] = False,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="hermes, llama3_json, kimi_k2 or none; found by the chat template if left out.")
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="deepseek_r1, qwen3, ... or none; found by the chat template if left out.")
-    ] = None,
-    allow_client_templates: Annotated[
-        bool, typer.Option("--allow-client-templates", help="Take chat templates from clients that you trust.")
-    ] = False,
-    cors_origin: Annotated[list[str] | None, typer.Option(help="Web origin whose pages may call the server.")] = None,
-    root_path: Annotated[str, typer.Option(help="Path prefix that a proxy in front takes off.")] = "",
-    ssl_keyfile: Annotated[str | None, typer.Option(help="For HTTPS.")] = None,
-    ssl_certfile: Annotated[str | None, typer.Option(help="For HTTPS.")] = None,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 256,
-    request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds for running answers after SIGTERM.")] = 30.0,
-    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
-    threads: Threads = None,
+    speculative_config: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: list[str] | None = None,
+    served_model_name: list[str] | None = None,
+    chat_template: str | None = None,
+    generation_config: str = "auto",
+    enable_auto_tool_choice: bool = False,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    allow_client_templates: bool = False,
+    cors_origin: list[str] | None = None,
+    root_path: str = "",
+    ssl_keyfile: str | None = None,
+    ssl_certfile: str | None = None,
+    max_queue: int = 256,
+    request_timeout: float = 600.0,
+    drain_timeout: float = 30.0,
+    log_format: str = "text",
+    threads: int | None = None,
     engine: Mapping[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API, and a page that shows whether speculation pays."""
@@ -91,18 +58,17 @@ def serve(
 
     try:
         from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
-        from fledge.server.engine_process import EngineProcess, EngineSettings  # noqa: PLC0415
+        from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
         from fledge.server.service import Service, check_options  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
-        ) from None
+        message = f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
+        raise ConfigError(message) from None
     set_up_logging(log_format)
     source = model or TARGET
     directory = resolve(source)
-    options = ServeOptions(
+    settings = ServeOptions(
         served_model_names=tuple(served_model_name or (source,)),
         api_keys=tuple(keys),
         chat_template=template,
@@ -118,24 +84,22 @@ def serve(
         default_sampling=_sampling_defaults(directory, generation_config),
         seed=engine["seed"],
     )
-    check_options(options)
-    settings = {
-        **engine,
-        "model": str(directory),
-        "speculative_config": None if speculation is None else asdict(speculation),
-    }
-    process = EngineProcess(EngineSettings(llm=settings, threads=threads, log_format=log_format))
+    check_options(settings)
+    drafting = None if speculation is None else asdict(speculation)
+    llm = {**engine, "model": str(directory), "speculative_config": drafting}
+    process = EngineProcess(llm, threads=threads, log_format=log_format)
     try:
         process.wait_until_ready()
-        service = Service(process, options)
+        service = Service(process, settings)
     except BaseException:
         process.kill()
         raise
     scheme = "http" if ssl_certfile is None else "https"
 
     def ready(bound: int) -> None:
-        shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{options.root_path}"
-        print(f"serving {options.model_name} at {shown} (page: {shown}/, API: {shown}/v1)", file=sys.stderr, flush=True)
+        shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{settings.root_path}"
+        names = f"serving {settings.model_name} at {shown} (page: {shown}/, API: {shown}/v1)"
+        print(names, file=sys.stderr, flush=True)
         if host not in ("127.0.0.1", "localhost", "::1") and not keys:
             print("warning: anybody who can reach this address can use the server; see --api-key", file=sys.stderr)
 

@@ -76,8 +76,8 @@ def translate(
             option = FOREIGN[name]
             if option.get("flag") or word in ("-O0", "-O1", "-O2", "-O3"):
                 value = ""
-            elif not equals:
-                value = rest.pop(0) if rest else ""
+            elif not equals and rest:
+                value = rest.pop(0)
             if "refused" in option and value not in option.get("accepted", ()):
                 reason = option["refused"].format(vllm=_VLLM, several_gpus=_SEVERAL_GPUS)
                 raise ConfigError(f"{f'{name} {value}'.strip()}: {reason}")

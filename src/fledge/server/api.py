@@ -8,18 +8,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import jiter
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
-from fledge.server.errors import RequestError
+from fledge.server.errors import RequestError, refuse
 from fledge.server.protocol import ApiModel, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, OpenAIResponse, event
@@ -34,6 +34,8 @@ BODY_SECONDS = 60.0  # for a body to arrive
 SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
 CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
+REFUSALS = {400: "Wrong request", 401: "No valid key", 404: "No such model", 413: "Too large", 415: "Not JSON"}
+REFUSALS |= {429: "Too busy", 503: "Shutting down"}
 BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -52,16 +54,12 @@ def router(service: Service) -> APIRouter:
         """Continue one or several prompts."""
         return await _answer(service, request, CompletionRequest, "cmpl", service.complete)
 
-    async def read(request: Request, kind: type[ApiModel]) -> Any:
-        await service.keys.check(request)
-        asked: Any = parse(kind, await read_json(request))
-        service.check_model(asked.model)
-        return asked
-
     @routes.post("/tokenize", tags=["tokens"], **_json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation through the chat template."""
-        asked: TokenizeRequest = await read(request, TokenizeRequest)
+        await service.keys.check(request)
+        asked = parse(TokenizeRequest, await read_json(request))
+        service.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("expected either 'prompt' or 'messages'")
         if asked.messages is None:
@@ -76,10 +74,12 @@ def router(service: Service) -> APIRouter:
     @routes.post("/detokenize", tags=["tokens"], **_json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        asked: DetokenizeRequest = await read(request, DetokenizeRequest)
+        await service.keys.check(request)
+        asked = parse(DetokenizeRequest, await read_json(request))
+        service.check_model(asked.model)
         vocab_size = service.engine.info.vocab_size
         if any(not 0 <= token < vocab_size for token in asked.tokens):
-            raise RequestError(f"tokens: allowed are 0 to {vocab_size - 1}", param="tokens")
+            refuse("tokens", f"allowed are 0 to {vocab_size - 1}")
         return JSONResponse({"prompt": await service.prompts.decode(asked.tokens)})
 
     def card(name: str) -> dict[str, Any]:
@@ -127,12 +127,10 @@ def router(service: Service) -> APIRouter:
 
 def _json_body(kind: type[ApiModel]) -> dict[str, Any]:
     """Describe a JSON body that an endpoint reads and checks itself, and how it refuses one."""
-    refusals = {400: "Wrong request", 401: "No valid key", 404: "No such model", 413: "Too large", 415: "Not JSON"}
-    busy = {429: "Too busy", 503: "Shutting down"}
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": schema}}},
-        "responses": {status: {"description": text} for status, text in (refusals | busy).items()},
+        "responses": {status: {"description": text} for status, text in REFUSALS.items()},
     }
 
 
@@ -204,7 +202,7 @@ async def _until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends an answer's events as they come, each at once. An error on the way is the last event."""
 
     media_type = "text/event-stream"
@@ -212,49 +210,38 @@ class EventStream(Response):
     def __init__(
         self, answer: OpenAIResponse, entry: RequestLogEntry, headers: dict[str, str], patience: float
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        super().__init__(self._events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._answer = answer
         self._entry = entry
         self._patience = patience
-        del self.headers["content-length"]
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         entry = self._entry
-        status, error = CLIENT_GONE, None
+        entry.status = CLIENT_GONE  # unless the last event is sent
         try:
-            status, error = await _until_gone(receive, self._send_all(send), self._patience)
+            await _until_gone(receive, self.stream_response(send), self._patience)
         except (ClientDisconnect, OSError):
             pass
         finally:
             self._answer.generation.close()
             entry.note(self._answer.generation)
-            entry.status, entry.error = status, error
-            if status != 200:
-                entry.finish_reason = "abort" if error is None else "error"
+            if entry.status != 200:
+                entry.finish_reason = "abort" if entry.error is None else "error"
             entry.write()
 
-    async def _send_all(self, send: Send) -> tuple[int, str | None]:
-        """Return the status for the log, and the code of an error."""
-
-        async def send_part(part: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": part, "more_body": more})
-
+    async def _events(self) -> AsyncIterator[bytes]:
         status, code = 200, None
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for part in self._answer.events():
-                await send_part(part)
+                yield part
         except RequestError as error:
             status, code = error.status, error.code or "error"
-            await send_part(event(error.body()) + DONE)
-        except OSError:
-            raise
+            yield event(error.body()) + DONE
         except Exception:
             _log.exception("a stream failed")
             status, code = 500, "internal_error"
-            await send_part(event(INTERNAL_ERROR.body()) + DONE)
-        await send_part(b"", more=False)
-        return status, code
+            yield event(INTERNAL_ERROR.body()) + DONE
+        self._entry.status, self._entry.error = status, code
 
 
 # Bodies
@@ -266,9 +253,20 @@ async def read_json(request: Request) -> dict[str, Any]:
     if content_type != "application/json":
         # Anything else can be sent by a web page of another site without the browser asking us first.
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
-    body = await _read_body(request)
+    body = bytearray()
     try:
-        value = jiter.from_json(body, allow_inf_nan=False)
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+                    raise RequestError(message, status=413, code="request_too_large")
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408, code="timeout") from None
+    except ClientDisconnect:
+        raise RequestError("the client has gone", status=400) from None
+    try:
+        value = jiter.from_json(bytes(body), allow_inf_nan=False)
     except ValueError as error:  # also for what is no UTF-8, and halves of characters
         raise RequestError(f"the body is not JSON that can be read here: {error}") from None
     if not isinstance(value, dict):
@@ -280,22 +278,3 @@ async def read_json(request: Request) -> dict[str, Any]:
     if level:
         raise RequestError(f"the body is nested more than {MAX_NESTING} deep")
     return value
-
-
-async def _read_body(request: Request) -> bytes:
-    declared = request.headers.get("content-length", "")
-    is_too_large = declared.isascii() and declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            parts = request.stream()
-            while not is_too_large and (part := await anext(parts, None)) is not None:
-                body += part
-                is_too_large = len(body) > MAX_BODY_BYTES
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408, code="timeout") from None
-    except ClientDisconnect:
-        raise RequestError("the client has gone", status=400) from None
-    if is_too_large:
-        raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="request_too_large")
-    return bytes(body)

@@ -10,8 +10,8 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
@@ -27,17 +27,16 @@ from fledge.server.engine_process import (
     GrammarCompiled,
     Output,
 )
-from fledge.server.errors import RequestError
-from fledge.server.grammar import COMPILE_SECONDS, COMPILE_THREADS, Grammar, refuse_grammar
+from fledge.server.errors import RequestError, refuse
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.server.structured import COMPILE_SECONDS, COMPILE_THREADS, Grammar
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What has become known of an answer since its last delta. The last one has a finish reason."""
 
-    pieces: tuple[TextPiece, ...] = ()
+    pieces: tuple[TextPiece, ...]
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish_reason: str | None = None
@@ -74,6 +73,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End all requests and the engine."""
+        self.on_death = lambda: None  # it is expected
         self.fail_all()
         for request_id in list(self._running):
             self.abort(request_id, "shutdown")
@@ -139,7 +139,7 @@ class AsyncEngine:
         try:
             error = await asyncio.wait_for(asyncio.shield(done), seconds)
         except TimeoutError:
-            refuse_grammar(grammar.param, f"the grammar takes longer than {seconds:g} s to compile")
+            refuse(grammar.param, f"the grammar takes longer than {seconds:g} s to compile", code="invalid_grammar")
         if error is not None:
             raise error
 
@@ -225,8 +225,8 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
-        n: int = 1,
-        timeout: float | None = None,
+        n: int,
+        timeout: float | None,
     ) -> None:
         """`timeout`: seconds from now, after which reading raises RequestError (408)."""
         self.n = n
@@ -269,11 +269,24 @@ class Generation:
         """Yield (number of the answer, what is new of it) until all have ended. Raises RequestError, and closes."""
         left = self.answers
         while left:
-            for number in self._digest(await self._messages()):
-                delta = self._delta(number)
-                if delta is not None:
-                    left -= delta.finish_reason is not None
-                    yield number, delta
+            concerned: dict[int, None] = {}  # in order
+            for message in await self._messages():
+                if isinstance(message, RequestError):
+                    self.close("error")
+                    raise message
+                number = self._numbers[message.request_id]
+                if self._texts[number].add(message):  # a stop string was found; the last update is still to come
+                    self._engine.process.send(Abort(message.request_id, "stop"))
+                concerned[number] = None
+            for number in concerned:
+                text, told = self._texts[number], self._told[number]
+                new, logprobs = text.token_ids[told:], text.logprobs[told:]
+                self._told[number] += len(new)
+                self.output_tokens += len(new)
+                left -= text.is_finished
+                if (pieces := text.release()) or new or text.is_finished:
+                    stop_reason = text.stop_reason if text.is_finished else None
+                    yield number, TextDelta(pieces, new, logprobs, text.finish_reason, stop_reason)
 
     async def _messages(self) -> list[RequestUpdate | RequestError]:
         """Return all that have come in; wait for the first one."""
@@ -287,33 +300,6 @@ class Generation:
         while not self._inbox.empty():
             messages.append(self._inbox.get_nowait())
         return messages
-
-    def _digest(self, messages: list[RequestUpdate | RequestError]) -> list[int]:
-        """Make text of messages; return the numbers of the answers that are concerned."""
-        concerned: dict[int, None] = {}
-        for message in messages:
-            if isinstance(message, RequestError):
-                self.close("error")
-                raise message
-            number = self._numbers[message.request_id]
-            if self._texts[number].add(message):  # a stop string was found; the last update is still to come
-                self._engine.process.send(Abort(message.request_id, "stop"))
-            concerned[number] = None
-        return list(concerned)
-
-    def _delta(self, number: int) -> TextDelta | None:
-        """Return what is new of an answer; None if nothing is."""
-        text = self._texts[number]
-        told, self._told[number] = self._told[number], len(text.token_ids)
-        delta = TextDelta(
-            pieces=text.release(),
-            token_ids=text.token_ids[told:],
-            logprobs=text.logprobs[told:],
-            finish_reason=text.finish_reason,
-            stop_reason=text.stop_reason if text.is_finished else None,
-        )
-        self.output_tokens += len(delta.token_ids)
-        return delta if delta.token_ids or delta.pieces or text.is_finished else None
 
     def usage(self, *, speculation: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return OpenAI's usage object so far; with `speculation` in it, how that went."""

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -34,22 +35,12 @@ from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo, EngineSt
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, FledgeError, describe
 from fledge.server.errors import RequestError
-from fledge.server.grammar import COMPILE_THREADS, Grammar, GrammarCompiler
 from fledge.server.request_log import set_up_logging
+from fledge.server.structured import COMPILE_THREADS, Grammar, GrammarCompiler
 
 _log = logging.getLogger("fledge.server")
 
 CLOSING_SECONDS = 10.0
-_LENGTH = struct.Struct("!I")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What the child starts with."""
-
-    llm: Mapping[str, Any]  # LLM's arguments
-    threads: int | None = None
-    log_format: str = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,46 +88,9 @@ Output = StepOutput | GrammarCompiled | EngineDied
 
 
 def packed(value: Any) -> bytes:
-    """Return one value for a `PipeReader`."""
+    """Return what a `Connection` at the other end receives as this value."""
     body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(body)) + body
-
-
-class PipeReader:
-    """Pickled values from a pipe, each after its length. Reads what is there and does not wait for the rest."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-        self._buffer = bytearray()
-        self._poll = select.poll()
-        self._poll.register(handle, select.POLLIN)
-        os.set_blocking(handle, False)
-
-    def read(self, *, wait: bool = False, size: int = 2**20) -> list[Any]:
-        """Return the values that are complete; with `wait`, not before there is one. Raises EOFError at the end."""
-        values: list[Any] = []
-        while True:
-            if wait:
-                self._poll.poll()
-            try:
-                part = os.read(self.handle, size)
-            except BlockingIOError:
-                return values
-            if not part:
-                raise EOFError
-            self._buffer += part
-            while len(self._buffer) >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._buffer)
-                end = _LENGTH.size + length
-                if len(self._buffer) < end:
-                    break
-                values.append(pickle.loads(memoryview(self._buffer)[_LENGTH.size : end]))
-                del self._buffer[:end]
-            if values or not wait:
-                return values
-
-    def close(self) -> None:
-        os.close(self.handle)
+    return struct.pack("!i", len(body)) + body
 
 
 class EngineProcess:
@@ -144,34 +98,33 @@ class EngineProcess:
 
     info: EngineInfo
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, llm: Mapping[str, Any], *, threads: int | None = None, log_format: str = "text") -> None:
+        """`llm`: the arguments of `LLM`, which the child makes."""
         self.tokenizer: Any = None
-        self._settings = settings
+        self._llm = llm
         (their_commands, our_commands), (our_outputs, their_outputs) = os.pipe(), os.pipe()
         self._child = self._start(their_commands, their_outputs)
         self._commands = os.fdopen(our_commands, "wb", buffering=0)
-        self._outputs = PipeReader(our_outputs)
+        self._outputs = Connection(our_outputs, writable=False)
         self._writer: asyncio.WriteTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Callable[[Output], None] = lambda _output: None
-        self._is_closing = False
-        self._commands.write(packed(settings))
+        self._commands.write(packed((llm, threads, log_format)))
 
     def _start(self, commands: int, outputs: int) -> Any:
         """Start the child with its ends of the pipes; return what can be polled, waited for and killed."""
         # Not with -m: the messages' classes would be those of `__main__` there, and others here.
         code = f"from fledge.server.engine_process import main; main({commands}, {outputs})"
-        command = [sys.executable, "-c", code]
-        child = subprocess.Popen(command, pass_fds=[commands, outputs], stdin=subprocess.DEVNULL)
+        child = subprocess.Popen([sys.executable, "-c", code], pass_fds=[commands, outputs], stdin=subprocess.DEVNULL)
         os.close(commands)
         os.close(outputs)
         return child
 
     def wait_until_ready(self) -> None:
         """Wait for the models to be loaded. Raises what the child could not do, in its words."""
-        self.tokenizer = load_tokenizer(resolve(self._settings.llm["model"]))  # meanwhile
+        self.tokenizer = load_tokenizer(resolve(self._llm["model"]))  # meanwhile
         try:
-            (answer,) = self._outputs.read(wait=True)
+            answer = self._outputs.recv()
         except EOFError:
             raise ConfigError(f"the engine's process ended with status {self._child.wait()}; see above") from None
         if not isinstance(answer, EngineInfo):
@@ -184,7 +137,7 @@ class EngineProcess:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, self._commands)
-        self._loop.add_reader(self._outputs.handle, self._read)
+        self._loop.add_reader(self._outputs.fileno(), self._read)
 
     def send(self, command: Command) -> None:
         """Send without waiting: what does not fit into the pipe goes later, in order."""
@@ -198,14 +151,11 @@ class EngineProcess:
 
     async def close(self) -> None:
         """Wait for the end of the child, which comes with that of its commands."""
-        self._is_closing = True
         if self._writer is not None:
             self._writer.close()
-        for _ in range(int(CLOSING_SECONDS / 0.01)):
-            if not self.is_alive:
-                break
-            await asyncio.sleep(0.01)
-        else:
+        try:
+            await asyncio.to_thread(self._child.wait, CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
             self.kill()
         self._stop_reading()
 
@@ -216,16 +166,15 @@ class EngineProcess:
 
     def _read(self) -> None:
         try:
-            outputs = self._outputs.read()
-        except EOFError:
+            output = self._outputs.recv()
+        except (EOFError, OSError):
             self._stop_reading()
-            outputs = [] if self._is_closing else [EngineDied("its process has ended")]
-        for output in outputs:
-            self._deliver(output)
+            output = EngineDied("its process has ended")
+        self._deliver(output)
 
     def _stop_reading(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self._outputs.handle)
+            self._loop.remove_reader(self._outputs.fileno())
             self._outputs.close()
             self._loop = None
 
@@ -233,26 +182,27 @@ class EngineProcess:
 class EngineWorker:
     """Runs an engine until there are no more commands or it dies. Grammars are compiled beside it."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, commands: PipeReader, outputs: int) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, commands: Connection, outputs: Connection) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._commands = commands
+        self._has_commands = select.poll()
+        self._has_commands.register(commands.fileno(), select.POLLIN)
         self._outputs = outputs
-        self._writing = threading.Lock()
+        self._writing, self._making_compiler = threading.Lock(), threading.Lock()
         self._updates: list[RequestUpdate] = []
         self._told_rounds = 0
         self._compiler: GrammarCompiler | None = None
-        self._making_compiler = threading.Lock()
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
     def run(self) -> None:
         try:
             while True:
-                self._obey(wait=not self._engine.has_unfinished)
-                if self._engine.has_unfinished:
-                    self._updates += self._engine.step()
-                elif not self._updates:
-                    continue
+                is_idle = not self._engine.has_unfinished
+                while self._has_commands.poll(None if is_idle and not self._updates else 0):
+                    self._obey(self._commands.recv())
+                    is_idle = not self._engine.has_unfinished
+                self._updates += [] if is_idle else self._engine.step()
                 updates, self._updates = self._updates, []
                 stats = self._engine.stats()
                 fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
@@ -267,16 +217,14 @@ class EngineWorker:
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _obey(self, *, wait: bool) -> None:
-        """Do what was asked for meanwhile; with `wait`, sleep until something is. Raises EOFError: no more."""
-        for command in self._commands.read(wait=wait):
-            if isinstance(command, AddRequest):
-                self._add(command)
-            elif isinstance(command, Abort):
-                last = self._engine.abort(command.request_id, command.reason)
-                self._updates += [] if last is None else [last]
-            else:
-                self._threads.submit(self._compile, command)
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, CompileGrammar):
+            self._threads.submit(self._compile, command)
+        elif isinstance(command, Abort):
+            last = self._engine.abort(command.request_id, command.reason)
+            self._updates += [] if last is None else [last]
+        else:
+            self._add(command)
 
     def _add(self, asked: AddRequest) -> None:
         try:
@@ -315,32 +263,26 @@ class EngineWorker:
 
     def _write(self, output: Output) -> None:
         with self._writing:
-            write_all(self._outputs, packed(output))
-
-
-def write_all(handle: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
+            self._outputs.send(output)
 
 
 def main(commands: int, outputs: int) -> None:
     """Be the child: load, say so, and run until the parent closes its pipe or is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)  # the parent hears them too, and decides
-    reader = PipeReader(commands)
-    (settings,) = reader.read(wait=True)
+    reader, writer = Connection(commands, writable=False), Connection(outputs, readable=False)
+    arguments, threads, log_format = reader.recv()
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
-    set_up_logging(settings.log_format)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_up_logging(log_format)
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
-        llm = LLM(**settings.llm)
+        llm = LLM(**arguments)
     except FledgeError as error:
-        write_all(outputs, packed(error))
+        writer.send(error)
         return
     llm.engine.warm_up(plain=True)
-    write_all(outputs, packed(llm.engine.info))
-    EngineWorker(llm.engine, llm.tokenizer, reader, outputs).run()
+    writer.send(llm.engine.info)
+    EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()
     sys.stderr.flush()
     os._exit(0)  # grammars may still be compiled, for nobody

@@ -1,6 +1,6 @@
 """What a client did wrong, or what went wrong here, in OpenAI's error format."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from fledge.errors import ConfigError, ContextLengthError, FledgeError
 
@@ -43,3 +43,8 @@ class RequestError(FledgeError):
         """Return OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refuse(where: str, message: str, **more: Any) -> NoReturn:
+    """Raise RequestError for a field; `more` as there, if the param is not just `where`."""
+    raise RequestError(f"{where}: {message}", **{"param": where, **more})

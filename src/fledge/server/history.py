@@ -6,14 +6,12 @@ plain step was ever measured near a batch size, it is unknown, and that is what 
 """
 
 import itertools
-import math
 import time
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import yaml
@@ -40,14 +38,13 @@ def _acceptances() -> defaultdict[Any, AcceptanceStatistics]:
     return defaultdict(AcceptanceStatistics)
 
 
-def by_context(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, AcceptanceStatistics]]:
-    """Split a request's rounds, which are in order, by the length of the context they drafted from."""
-    begin = 0
-    for bucket, edge in zip(CONTEXT_BUCKETS, (*CONTEXT_EDGES, math.inf), strict=True):
-        end = bisect_right(rounds, edge, key=lambda record: record.start)
-        if end > begin:
-            yield bucket, AcceptanceStatistics(tally=Counter(map(itemgetter(1, 2), rounds[begin:end])))
-        begin = end
+def by_context(rounds: Iterable[RoundRecord]) -> dict[str, AcceptanceStatistics]:
+    """Split a request's rounds by the length of the context they drafted from."""
+    parts = _acceptances()
+    for record in rounds:
+        bucket = CONTEXT_BUCKETS[bisect_left(CONTEXT_EDGES, record.start)]
+        parts[bucket].tally[record.drafted, record.accepted] += 1
+    return parts
 
 
 @dataclass(kw_only=True)
@@ -113,7 +110,6 @@ class History:
         self._began = time.monotonic()
         self._closed: deque[HistoryInterval] = deque(maxlen=kept)
         self._current = HistoryInterval()
-        self._sums: dict[int, tuple[int, HistoryInterval]] = {}  # by length: up to which interval, their sum
 
     def current(self) -> HistoryInterval:
         """The interval that now belongs to; closes those before it."""
@@ -133,12 +129,8 @@ class History:
 
     def latest(self, intervals: int) -> HistoryInterval:
         """The sum of so many of the latest intervals, the current one included."""
-        current = self.current()
-        known = self._sums.get(intervals)
-        if known is None or known[0] != current.number:  # what has ended is summed up once, however many ask
-            known = (current.number, HistoryInterval.sum(list(self._closed)[1 - intervals :]))
-            self._sums[intervals] = known
-        return HistoryInterval.sum([known[1], current])
+        closed = self.closed()
+        return HistoryInterval.sum([*closed[1 - intervals :], self._current])
 
 
 class SpeedUp(NamedTuple):
@@ -158,16 +150,14 @@ def speed_up(seen: HistoryInterval, costs: CostTable) -> SpeedUp:
     if total == 0:
         return SpeedUp()
     rows = sum(batch * count for (batch, _), count in speculative.items())
-    estimate = SpeedUp(
-        tokens_per_round=sum(seen.round_tokens[shape] for shape in speculative) / rows,
-        batch=round(rows / total),
-        depth=max(speculative, key=lambda shape: speculative[shape])[1],
-    )
+    tokens_per_round = sum(seen.round_tokens[shape] for shape in speculative) / rows
+    depth = max(speculative, key=lambda shape: speculative[shape])[1]
+    estimate = SpeedUp(tokens_per_round=tokens_per_round, batch=round(rows / total), depth=depth)
     spent = plain = break_even = 0.0
     known_rounds = known_rows = 0
     for shape, count in speculative.items():
         step, cost = costs.cost(shape[0], 0), costs.cost(*shape)
-        if step is not None and cost is not None and step > 0:
+        if step and cost is not None:
             spent += count * cost
             plain += seen.round_tokens[shape] / shape[0] * step
             break_even += count * shape[0] * cost / step

@@ -26,9 +26,7 @@ from fledge.server.prompts import Template
 
 PREFIX = "fledge:"
 RECENT_INTERVALS = 60  # two minutes: what verdicts and estimates are about
-MAX_REASONS = 32  # distinct labels for rejections
 MAX_TEMPLATES = 20
-OTHER = "other"
 PHASES = ("verify", "accept", "draft")
 
 _METRICS = yaml.safe_load((resources.files(__package__) / "metrics.yaml").read_text(encoding="utf-8"))
@@ -52,7 +50,6 @@ class Metrics(Collector):
         self.finished = 0  # requests
         self.rejected = 0
         self.lock = threading.Lock()
-        self._reasons: set[str] = set()
         self._templates: set[Template] = set()
         # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
         self._token_gaps = [0] * (len(_TOKEN_GAP_EDGES) + 1)
@@ -114,7 +111,7 @@ class Metrics(Collector):
             return
         with self.lock:
             if template not in self._templates and len(self._templates) >= MAX_TEMPLATES:
-                template = Template(OTHER, "")  # labels must not grow
+                template = Template("other", "")  # labels must not grow
             else:
                 self._templates.add(template)
             self.finished += 1
@@ -136,7 +133,7 @@ class Metrics(Collector):
                 interval.ttft_count += 1
             interval.templates[template].tally.update(metrics.acceptance.tally)
             self._count_acceptance("template", metrics.acceptance, *template)
-            for bucket, acceptance in by_context(metrics.rounds):
+            for bucket, acceptance in by_context(metrics.rounds).items():
                 interval.contexts[bucket].tally.update(acceptance.tally)
                 self._count_acceptance("context", acceptance, bucket)
 
@@ -144,9 +141,6 @@ class Metrics(Collector):
         """Count a request that was refused before the engine saw it."""
         with self.lock:
             self.rejected += 1
-            if reason not in self._reasons and len(self._reasons) >= MAX_REASONS:
-                reason = OTHER
-            self._reasons.add(reason)
             self._count("requests_rejected", 1, reason)
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
@@ -178,16 +172,9 @@ class Metrics(Collector):
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),
             "spec_decode_num_accepted_tokens": sum(accepted),
-            "spec_decode_timed_rounds": stats.num_rounds,
-            "prompt_tokens": stats.prompt_tokens,
-            "generation_tokens": stats.output_tokens,
-            "prefix_cache_queries": stats.prefix_queries,
-            "prefix_cache_hits": stats.prefix_hits,
-            "num_preemptions": stats.preemptions,
+            **{name: getattr(stats, field) for name, field in _METRICS["fields"].items()},
             "spec_decode_num_accepted_tokens_per_pos": dict(enumerate(accepted)),
             "spec_decode_num_draft_tokens_per_pos": dict(enumerate(drafted)),
-            "num_requests_running": stats.running,
-            "num_requests_waiting": stats.waiting,
             "kv_cache_usage_perc": kv_use(stats),
             "spec_decode_fallback": float(stats.drafter_failure is not None),
             "server_info": {self.version: 1.0},
@@ -204,11 +191,8 @@ class Metrics(Collector):
     def _family(self, name: str, value: Any) -> Metric:
         label = _METRICS["labels"].get(name)
         labels = ("model_name",) if label is None else ("model_name", label)
-        family: CounterMetricFamily | GaugeMetricFamily
-        if name in _METRICS["counters"]:
-            family = CounterMetricFamily(PREFIX + name, _METRICS["counters"][name], labels=labels)
-        else:
-            family = GaugeMetricFamily(PREFIX + name, _METRICS["gauges"][name], labels=labels)
+        kind = CounterMetricFamily if name in _METRICS["counters"] else GaugeMetricFamily
+        family = kind(PREFIX + name, (_METRICS["counters"] | _METRICS["gauges"])[name], labels=labels)
         for key, number in (value if isinstance(value, dict) else {None: value}).items():
             if number is not None:
                 family.add_metric((self.model_name, str(key))[: len(labels)], number)

@@ -35,8 +35,8 @@ class ServeOptions:
             raise ConfigError("--served-model-name: at least one name is needed")
         for name in ("request_timeout", "drain_timeout"):
             if not 0 < getattr(self, name) <= 86400:
-                option = name.replace("_", "-")
-                raise ConfigError(f"--{option}: found {getattr(self, name)}, allowed is above 0 to 86400")
+                found = f"found {getattr(self, name)}, allowed is above 0 to 86400"
+                raise ConfigError(f"--{name.replace('_', '-')}: {found}")
         if self.max_queue < 0:
             raise ConfigError(f"--max-queue: found {self.max_queue}, allowed is 0 or more")
 
@@ -51,12 +51,11 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         if not all(key.strip() for key in keys):
             raise ConfigError("--api-key: a key must not be empty")
-        self._digests = tuple(_digest(key) for key in keys)
+        self._digests = [_digest(key) for key in keys]
 
     def match(self, key: str) -> bool:
         """Compare with every key, each in constant time: how long it takes says nothing about any of them."""
-        offered = _digest(key)
-        return sum(hmac.compare_digest(digest, offered) for digest in self._digests) > 0
+        return sum(hmac.compare_digest(digest, _digest(key)) for digest in self._digests) > 0
 
     async def check(self, request: Request) -> None:
         """Raise RequestError (401) unless the request carries a key."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.server.grammar import ReasoningMarkers
 
 # OpenAI's: {"content": ...}, {"reasoning_content": ...}, or {"tool_calls": [{"index": ..., ...}]} with a call's id and
 # name first and then its arguments in any number of pieces.
@@ -102,7 +101,7 @@ class ReasoningParser(StreamParser):
     The model opens it, or the chat template has (`opened`): then the prompt ends with `<think>` and only the close
     appears. Which of the two is known from the prompt, never guessed from the answer. White space around the reasoning
     is dropped. Reasoning counts against `max_tokens` like everything else. Structured output and forced tool calls
-    apply to what comes after it (`Grammar.reasoning`).
+    apply to what comes after it (`Grammar.reasoning_opened`).
     """
 
     BEGIN, END = "<think>", "</think>"
@@ -115,11 +114,6 @@ class ReasoningParser(StreamParser):
     def opened_by(cls, prompt: str) -> bool:
         """Whether a prompt, as text with its special tokens, ends inside reasoning."""
         return prompt.rstrip().endswith(cls.BEGIN)
-
-    @classmethod
-    def markers(cls, *, opened: bool) -> ReasoningMarkers:
-        """For a grammar that is to begin after the reasoning."""
-        return ReasoningMarkers(begin=cls.BEGIN, end=cls.END, opened=opened)
 
     def _read(self) -> Generator[None]:
         if self._opened or (yield from self._skip(self.BEGIN)):

@@ -5,16 +5,17 @@ them run in transformers' sandbox, which knows no files and no attributes of Pyt
 """
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 
-from fledge.server.errors import RequestError
+from fledge.server.errors import RequestError, refuse
 from fledge.server.options import ServeOptions
 from fledge.server.protocol import ChatRequest, TokenizeRequest
 
@@ -83,15 +84,14 @@ class Prompts:
         conversation = normalised(request.messages or ())
         extra = dict(request.chat_template_kwargs or {})
         if reserved := sorted(_RESERVED & set(extra)):
-            raise RequestError(f"chat_template_kwargs: '{reserved[0]}' cannot be set", param="chat_template_kwargs")
+            refuse("chat_template_kwargs", f"'{reserved[0]}' cannot be set")
         if isinstance(request, ChatRequest):
             extra["documents"] = request.documents or None
             if request.reasoning_effort is not None:
                 extra.setdefault("reasoning_effort", request.reasoning_effort)
         continues = bool(request.continue_final_message)
         if continues and conversation[-1]["role"] != "assistant":
-            message = "continue_final_message: the last message must be the assistant's"
-            raise RequestError(message, param="continue_final_message")
+            refuse("continue_final_message", "the last message must be the assistant's")
         tools = request.tools if with_tools else None
         size = sum(len(message["content"]) for message in conversation) + 1000 * len(tools or ())
 
@@ -109,8 +109,7 @@ class Prompts:
             except Exception as error:  # its own, or what it does with messages that it was not written for
                 reason = str(error).strip() if isinstance(error, TemplateError) else ""
                 reason = (reason or type(error).__name__).splitlines()[0][:200]
-                message = f"messages: the chat template refuses them: {reason}"
-                raise RequestError(message, param="messages") from None
+                refuse("messages", f"the chat template refuses them: {reason}")
             # Templates write special tokens themselves.
             return text, self._encode(tokenizer, text, bool(request.add_special_tokens))
 
@@ -133,62 +132,49 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, self._pool_tokenizer)
 
     def _encode(self, tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-        most = self._max_model_len * self._longest_token
-        if len(text) > most:  # not worth the time to find out by how much
-            raise RequestError(
-                f"the prompt has {len(text)} characters, which cannot fit into {self._max_model_len} tokens",
-                code="context_length_exceeded",
-            )
+        if len(text) > self._max_model_len * self._longest_token:  # not worth the time to find out by how much
+            message = f"the prompt has {len(text)} characters, which cannot fit into {self._max_model_len} tokens"
+            raise RequestError(message, code="context_length_exceeded")
         return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def _template(self, asked_for: str | None) -> tuple[str, str]:
         """Return the template to use and its name; `asked_for` is a client's own."""
-        param = "chat_template"
         if asked_for is not None:
             if not self._options.allow_client_templates:
                 message = "this server uses its own; the operator can allow others (--allow-client-templates)"
-                raise RequestError(f"{param}: {message}", param=param, status=403)
+                refuse("chat_template", message, status=403)
             if len(asked_for.encode()) > MAX_TEMPLATE_BYTES:
-                raise RequestError(f"{param}: larger than {MAX_TEMPLATE_BYTES} bytes", param=param)
+                refuse("chat_template", f"larger than {MAX_TEMPLATE_BYTES} bytes")
             return asked_for, "client"
         if self.chat_template is None:
-            raise RequestError(
-                "this model's tokenizer has no chat template; use /v1/completions, or start the server with "
-                "--chat-template"
-            )
+            message = "this model's tokenizer has no chat template; use /v1/completions, or start the server with"
+            raise RequestError(f"{message} --chat-template")
         return self.chat_template, self._options.chat_template_name or "default"
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with roles that templates know, content as one string, and tool arguments as objects."""
-    if not messages:
-        _refuse("messages", "expected at least one message")
-    if len(messages) > MAX_MESSAGES:
-        _refuse("messages", f"found {len(messages)}, allowed are {MAX_MESSAGES}")
+    _expect(bool(messages), "messages", "at least one message")
+    _expect(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}, found {len(messages)}")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    role = message.get("role")
-    if role not in _ROLES:
-        _refuse(f"{where}.role", f"expected one of {', '.join(sorted(_ROLES))}")
-    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    content = message.get("content")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    _expect(role in _ROLES, f"{where}.role", f"one of {', '.join(sorted(_ROLES))}")
     if content is None and role == "assistant":
         content = ""
-    if not isinstance(content, str | list):
-        _refuse(f"{where}.content", "expected a string or a list of text parts")
-    parts = [content] if isinstance(content, str) else content
-    made["content"] = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
+    _expect(isinstance(content, str | list), f"{where}.content", "a string or a list of text parts")
+    parts = [content] if isinstance(content, str) else content or ()
+    text = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             made[name] = message[name]
-            if not isinstance(made[name], str):
-                _refuse(f"{where}.{name}", "expected a string")
-    calls = message.get("tool_calls")
+            _expect(isinstance(made[name], str), f"{where}.{name}", "a string")
     if calls:
-        if role != "assistant" or not isinstance(calls, list):
-            _refuse(f"{where}.tool_calls", "expected a list, in a message of the assistant's")
+        is_list = role == "assistant" and isinstance(calls, list)
+        _expect(is_list, f"{where}.tool_calls", "a list, in a message of the assistant's")
         made["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return made
 
@@ -196,29 +182,25 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        _refuse(where, "expected {'type': 'text', 'text': ...}; this server reads text only")
-    name = _TEXT_PARTS[kind]
-    if not isinstance(part.get(name), str):
-        _refuse(f"{where}.{name}", "expected a string")
-    return str(part[name])
+    kind = str(part.get("type")) if isinstance(part, dict) else ""
+    _expect(kind in _TEXT_PARTS, where, "{'type': 'text', 'text': ...}; this server reads text only")
+    text = part.get(_TEXT_PARTS[kind])
+    _expect(isinstance(text, str), f"{where}.{_TEXT_PARTS[kind]}", "a string")
+    return str(text)
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        _refuse(where, "expected {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': '...'}}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        _refuse(f"{where}.function.arguments", "expected a string with a JSON object in it")
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    name = function.get("name") if isinstance(function, dict) else None
+    shape = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': '...'}}"
+    _expect(isinstance(name, str), where, shape)
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    _expect(isinstance(arguments, dict), f"{where}.function.arguments", "a string with a JSON object in it")
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _refuse(param: str, message: str) -> NoReturn:
-    raise RequestError(f"{param}: {message}", param="messages")
+def _expect(is_so: bool, where: str, what: str) -> None:
+    if not is_so:
+        refuse(where, f"expected {what}", param="messages")

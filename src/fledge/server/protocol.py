@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
 from fledge.engine.config import MAX_DEPTH
-from fledge.server.errors import RequestError
+from fledge.server.errors import RequestError, refuse
 
 _M = TypeVar("_M", bound="ApiModel")
 
@@ -34,6 +34,8 @@ _FIELDS = yaml.safe_load((resources.files(__package__) / "fields.yaml").read_tex
 _Strings = Annotated[list[str], Field(fail_fast=True)]
 _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class ApiModel(BaseModel):
@@ -63,7 +65,7 @@ class SamplingRequest(ApiModel):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = 1
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = 1
     max_tokens: int | None = None
     min_tokens: int | None = 0
     temperature: float | None = None
@@ -73,10 +75,10 @@ class SamplingRequest(ApiModel):
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     repetition_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     seed: int | None = None
-    stop: str | _Strings | None = None
-    stop_token_ids: _Integers | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
@@ -104,12 +106,8 @@ class SamplingRequest(ApiModel):
 
     @property
     def wants_stream_usage(self) -> bool:
-        asked = self.stream_options is not None and self.stream_options.include_usage
-        return asked or self.wants_report or self.wants_continuous_usage
-
-    @property
-    def wants_continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        asked = self.stream_options or StreamOptions()
+        return asked.include_usage or asked.continuous_usage_stats or self.wants_report
 
     @property
     def answers(self) -> int:
@@ -144,23 +142,6 @@ class SamplingRequest(ApiModel):
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return SamplingParams(**{**defaults, **given, **ours})
 
-    def check_sizes(self) -> None:
-        """Raise RequestError if something is more than this server takes."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        stop_ids, biases = len(self.stop_token_ids or ()), (self.logit_bias or {}).values()
-        are_numbers = all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in biases)
-        for param, found, is_allowed, allowed in (
-            ("n", self.answers, 1 <= self.answers <= MAX_N, f"1 to {MAX_N}"),
-            ("stop", f"{len(stops)} strings", len(stops) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS}"),
-            ("stop", "a longer string", all(len(stop) <= MAX_STOP_LENGTH for stop in stops),
-             f"at most {MAX_STOP_LENGTH} characters"),
-            ("stop_token_ids", stop_ids, stop_ids <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS}"),
-            ("logit_bias", f"{len(biases)} tokens", len(biases) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS}"),
-            ("logit_bias", "another value", are_numbers, "a number from -100 to 100"),
-        ):  # fmt: skip
-            if not is_allowed:
-                _out_of_bounds(param, found, allowed)
-
 
 class ChatRequest(SamplingRequest):
     """`/v1/chat/completions`."""
@@ -168,7 +149,7 @@ class ChatRequest(SamplingRequest):
     messages: _Objects
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: _Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -186,12 +167,9 @@ class ChatRequest(SamplingRequest):
 
     @property
     def logprobs_wanted(self) -> int | None:
-        top = self.top_logprobs
-        if top is not None and not self.logprobs and top != 0:
-            raise RequestError("top_logprobs: needs 'logprobs' to be true", param="top_logprobs")
-        if top is not None and not 0 <= top <= MAX_LOGPROBS:
-            _out_of_bounds("top_logprobs", top, f"0 to {MAX_LOGPROBS}")
-        return (top or 0) if self.logprobs else None
+        if self.top_logprobs and not self.logprobs:
+            refuse("top_logprobs", "needs 'logprobs' to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(SamplingRequest):
@@ -216,7 +194,7 @@ class CompletionRequest(SamplingRequest):
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given:
-            raise RequestError("prompt: expected text or token ids, or a list of such", param="prompt")
+            refuse("prompt", "expected text or token ids, or a list of such")
         return list(given)
 
 
@@ -247,7 +225,7 @@ def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
     for name, reason in _FIELDS["refused"].items():
         value = body.get(name)
         if name not in kind.model_fields and value and value != _FIELDS["harmless"].get(name):
-            raise RequestError(f"{name}: not available here; {reason}", param=name, code="unsupported_parameter")
+            refuse(name, f"not available here; {reason}", code="unsupported_parameter")
     try:
         return kind.model_validate(dict(body))
     except ValidationError as error:
@@ -255,10 +233,6 @@ def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
         field = str(found[0]["loc"][0]) if found[0]["loc"] else None
         same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
         is_union = len({one["loc"] for one in same}) > 1  # each of its members with its complaint
-        where = field if is_union else ".".join(map(str, found[0]["loc"]))
+        where = field if is_union else ".".join(map(str, found[0]["loc"]))[:100]
         said = dict.fromkeys(one["msg"][:1].lower() + one["msg"][1:] for one in same[: 4 if is_union else 1])
         raise RequestError(f"{where}: {' or '.join(said)}", param=field) from None
-
-
-def _out_of_bounds(param: str, found: object, allowed: str) -> None:
-    raise RequestError(f"{param}: found {found}, allowed is {allowed}", param=param)

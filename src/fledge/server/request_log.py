@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,8 @@ class RequestLogEntry:
     def write(self) -> None:
         """Write the line."""
         self.seconds = round(time.perf_counter() - self._started, 6)
-        values = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
-        if not self.ignored:
-            del values["ignored"]
+        hidden = {"_started"} if self.ignored else {"_started", "ignored"}
+        values = {name: value for name, value in vars(self).items() if name not in hidden}
         logger.info("request", extra={"fields": values})
 
 

@@ -4,10 +4,13 @@ import functools
 import itertools
 import json
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fledge.engine.outputs import TokenLogprobs
 from fledge.server.async_engine import Generation, TextDelta
@@ -17,10 +20,7 @@ from fledge.server.request_log import RequestLogEntry
 
 DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # stands in for minus infinity, which JSON does not have
-# How byte-level vocabularies spell bytes: printable ones as themselves, the others from U+0100 on.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+_ALPHABET = {spelled: byte for byte, spelled in bytes_to_unicode().items()}  # of byte-level vocabularies
 
 
 def event(value: Any) -> bytes:
@@ -41,10 +41,13 @@ def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
             text = f"token_id:{token}"
             return text, list(text.encode())
         text = str(tokenizer.decode([token]))
-        spelled = None
         if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character: its bytes are in the vocabulary's spelling
-            spelled = _bytes_of(str(tokenizer.convert_ids_to_tokens(token)))
-        return text, spelled or list(text.encode())
+            spelled = str(tokenizer.convert_ids_to_tokens(token))
+            if byte := re.fullmatch("<0x(..)>", spelled):  # SentencePiece's byte fallback
+                return text, [int(byte[1], 16)]
+            if set(spelled) <= _ALPHABET.keys():
+                return text, [_ALPHABET[character] for character in spelled]
+        return text, list(text.encode())
 
     return look_up
 
@@ -83,12 +86,6 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else LOWEST
 
 
-def _bytes_of(spelled: str) -> list[int] | None:
-    if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):  # SentencePiece's byte fallback
-        return [int(spelled[3:5], 16)]
-    return [_ALPHABET[character] for character in spelled] if set(spelled) <= _ALPHABET.keys() else None
-
-
 class Choice(ABC):
     """One answer: what has not been told yet, or all of it if nothing is told before the end."""
 
@@ -98,18 +95,13 @@ class Choice(ABC):
         self._number = number
         self._request = request
         self._texts = texts
-        self._logprobs: list[TokenLogprobs] = []
-        self._token_ids: list[int] = []
-        self._pieces: list[dict[str, Any]] = []
-        self._finish_reason: str | None = None
-        self._stop_reason: int | str | None = None
+        self._untold: list[TextDelta] = []
+        self._ending: dict[str, Any] = {"finish_reason": None}
 
     def take(self, delta: TextDelta) -> None:
         """Add what is new."""
-        self._logprobs += delta.logprobs
-        self._token_ids += delta.token_ids
-        self._pieces += [piece._asdict() for piece in delta.pieces]
-        self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        self._untold.append(delta)
+        self._ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -119,18 +111,21 @@ class Choice(ABC):
     def chunks(self) -> list[dict[str, Any]]:
         """Return what can be told now: entries of `choices`, each for a chunk of its own."""
 
-    def _figures(self) -> dict[str, Any]:
-        """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
-        figures: dict[str, Any] = {}
-        if self._request.return_token_ids:
-            figures["token_ids"], self._token_ids = self._token_ids, []
-        if self._request.wants_report:
-            figures["fledge"], self._pieces = {"pieces": self._pieces}, []
-        return figures
+    @abstractmethod
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None: ...
 
-    def _entry(self, name: str, content: Any, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        ending = {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
-        return {"index": self._number, name: content, "logprobs": logprobs, **ending, **self._figures()}
+    def _tell(self) -> dict[str, Any]:
+        """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
+        untold, self._untold = self._untold, []
+        told: dict[str, Any] = {"logprobs": self._logprobs([one for delta in untold for one in delta.logprobs])}
+        if self._request.return_token_ids:
+            told["token_ids"] = [token for delta in untold for token in delta.token_ids]
+        if self._request.wants_report:
+            told["fledge"] = {"pieces": [piece._asdict() for delta in untold for piece in delta.pieces]}
+        return told
+
+    def _entry(self, name: str, content: Any) -> dict[str, Any]:
+        return {"index": self._number, name: content, "logprobs": None, **self._ending} | self._tell()
 
 
 class ChatChoice(Choice):
@@ -144,7 +139,7 @@ class ChatChoice(Choice):
         self._shows_logprobs = bool(request.logprobs)
         self._parser = parser
         self._deltas: list[Delta] = []
-        self._has_begun = False
+        self._opening: list[Delta] = [{"role": "assistant", "content": ""}]
         self._has_calls = False
 
     def take(self, delta: TextDelta) -> None:
@@ -152,31 +147,30 @@ class ChatChoice(Choice):
         found = self._parser.feed(delta.text, final=delta.finish_reason is not None)
         self._has_calls |= any("tool_calls" in one for one in found)
         if self._has_calls and delta.finish_reason == "stop":
-            self._finish_reason = "tool_calls"
+            self._ending["finish_reason"] = "tool_calls"
         self._deltas += [one for one in found if self._shows_reasoning or "reasoning_content" not in one]
 
     def whole(self) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._logprobs, self._texts) if self._shows_logprobs else None
-        return self._entry("message", whole_message(self._deltas), logprobs)
+        return self._entry("message", whole_message(self._deltas))
 
     def chunks(self) -> list[dict[str, Any]]:
         deltas, self._deltas = self._deltas, []
-        if not deltas and self._request.wants_report and self._pieces:
+        opening, self._opening = self._opening, []
+        if not deltas and self._request.wants_report and any(delta.pieces for delta in self._untold):
             deltas = [{}]  # what was drafted is told even where a parser holds the text back
-        opening: list[Delta] = [] if self._has_begun else [{"role": "assistant", "content": ""}]
-        self._has_begun = True
+        is_finished = self._ending["finish_reason"] is not None
         chunks: list[dict[str, Any]] = [
             {"index": self._number, "delta": delta, "logprobs": None, "finish_reason": None}
-            for delta in (*opening, *deltas, *([] if self._finish_reason is None else [{}]))
+            for delta in (*opening, *deltas, *([{}] if is_finished else []))
         ]
-        if self._finish_reason is not None:
-            chunks[-1] |= {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
-        if deltas or self._finish_reason is not None:  # with one of these, what there is to say of the tokens
-            told = chunks[len(opening) + len(deltas) - 1 if deltas else -1]
-            told |= self._figures()
-            if self._shows_logprobs and self._logprobs:
-                told["logprobs"], self._logprobs = chat_logprobs(self._logprobs, self._texts), []
+        if is_finished:
+            chunks[-1] |= self._ending
+        if deltas or is_finished:  # with one of these, what there is to say of the tokens
+            chunks[len(opening) + len(deltas) - 1 if deltas else -1] |= self._tell()
         return chunks
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return chat_logprobs(logprobs, self._texts) if self._shows_logprobs and logprobs else None
 
 
 class CompletionChoice(Choice):
@@ -195,16 +189,18 @@ class CompletionChoice(Choice):
 
     def whole(self) -> dict[str, Any]:
         text, self._text = self._text, ""
-        logprobs = None
-        if self._request.logprobs_wanted is not None:
-            logprobs = completion_logprobs(self._logprobs, self._texts, self._offset)
-            self._offset += sum(map(len, logprobs["tokens"]))
-            self._logprobs = []
-        return self._entry("text", text, logprobs)
+        return self._entry("text", text)
 
     def chunks(self) -> list[dict[str, Any]]:
         wanted = self._request.logprobs_wanted is not None or self._request.return_token_ids
-        return [self.whole()] if self._text or self._finish_reason is not None or wanted else []
+        return [self.whole()] if self._text or self._ending["finish_reason"] is not None or wanted else []
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if self._request.logprobs_wanted is None:
+            return None
+        told = completion_logprobs(logprobs, self._texts, self._offset)
+        self._offset += sum(map(len, told["tokens"]))
+        return told
 
 
 class OpenAIResponse:
@@ -231,7 +227,8 @@ class OpenAIResponse:
         async for number, delta in self.generation.deltas():
             self._choices[number].take(delta)
             if chunks := self._choices[number].chunks():
-                usage = self.generation.usage() if self._request.wants_continuous_usage else None
+                asked = self._request.stream_options
+                usage = self.generation.usage() if asked is not None and asked.continuous_usage_stats else None
                 told = {"usage": usage} if self._request.wants_stream_usage else {}
                 yield b"".join(event({**self._head, "choices": [choice], **told}) for choice in chunks)
         tail = event({**self._head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""

@@ -6,8 +6,7 @@ from fledge import __version__
 from fledge.errors import ConfigError, PromptError
 from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.engine_process import EngineProcess
-from fledge.server.errors import RequestError
-from fledge.server.grammar import Grammar
+from fledge.server.errors import RequestError, refuse
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.parsers import AnswerParser, reasoning_parser
@@ -15,8 +14,8 @@ from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, SamplingRequest
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, token_texts
-from fledge.server.structured import ToolRequest, call_grammar, read_format, read_tools
-from fledge.server.tool_parsers import HermesParser, ToolParser, tool_parser
+from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
+from fledge.server.tool_parsers import HermesParser, tool_parser
 
 
 class Service:
@@ -60,54 +59,48 @@ class Service:
         self._check(request, entry)
         with self.engine.reserve(request.answers):
             tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-            parser = None if tools is None else self._tool_parser_for(tools)
+            if tools is not None and self._tool_parser is None and not tools.must_call:
+                message = "it is not known how this model writes tool calls; start the server with --tool-call-parser"
+                refuse("tools", f"{message}, or demand a call with 'tool_choice'", code="no_tool_parser")
+            # A call that must come is written as the grammar says.
+            parser = None if tools is None else self._tool_parser or HermesParser
             prompt = await self.prompts.chat(request, with_tools=tools is not None)
             is_opened = self._reasoning is not None and self._reasoning.opened_by(prompt.ending)
             grammar = read_format(**request.structured_fields())
             if tools is not None and parser is not None and tools.must_call:
                 if grammar is not None:
-                    message = f"{grammar.param}: cannot be had together with a demanded tool call"
-                    raise RequestError(message, param=grammar.param)
+                    refuse(grammar.param, "cannot be had together with a demanded tool call")
                 grammar = call_grammar(parser, tools)
             if grammar is not None and self._reasoning is not None:
-                grammar = replace(grammar, reasoning=self._reasoning.markers(opened=is_opened))
+                grammar = replace(grammar, reasoning_opened=is_opened)
             special = [] if self.tokenizer is None else self.tokenizer.all_special_tokens
             has_special_end = self._reasoning is not None and self._reasoning.END in special
             if has_special_end or (parser is not None and parser.special_markers):  # parsers look for these
                 request = request.model_copy(update={"skip_special_tokens": False})
             generation = await self._generate(request, entry, [prompt.token_ids], grammar, prompt.template)
-        choices = [
-            ChatChoice(
-                number,
-                request,
-                self._texts[bool(request.return_tokens_as_token_ids)],
-                AnswerParser(
-                    None if self._reasoning is None else self._reasoning(opened=is_opened),
-                    None if parser is None or tools is None else parser(parallel=tools.parallel),
-                ),
-            )
-            for number in range(generation.answers)
-        ]
+
+        def answer_parser() -> AnswerParser:
+            reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened)
+            return AnswerParser(reasoning, None if parser is None or tools is None else parser(parallel=tools.parallel))
+
+        texts = self._texts[bool(request.return_tokens_as_token_ids)]
+        choices = [ChatChoice(number, request, texts, answer_parser()) for number in range(generation.answers)]
         return OpenAIResponse(request, generation, entry, choices)
 
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
         """Begin to complete prompts."""
         self._check(request, entry)
         if request.echo and request.logprobs is not None:
-            raise RequestError("echo: log-probabilities are given for answers only, not for prompts", param="echo")
+            refuse("echo", "log-probabilities are given for answers only, not for prompts")
         prompts = request.prompts
         if len(prompts) * request.answers > MAX_ANSWERS:
-            raise RequestError(f"prompt: found {len(prompts)} prompts, too many", param="prompt")
+            refuse("prompt", f"found {len(prompts)} prompts, too many")
         with self.engine.reserve(len(prompts) * request.answers):
-            encoded: list[list[int]] = []
-            echoes: list[str] = []
-            for prompt in prompts:
-                if isinstance(prompt, str):
-                    encoded.append(await self.prompts.encode(prompt, request.add_special_tokens))
-                    echoes.append(prompt if request.echo else "")
-                else:
-                    encoded.append(prompt)
-                    echoes.append(await self.prompts.decode(prompt) if request.echo else "")
+            special = request.add_special_tokens
+            encoded = [await self.prompts.encode(one, special) if isinstance(one, str) else one for one in prompts]
+            echoes = [""] * len(prompts)
+            if request.echo:
+                echoes = [one if isinstance(one, str) else await self.prompts.decode(one) for one in prompts]
             grammar = read_format(**request.structured_fields())
             generation = await self._generate(request, entry, encoded, grammar)
         texts = self._texts[bool(request.return_tokens_as_token_ids)]
@@ -122,7 +115,6 @@ class Service:
         entry.model = request.model or self.options.model_name
         entry.stream = bool(request.stream)
         entry.ignored = request.ignored_fields()
-        request.check_sizes()
 
     async def _generate(
         self,
@@ -135,7 +127,7 @@ class Service:
         """Submit. Raises RequestError if something is wrong with the request."""
         if grammar is not None:
             if self.tokenizer is None:
-                raise RequestError(f"{grammar.param}: needs a tokenizer, which this model lacks", param=grammar.param)
+                refuse(grammar.param, "needs a tokenizer, which this model lacks")
             await self.engine.compile(grammar)
         if request.truncate_prompt_tokens is not None:
             prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
@@ -154,16 +146,6 @@ class Service:
             raise RequestError.of(error) from None
         entry.answers, entry.prompt_tokens = generation.answers, generation.prompt_tokens
         return generation
-
-    def _tool_parser_for(self, tools: ToolRequest) -> type[ToolParser]:
-        if self._tool_parser is None and not tools.must_call:
-            raise RequestError(
-                "tools: it is not known how this model writes tool calls; start the server with --tool-call-parser, "
-                "or demand a call with 'tool_choice'",
-                param="tools",
-                code="no_tool_parser",
-            )
-        return self._tool_parser or HermesParser  # a call that must come is written as the grammar says
 
 
 def check_options(options: ServeOptions) -> None:

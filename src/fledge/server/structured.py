@@ -3,21 +3,28 @@
     read_format(response_format=..., guided_regex=..., ...)  ->  Grammar  ->  GrammarCompiler.compile  ->  factory
     read_tools(tools, tool_choice, ...)  ->  ToolRequest  ->  call_grammar: enforces "required" and a named tool
 
-A grammar is data from a client. Its size is limited here, the work it may cause by llguidance's own limits.
+A grammar is data from a client: whatever is wrong with it is the client's mistake. Its size is limited here, the work
+it may cause by llguidance's own limits. It is compiled in the engine's process, nowhere else, and once.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
 
-from llguidance import regex_to_lark
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
+from torch import Tensor
 
+from fledge.engine.constraint import ConstraintFactory, Masks
 from fledge.errors import nearest_name_hint
-from fledge.server.errors import RequestError
-from fledge.server.grammar import Grammar, lark_string, one_line, refuse_grammar
+from fledge.server.errors import refuse
+from fledge.server.parsers import ReasoningParser
 from fledge.server.tool_parsers import ToolParser
 
 # Between JSON tokens: a space, or a new line and its indentation. Left free, a small model may put in white space for
@@ -26,23 +33,35 @@ WHITESPACE = r"\x20|\x0D?\x0A(\x20{0,32}|\x09{0,8})"
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, an expression, a grammar or all choices
 MAX_CHOICES = 2048
 MAX_TOOLS = 128
+COMPILE_SECONDS = 5.0
+COMPILE_THREADS = 2
+MAX_CACHED = 64  # compiled grammars
+PARSER_LIMITS = {  # llguidance's, per token where they are called step
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def read_format(
-    *,
-    response_format: Any = None,
-    structured_outputs: Any = None,
-    guided_json: Any = None,
-    guided_regex: Any = None,
-    guided_choice: Any = None,
-    guided_grammar: Any = None,
-) -> Grammar | None:
-    """Return the grammar that a request's fields (as parsed from JSON) ask for, if any."""
-    guided = {"json": guided_json, "regex": guided_regex, "choice": guided_choice, "grammar": guided_grammar}
-    asked = [(f"guided_{kind}", kind, value) for kind, value in guided.items() if value is not None]
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """A client's grammar, checked for size only: one of llguidance's grammar objects, and where it came from."""
+
+    source: Mapping[str, Any]  # {"json_schema": ...} or {"lark_grammar": ...}
+    param: str  # the request's field, for errors
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more of them, which the source calls @NAME
+    markers: Mapping[str, str] = field(default_factory=dict)  # rules of the source for texts such as `<tool_call>`
+    reasoning_opened: bool | None = None  # free reasoning comes before, and the prompt opens it; None: it does not
+
+
+def read_format(*, response_format: Any = None, structured_outputs: Any = None, **guided: Any) -> Grammar | None:
+    """Return the grammar that a request's fields (as parsed from JSON; `guided`: guided_json and so on) ask for."""
+    asked = [(name, name.removeprefix("guided_"), value) for name, value in guided.items() if value is not None]
     if structured_outputs is not None:
         asked.append(_read_structured_outputs(structured_outputs))
     if response_format is not None:
@@ -50,8 +69,8 @@ def read_format(
     if not asked:
         return None
     if len(asked) > 1:
-        names = ", ".join(field for field, _, _ in asked)
-        refuse_grammar(asked[-1][0], f"found {names} together, allowed is one of them")
+        names = ", ".join(name for name, _, _ in asked)
+        _refuse_grammar(asked[-1][0], f"found {names} together, allowed is one of them")
     ((param, kind, value),) = asked
     return Grammar(source=_source(param, kind, value), param=param)
 
@@ -63,22 +82,22 @@ def _read_response_format(value: Any) -> list[tuple[str, str, Any]]:
     if kind == "json_object":
         return [("response_format", "json_object", True)]
     if kind != "json_schema":
-        refuse_grammar("response_format", "'type' must be 'text', 'json_object' or 'json_schema'")
+        _refuse_grammar("response_format", "'type' must be 'text', 'json_object' or 'json_schema'")
     inner = value.get("json_schema")
     if not isinstance(inner, Mapping) or "schema" not in inner:
-        refuse_grammar("response_format", "type 'json_schema' needs 'json_schema': {'name': ..., 'schema': {...}}")
+        _refuse_grammar("response_format", "type 'json_schema' needs 'json_schema': {'name': ..., 'schema': {...}}")
     return [("response_format", "json", inner["schema"])]
 
 
 def _read_structured_outputs(value: Any) -> tuple[str, str, Any]:
     if not isinstance(value, Mapping):
-        refuse_grammar("structured_outputs", f"expected an object with one of {', '.join(_KINDS)}")
+        _refuse_grammar("structured_outputs", f"expected an object with one of {', '.join(_KINDS)}")
     given = {name: inner for name, inner in value.items() if inner is not None}
     for name in given:
         if name not in _KINDS:
-            refuse_grammar("structured_outputs", f"unknown name '{name}'.{nearest_name_hint(str(name), _KINDS)}")
+            _refuse_grammar("structured_outputs", f"unknown name '{name}'.{nearest_name_hint(str(name), _KINDS)}")
     if len(given) != 1:
-        refuse_grammar("structured_outputs", f"found {len(given)} of {', '.join(_KINDS)}, allowed is one")
+        _refuse_grammar("structured_outputs", f"found {len(given)} of {', '.join(_KINDS)}, allowed is one")
     ((kind, inner),) = given.items()
     return f"structured_outputs.{kind}", kind, inner
 
@@ -86,7 +105,7 @@ def _read_structured_outputs(value: Any) -> tuple[str, str, Any]:
 def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
     if kind == "json_object":
         if value is not True:
-            refuse_grammar(param, "expected true")
+            _refuse_grammar(param, "expected true")
         return _json_schema({"type": "object"})
     if kind == "json":
         if isinstance(value, str):
@@ -94,29 +113,29 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
-                refuse_grammar(param, f"the schema is no JSON: {one_line(error)}")
+                _refuse_grammar(param, f"the schema is no JSON: {_one_line(error)}")
         _check_size(param, value)
         if not isinstance(value, Mapping):
-            refuse_grammar(param, f"the schema must be an object, found {type(value).__name__}")
+            _refuse_grammar(param, f"the schema must be an object, found {type(value).__name__}")
         return _json_schema(value)
     if kind == "choice":
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         if not is_list or not value or not all(isinstance(choice, str) and choice for choice in value):
-            refuse_grammar(param, "expected a list of non-empty strings")
+            _refuse_grammar(param, "expected a list of non-empty strings")
         if len(value) > MAX_CHOICES:
-            refuse_grammar(param, f"found {len(value)} choices, allowed are {MAX_CHOICES}")
-        lark = "start: " + " | ".join(map(lark_string, value))
+            _refuse_grammar(param, f"found {len(value)} choices, allowed are {MAX_CHOICES}")
+        lark = "start: " + " | ".join(map(_lark_string, value))
         _check_size(param, lark)
         return {"lark_grammar": lark}
     if not isinstance(value, str) or not value.strip():
-        refuse_grammar(param, "expected a non-empty string")
+        _refuse_grammar(param, "expected a non-empty string")
     _check_size(param, value)
     if kind == "regex":
         return {"lark_grammar": f"start: /{regex_to_lark(value, 'd')}/"}  # \d is 0 to 9, not every script's digits
     try:
         return {"lark_grammar": any_to_lark(value)}  # Lark as it is; GBNF, which vLLM also takes, translated
     except Exception as error:  # it raises whatever it stumbled over
-        refuse_grammar(param, f"neither Lark nor GBNF: {one_line(error)}")
+        _refuse_grammar(param, f"neither Lark nor GBNF: {_one_line(error)}")
 
 
 def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,18 +150,17 @@ def _check_size(param: str, value: Any) -> None:
     try:
         size = len((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode())
     except RecursionError:
-        refuse_grammar(param, "nested too deeply")
+        _refuse_grammar(param, "nested too deeply")
     except UnicodeEncodeError:
-        refuse_grammar(param, "found half of a UTF-16 surrogate pair, which is no character")
+        _refuse_grammar(param, "found half of a UTF-16 surrogate pair, which is no character")
     if size > MAX_GRAMMAR_BYTES:
-        refuse_grammar(param, f"found {size} bytes, allowed are {MAX_GRAMMAR_BYTES}")
+        _refuse_grammar(param, f"found {size} bytes, allowed are {MAX_GRAMMAR_BYTES}")
 
 
 # Tools
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToolRequest:
+class ToolRequest(NamedTuple):
     """A request with tools. `must_call` are those one of which has to be called; none: the model decides."""
 
     must_call: Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its arguments
@@ -154,19 +172,19 @@ def read_tools(
 ) -> ToolRequest | None:
     """Check OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. None: answers have no calls."""
     if len(tools or ()) > MAX_TOOLS:
-        _refuse("tools", f"found {len(tools or ())}, allowed are {MAX_TOOLS}")
+        refuse("tools", f"found {len(tools or ())}, allowed are {MAX_TOOLS}")
     known = dict(_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
     if len(known) < len(tools or ()):
-        _refuse("tools", "two tools have the same name")
+        refuse("tools", "two tools have the same name")
     named = _function(tool_choice)
     if tool_choice not in (None, "none", "auto", "required") and not isinstance(named.get("name"), str):
-        _refuse("tool_choice", "expected 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}")
+        refuse("tool_choice", "expected 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}")
     if not known and tool_choice not in (None, "none"):
-        _refuse("tool_choice", "there are no 'tools' to choose from")
+        refuse("tool_choice", "there are no 'tools' to choose from")
     if not known or tool_choice == "none":
         return None
     if named and named["name"] not in known:
-        _refuse("tool_choice", f"there is no tool '{named['name']}'.{nearest_name_hint(named['name'], known)}")
+        refuse("tool_choice", f"there is no tool '{named['name']}'.{nearest_name_hint(named['name'], known)}")
     must_call = {named["name"]: known[named["name"]]} if named else known if tool_choice == "required" else {}
     return ToolRequest(must_call=must_call, parallel=parallel_tool_calls is not False and not named)
 
@@ -184,12 +202,12 @@ def call_grammar(parser: type[ToolParser], request: ToolRequest) -> Grammar | No
 def _read_tool(tool: Any, param: str) -> tuple[str, Mapping[str, Any]]:
     function = _function(tool)
     if not function:
-        _refuse(param, "expected {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
+        refuse(param, "expected {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        _refuse(f"{param}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'")
+        refuse(f"{param}.function.name", "expected 1 to 64 letters, digits, '_', '-' or '.'")
     if parameters is not None and not isinstance(parameters, Mapping):
-        _refuse(f"{param}.function.parameters", "expected a JSON schema")
+        refuse(f"{param}.function.parameters", "expected a JSON schema")
     return name, parameters or _NO_PARAMETERS
 
 
@@ -199,5 +217,143 @@ def _function(value: Any) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else {}
 
 
-def _refuse(param: str, message: str) -> NoReturn:
-    raise RequestError(f"{param}: {message}", param=param)
+# Compiling
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and remembers the latest ones. Thread-safe.
+
+    `vocab_size` is the model's, which may exceed the tokenizer's; `eos_ids` are the ids that end an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        max_cached: int = MAX_CACHED,
+        limits: Mapping[str, Any] = PARSER_LIMITS,
+    ) -> None:
+        self._limits = LLParserLimits(**limits, verbose_errors=False)  # else they would quote the schema
+        self._compiled = functools.lru_cache(max_cached)(self._compile)
+        self._vocab_size = vocab_size
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        eos = list(eos_ids) or None
+        self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
+        added = tokenizer.get_added_vocab()
+        self._special = {text for text, token in added.items() if self._tokenizer.is_special_token(token)}
+
+    def compile(self, grammar: Grammar) -> ConstraintFactory:
+        """Compile in this thread. Raises RequestError if the grammar is invalid, too complex or matches nothing."""
+        pristine = self._compiled(self._text(grammar), grammar.param)
+        return lambda: GrammarConstraint(pristine.deep_copy(), self._vocab_size)
+
+    def _compile(self, text: str, param: str) -> LLMatcher:
+        """The one place where llguidance compiles what a client wrote; other threads go on meanwhile."""
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that matches nothing is only found out here
+        if matcher.is_error():
+            error = matcher.get_error()
+            nothing = "NoExtension" in error  # llguidance has no other way to say so
+            _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
+        return matcher
+
+    def _text(self, grammar: Grammar) -> str:
+        """Return what llguidance reads: the grammar itself, or reasoning and then the grammar."""
+        source = dict(grammar.source)
+        if grammar.markers:
+            rules = [f"{name}: {self._marker(text)}" for name, text in grammar.markers.items()]
+            source["lark_grammar"] = "\n".join([source["lark_grammar"], *rules])
+        grammars = [{**part, "name": name} for name, part in {"answer": source, **grammar.parts}.items()]
+        opened = grammar.reasoning_opened
+        head = None if opened is None else self._after_reasoning(opened=opened)
+        spelled = json.dumps(grammars, ensure_ascii=False)
+        if any(text in spelled for text in self._special):
+            # Text that must come is tokenized for the model, and llguidance would make special tokens of it.
+            head = '%llguidance {"no_forcing": true}\n' + (head or "start: @answer")
+        if head is not None:
+            grammars.insert(0, {"name": "whole", "lark_grammar": head})
+        return json.dumps({"grammars": grammars})
+
+    def _after_reasoning(self, *, opened: bool) -> str:
+        begin, end = map(self._marker, (ReasoningParser.BEGIN, ReasoningParser.END))
+        if end == ReasoningParser.END:
+            free = f"free: /(.|\\n)*/ {end}"
+        else:
+            escaped = "".join(f"\\x{{{ord(character):x}}}" for character in ReasoningParser.END)
+            free = f"free[lazy]: /(.|\\n)*{escaped}/"
+        body = "free" if opened else f"({begin} free)?"
+        return f"start: {body} /[ \\t\\r\\n]{{0,16}}/ @answer\n{free}"
+
+    def _marker(self, text: str) -> str:
+        """Write a marker (`<tool_call>`) in Lark: as the special token it is in this tokenizer, or as text."""
+        return text if text in self._special and text.startswith("<") and text.endswith(">") else _lark_string(text)
+
+
+class ConstraintFailed(Exception):  # noqa: N818 - of one answer, told by the engine
+    """The parser gave up in the middle of an answer."""
+
+
+class GrammarConstraint:
+    """The engine's `TokenConstraint` by llguidance, for one answer. What its masks allow is what is valid."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self.is_complete = False
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        return len(self.masks(tokens)) - 1
+
+    def masks(self, tokens: Sequence[int]) -> Masks:
+        mask = self.allowed()
+        found: Masks = [mask]
+        for token in tokens:
+            # A matcher that has stopped does not count what it is given, and could not be rolled back.
+            if not mask[token] or self._matcher.is_stopped() or not self._matcher.consume_token(token):
+                break
+            mask = self.allowed()
+            found.append(mask)
+        if len(found) > 1 and not self._matcher.rollback(len(found) - 1):
+            self._fail()
+        self._check()
+        return found
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not self.is_complete and not self._matcher.consume_token(token):
+                self._fail()
+            self.is_complete = self.is_complete or self._matcher.is_stopped()
+
+    def allowed(self) -> Tensor:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        mask = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(np.bool_)
+        if not mask.any():
+            raise ConstraintFailed("the grammar allows no token of the vocabulary here")
+        return torch.from_numpy(mask)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            self._fail()
+
+    def _fail(self) -> NoReturn:
+        raise ConstraintFailed(_one_line(self._matcher.get_error() or "the grammar's parser failed"))
+
+
+def _refuse_grammar(param: str, message: str) -> NoReturn:
+    refuse(param, message, code="invalid_grammar")
+
+
+def _lark_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _one_line(error: object, longest: int = 300) -> str:
+    """Return a message fit for a client: one line, not too long."""
+    line = " ".join(str(error).split())
+    return line if len(line) <= longest else line[: longest - 3] + "..."

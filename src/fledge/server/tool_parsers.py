@@ -3,7 +3,6 @@
 import json
 import re
 import secrets
-import string
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -55,6 +54,9 @@ class CallObject:
             return at if self.is_bad else None
         at = _skip_space(text, at + 1)
         while at < len(text) and text[at] != "}":
+            if text[at] != '"':  # jiter lets it pass
+                self.is_bad = True
+                return at
             key, end = _read_value(text, at)
             if end is None:
                 return None
@@ -120,18 +122,9 @@ def _read_value(text: str, at: int) -> tuple[Any, int | None]:
     return value, None if may_go_on else end
 
 
-def _call_rules(tools: Sequence[str], arguments_key: str) -> tuple[str, list[str]]:
-    """Return what matches a call of any of the tools, and the Lark rules for that."""
-    rules = []
-    for number, tool in enumerate(tools):
-        before = json.dumps(f'{{"name": {json.dumps(tool)}, "{arguments_key}": ')
-        rules.append(f'call_{number}: {before} @arguments_{number} "}}"')
-    return " | ".join(f"call_{number}" for number in range(len(tools))), rules
-
-
 def new_call_id() -> str:
-    """Return an id as OpenAI makes them."""
-    return "call_" + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(24))
+    """Return an id such as OpenAI makes."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 class ToolParser(StreamParser):
@@ -140,9 +133,13 @@ class ToolParser(StreamParser):
     White space next to a call is dropped; between content before and after it there is a line break.
     """
 
-    name: ClassVar[str]
     special_markers: ClassVar[bool]  # they are special tokens: decode with skip_special_tokens=False
-    markers: ClassVar[Mapping[str, str]]  # the text of those that `grammar` uses, by the name of their rule
+    markers: ClassVar[Mapping[str, str]]  # the text of those that the rules below use, by the name of their rule
+    # Lark, for answers that are calls and nothing else: of one call, of several, of a call around its tool, of a tool.
+    ONE: ClassVar[str] = "call"
+    SEVERAL: ClassVar[str]
+    CALL: ClassVar[str]
+    TOOL: ClassVar[str]
 
     def __init__(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> None:
         """Without `parallel`, calls after the first are dropped."""
@@ -155,12 +152,19 @@ class ToolParser(StreamParser):
         self._after_call = False  # no content since the last call
 
     @classmethod
-    @abstractmethod
     def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
         """Return Lark rules, beginning with `start`, of answers that are calls of these tools and nothing else.
 
         The arguments of tool i are a grammar of their own, `@arguments_i`; `markers` are rules that others add.
         """
+        names = [f"call_{number}" for number in range(len(tools))]
+        index = "/[0-9]{1,3}/" if parallel else '"0"'
+        rules = [
+            f"call_{number}: " + cls.TOOL.replace("INDEX", index).replace("TOOL", tool) + f" @arguments_{number}"
+            for number, tool in enumerate(tools)
+        ]
+        start = f"start: {cls.SEVERAL if parallel else cls.ONE}"
+        return "\n".join([start, f"call: {cls.CALL.replace('TOOLS', ' | '.join(names))}", *rules])
 
     @abstractmethod
     def _read_calls(self) -> Generator[None]:
@@ -218,15 +222,12 @@ class ToolParser(StreamParser):
 class HermesParser(ToolParser):
     """`<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>`, any number of times."""
 
-    name = "hermes"
     special_markers = False  # in Qwen's tokenizers they are tokens, but not special ones
     markers: ClassVar = {"begin": "<tool_call>", "end": "</tool_call>"}
 
-    @classmethod
-    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
-        calls, rules = _call_rules(tools, "arguments")
-        start = 'start: call ("\\n" call)*' if parallel else "start: call"
-        return "\n".join([start, f'call: begin "\\n" ({calls}) "\\n" end', *rules])
+    SEVERAL = 'call ("\\n" call)*'
+    CALL = 'begin "\\n" (TOOLS) "}" "\\n" end'
+    TOOL = r'"{\"name\": \"TOOL\", \"arguments\": "'
 
     def _read_calls(self) -> Generator[None]:
         begin, end = self.markers["begin"], self.markers["end"]
@@ -245,15 +246,12 @@ class Llama3Parser(ToolParser):
     """
 
     TAG = "<|python_tag|>"
-    name = "llama3_json"
     special_markers = True
     markers: ClassVar = {}  # the tag is for code; calls are plain JSON
 
-    @classmethod
-    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
-        calls, rules = _call_rules(tools, "parameters")
-        start = 'start: call ("; " call)*' if parallel else "start: call"
-        return "\n".join([start, f"call: {calls}", *rules])
+    SEVERAL = 'call ("; " call)*'
+    CALL = '(TOOLS) "}"'
+    TOOL = r'"{\"name\": \"TOOL\", \"parameters\": "'
 
     def _read_calls(self) -> Generator[None]:
         may_begin = True  # nothing but white space and calls so far
@@ -297,7 +295,6 @@ class KimiK2Parser(ToolParser):
     _ID = re.compile(r"\s*((?:functions\.)?([\w.-]+):\d+)\s*")
     _ALL = (*SECTION_BEGINS, *SECTION_ENDS, BEGIN, ARGUMENTS, END)
 
-    name = "kimi_k2"
     special_markers = True
     markers: ClassVar = {
         "begin_section": SECTION_BEGINS[0],
@@ -307,16 +304,9 @@ class KimiK2Parser(ToolParser):
         "end": END,
     }
 
-    @classmethod
-    def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
-        calls = " | ".join(f"call_{number}" for number in range(len(tools)))
-        index = "/[0-9]{1,3}/" if parallel else '"0"'
-        rules = [
-            f'call_{number}: "functions.{tool}:" {index} begin_arguments @arguments_{number}'
-            for number, tool in enumerate(tools)
-        ]
-        start = f"start: begin_section {'call+' if parallel else 'call'} end_section"
-        return "\n".join([start, f"call: begin ({calls}) end", *rules])
+    ONE, SEVERAL = "begin_section call end_section", "begin_section call+ end_section"
+    CALL = "begin (TOOLS) end"
+    TOOL = '"functions.TOOL:" INDEX begin_arguments'
 
     def _read_calls(self) -> Generator[None]:
         while marker := (yield from self._pass_until(self.SECTION_BEGINS, self._content)):

@@ -18,9 +18,8 @@ from fledge.errors import PromptError
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
 from fledge.server.engine_process import AddRequest
 from fledge.server.errors import RequestError
-from fledge.server.grammar import Grammar, GrammarCompiler
 from fledge.server.prompts import Template
-from fledge.server.structured import read_format
+from fledge.server.structured import Grammar, GrammarCompiler, read_format
 from tests.serving import EngineThread, make_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -2,11 +2,11 @@
 
 import asyncio
 import os
-import pickle
 import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from fledge import SamplingParams
 from fledge.errors import ConfigError
 from fledge.server.async_engine import AsyncEngine
-from fledge.server.engine_process import EngineProcess, EngineSettings, PipeReader, packed, write_all
+from fledge.server.engine_process import EngineProcess, packed
 from fledge.server.errors import RequestError
 from fledge.server.structured import read_format
 from tests.serving import make_llm, pair_directory
@@ -25,16 +25,16 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 PROMPTS = [[72, 101, 108], [5, 6, 7, 8], [200]]
 
 
-def settings(**changes: Any) -> EngineSettings:
+def start(**changes: Any) -> EngineProcess:
     root = pair_directory()
     speculation = {"model": str(root / "drafter"), "num_speculative_tokens": 3}
     values = {"model": str(root / "target"), "speculative_config": speculation, "max_num_seqs": 4, **changes}
-    return EngineSettings(llm=values, threads=1)
+    return EngineProcess(values, threads=1)
 
 
 def run(test: Callable[[AsyncEngine, EngineProcess], Awaitable[None]], **options: Any) -> None:
     async def whole() -> None:
-        process = EngineProcess(settings())
+        process = start()
         process.wait_until_ready()
         engine = AsyncEngine(process, **{"max_queue": 8, "metrics": Recorder(), **options})
         await engine.start()
@@ -113,14 +113,14 @@ def test_a_child_that_dies_fails_its_requests_and_is_noticed() -> None:
 
 
 def test_what_cannot_be_loaded_is_said_in_the_engines_words() -> None:
-    process = EngineProcess(settings(max_model_len=10**9))
+    process = start(max_model_len=10**9)
     with pytest.raises(ConfigError, match="max_model_len"):
         process.wait_until_ready()
     assert not process.is_alive
 
 
 def test_the_child_ends_with_its_parent() -> None:
-    process = EngineProcess(settings())
+    process = start()
     process.wait_until_ready()
     process._commands.close()  # what happens to it when the parent is killed
     deadline = time.monotonic() + 20
@@ -132,19 +132,11 @@ def test_the_child_ends_with_its_parent() -> None:
 def test_values_come_whole_however_they_are_cut() -> None:
     reader_end, writer_end = os.pipe()
     values = [{"a": 1}, b"x" * 5000, [1, 2, 3], None]
-    write_all(writer_end, packed(values[0]))
-    for value in values[1:3]:
-        body = pickle.dumps(value)
-        whole = len(body).to_bytes(4, "big") + body
-        for start in range(0, len(whole), 777):
-            os.write(writer_end, whole[start : start + 777])
-    reader = PipeReader(reader_end)
-    found: list[Any] = []
-    while len(found) < 3:
-        found += reader.read(size=100, wait=len(found) == 1)
-    assert found == values[:3]
-    assert reader.read() == []
+    whole = b"".join(map(packed, values))
+    for start_at in range(0, len(whole), 777):
+        os.write(writer_end, whole[start_at : start_at + 777])
     os.close(writer_end)
-    with pytest.raises(EOFError):
-        reader.read()
-    reader.close()
+    with Connection(reader_end, writable=False) as reader:
+        assert [reader.recv() for _ in values] == values
+        with pytest.raises(EOFError):
+            reader.recv()

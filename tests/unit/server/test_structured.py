@@ -15,9 +15,15 @@ from transformers import PreTrainedTokenizerFast
 
 from fledge.engine.constraint import ConstraintFactory, TokenConstraint
 from fledge.server.errors import RequestError
-from fledge.server.grammar import PARSER_LIMITS, ConstraintFailed, Grammar, GrammarCompiler
-from fledge.server.parsers import ReasoningParser
-from fledge.server.structured import call_grammar, read_format, read_tools
+from fledge.server.structured import (
+    PARSER_LIMITS,
+    ConstraintFailed,
+    Grammar,
+    GrammarCompiler,
+    call_grammar,
+    read_format,
+    read_tools,
+)
 from fledge.server.tool_parsers import TOOL_PARSERS
 from tests.parsing import parse_whole
 
@@ -362,7 +368,7 @@ def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None
     ):
         grammar = read_format(**fields)
         assert grammar is not None
-        factory = COMPILERS[kind].compile(replace(grammar, reasoning=ReasoningParser.markers(opened=opened)))
+        factory = COMPILERS[kind].compile(replace(grammar, reasoning_opened=opened))
         begin = "" if opened else "<think>\n"
 
         def taken(text: str, factory: ConstraintFactory = factory) -> bool:

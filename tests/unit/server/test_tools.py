@@ -286,8 +286,7 @@ def test_parsers_are_found_by_name_and_by_template() -> None:
         "{{ messages }}": None,
     }
     for template, name in templates.items():
-        found = tool_parser(None, template)
-        assert (None if found is None else found.name) == name
+        assert tool_parser(None, template) is (None if name is None else TOOL_PARSERS[name])
     assert tool_parser(None) is None
 
 

@@ -4,6 +4,7 @@ Serves the page, its few files and its numbers. All addresses are relative: a pa
 """
 
 import hashlib
+import mimetypes
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -19,22 +20,13 @@ from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
 
-# No script and no style but our own files, no other hosts: the page shows text that models and clients wrote.
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 _HEADERS = {
-    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    # No script and no style but our own files, no other hosts: the page shows text that models and clients wrote.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # asked again each time, and answered "not modified"
-}
-_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
 }
 FILES = ("page.css", "page.js", "charts.js", "chat.js", "icon.svg")
 
@@ -60,12 +52,12 @@ def _static_file(name: str) -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint that sends a file of the page."""
     body = (resources.files(__package__) / "static" / name).read_bytes()
     tag = hashlib.blake2b(body, digest_size=8).hexdigest()
-    headers = {**_HEADERS, "Content-Type": _TYPES[name.rsplit(".", 1)[1]], "ETag": f'"{tag}"'}
+    headers = {**_HEADERS, "ETag": f'"{tag}"'}
 
     async def answer(request: Request) -> Response:
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
-        return Response(body, headers=headers)
+        return Response(body, headers=headers, media_type=mimetypes.guess_type(name)[0])
 
     return answer
 
@@ -95,17 +87,11 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         "now_s": TILE_INTERVALS * seconds,
         "findings": [note._asdict() for note in notes],
         "templates": [
-            {
-                "name": template.name,
-                "hash": template.digest,
-                "requests": whole.requests_by_template[template],
-                **_acceptance(part, estimate),
-            }
+            {"hash": template.digest, "requests": whole.requests_by_template[template]}
+            | _acceptance(template.name, part, estimate)
             for template, part in sorted(whole.templates.items(), key=lambda item: -item[1].rounds)
         ],
-        "contexts": [
-            {"name": bucket, **_acceptance(part, estimate)} for bucket, part in whole.contexts_in_order.items()
-        ],
+        "contexts": [_acceptance(bucket, part, estimate) for bucket, part in whole.contexts_in_order.items()],
         "points": [_point(interval, seconds) for interval in closed if interval.number > after],
     }
 
@@ -137,9 +123,10 @@ def _tiles(
     }
 
 
-def _acceptance(part: AcceptanceStatistics, estimate: SpeedUp) -> dict[str, Any]:
+def _acceptance(name: str, part: AcceptanceStatistics, estimate: SpeedUp) -> dict[str, Any]:
     length = part.acceptance_length
     return {
+        "name": name,
         "rounds": part.rounds,
         "acceptance_length": length,
         "rate_by_depth": [round(rate, 4) for rate in part.rate_by_depth],

@@ -48,7 +48,10 @@ class Demo:
         self.prompts, self.depth = prompts, depth
         self.params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
-        configs |= {name: {"model": model, "num_speculative_tokens": depth} for name, model in DRAFTERS.items()}
+        configs |= {
+            name: {"model": model, "num_speculative_tokens": depth, "adaptive": False}
+            for name, model in DRAFTERS.items()
+        }
         options: dict[str, Any] = {"device": device, "max_num_seqs": 1, "enable_prefix_caching": False}
         self.llms = {name: LLM(TARGET, speculative_config=config, **options) for name, config in configs.items()}
         self.ids = [self.llms[PLAIN].encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]

@@ -48,8 +48,10 @@ INFLATED_NOTE = (
 )
 
 
-def draft_modes(depths: Sequence[int], trees: str, schedules: Sequence[str]) -> list[DraftMode]:
-    """Chains of all depths, then trees ("4x16,8x32") at each, then depths by running requests ("1-4:5,5-64:3")."""
+def draft_modes(
+    depths: Sequence[int], trees: str, schedules: Sequence[str], *, adaptive: bool = False
+) -> list[DraftMode]:
+    """Chains of all depths, trees ("4x16,8x32") at each, depths by batch size ("1-4:5,5-64:3"), the controller."""
     modes: list[DraftMode] = [{"num_speculative_tokens": depth} for depth in depths]
     shapes = parse_trees(trees)
     modes += [{"num_speculative_tokens": depth, **shape} for shape in shapes for depth in depths]
@@ -57,6 +59,8 @@ def draft_modes(depths: Sequence[int], trees: str, schedules: Sequence[str]) -> 
         rows = parse_schedule(text)
         deepest = max([1, *(depth for *_, depth in rows)])
         modes.append({"num_speculative_tokens": deepest, "num_speculative_tokens_per_batch_size": rows})
+    if adaptive:
+        modes.append({"num_speculative_tokens": max(depths), "adaptive": True})
     for mode in modes:
         SpeculativeConfig.from_dict({"model": "any", **mode})  # raises for what no engine could do
     return modes
@@ -88,9 +92,11 @@ def _numbers(option: str, text: str, pattern: str, expected: str) -> list[list[i
 
 
 def mode_name(mode: DraftMode) -> str:
-    """Write "K=3", "K=3 tree 4x16" or "K=5@1-4,3@5-64"."""
+    """Write "K=3", "K=3 tree 4x16", "K=5@1-4,3@5-64" or "adaptive K<=7"."""
     if rows := mode.get("num_speculative_tokens_per_batch_size"):
         return "K=" + ",".join(f"{depth}@{first}-{last}" for first, last, depth in rows)
+    if mode.get("adaptive"):
+        return f"adaptive K<={mode['num_speculative_tokens']}"
     tree = f" tree {mode['tree_width']}x{mode['tree_budget']}" if "tree_width" in mode else ""
     return f"K={mode['num_speculative_tokens']}{tree}"
 
@@ -163,7 +169,9 @@ def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_
     config, drafter = replace(base, cudagraph_capture_sizes=tuple(batch_sizes)), None
     if contender.drafter is not None and contender.speculation is not None:
         drafter = models.drafters[contender.drafter]
-        config = replace(config, speculative_config=SpeculativeConfig.from_dict(contender.speculation))
+        config = replace(
+            config, speculative_config=SpeculativeConfig.from_dict({"adaptive": False, **contender.speculation})
+        )
     engine = LLMEngine(models.target, drafter, config)
     engine.warm_up()
     return engine

@@ -121,7 +121,9 @@ def prompted_engine(
         max_model_len=room,
         max_num_seqs=prompts,
         max_num_batched_tokens=8192,
-        speculative_config=SpeculativeConfig(model="random", num_speculative_tokens=depth) if depth else None,
+        speculative_config=SpeculativeConfig(model="random", num_speculative_tokens=depth, adaptive=False)
+        if depth
+        else None,
         enforce_eager=enforce_eager,
         enable_prefix_caching=False,
     )

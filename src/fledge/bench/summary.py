@@ -18,7 +18,12 @@ from fledge.report.prose import sign_of, times
 
 MANY_DEPTHS = 3  # from here on, a line for each depth hides what the drafter does
 _DEPTH = "num_speculative_tokens"
-_NO_CHAIN = {"tree_width", "tree_budget", "num_speculative_tokens_per_batch_size"}  # a depth alone does not tell it
+_NO_CHAIN = {
+    "adaptive",
+    "tree_width",
+    "tree_budget",
+    "num_speculative_tokens_per_batch_size",
+}  # a depth alone does not tell it
 Key = tuple[str, str, Load]  # contender, workload, load
 
 

@@ -66,7 +66,8 @@ class Prober:
 
     def load(self, drafter: str) -> None:
         """Load a drafter in place of the one before it; the target stays loaded."""
-        speculation = {"model": drafter, "num_speculative_tokens": min(self.settings.depth, MAX_DEPTH)}
+        depth = min(self.settings.depth, MAX_DEPTH)
+        speculation = {"model": drafter, "num_speculative_tokens": depth, "adaptive": False}
         if not self.drafter:
             # The replay needs memory of its own, beside the engine's cache.
             options = {"gpu_memory_utilization": 0.6, **self.options}

@@ -120,7 +120,8 @@ class AcceptanceMeter:
 
     def exchange(self, drafter: str | Path | None, depth: int = 0) -> None:
         """Draft with another drafter or to another depth; None: the target alone. Raises what `LLM` does."""
-        speculation = None if drafter is None else {"model": str(drafter), "num_speculative_tokens": depth}
+        fixed = {"num_speculative_tokens": depth, "adaptive": False}
+        speculation = None if drafter is None else {"model": str(drafter), **fixed}
         if speculation != self._speculation:
             self._speculation = {}  # if this fails, nothing is known to be in use
             self.llm.set_speculation(speculation)

@@ -35,6 +35,22 @@ void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64
     }
 }
 
+/* values, indices [rows, count]: the largest of each row, equals in order; what is not a number is the smallest. */
+void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *indices) {
+    for (int64_t row = 0; row < rows; row++, x += size, values += count, indices += count)
+        for (int64_t i = 0; i < size; i++) {
+            float value = x[i] == x[i] ? x[i] : -INFINITY;
+            if (i >= count && !(value > values[count - 1])) continue;
+            int64_t at = i < count ? i : count - 1;
+            for (; at > 0 && value > values[at - 1]; at--) {
+                values[at] = values[at - 1];
+                indices[at] = indices[at - 1];
+            }
+            values[at] = value;
+            indices[at] = i;
+        }
+}
+
 void fledge_accept(const int64_t *drafts, int64_t drafts_stride, const int64_t *choices, const int64_t *draft_lengths,
                    int64_t batch, int64_t places, int64_t *tokens, int64_t *accepted, int64_t *last) {
     for (int64_t row = 0; row < batch; row++) {

@@ -15,7 +15,6 @@ from torch import Tensor
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 
-LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 NOTHING = tl.constexpr(-(2**63) + 1)  # less than any key
 
 
@@ -91,13 +90,13 @@ def first_largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def keys_of(value, index):
     """Return int64 keys that sort like (value, -index). No value is NaN."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ LAST_INDEX, bits)
-    return (ordered.to(tl.int64) << 32) | (LAST_INDEX - index).to(tl.int64)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit
 def index_of(key):
-    return (LAST_INDEX - (key & LAST_INDEX)).to(tl.int32)
+    return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
 
 
 @triton.jit
@@ -174,7 +173,7 @@ def _merge_kernel(
     place = tl.arange(0, COUNT_BLOCK)
     inside = place < COUNT
     ordered = (best >> 32).to(tl.int32)
-    value = tl.where(ordered < 0, ordered ^ LAST_INDEX, ordered).to(tl.float32, bitcast=True)
+    value = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
     logprob = value - (shift + tl.log(total))
     logprob = tl.where(logprob > float("-inf"), tl.minimum(logprob, 0.0), float("-inf"))
     index = tl.where(inside, index_of(best), 0).to(tl.int64)

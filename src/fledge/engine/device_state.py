@@ -72,7 +72,8 @@ class DeviceState:
         self.tree_parents = column(torch.int64, nodes, fill=-1)
         self.tree_depths = column(torch.int64, nodes, fill=1)
         self.tree_masks = column(torch.int64, nodes + 1, fill=1)
-        self.scratch_depths = self.tensor([[level for level, width in enumerate(levels) for _ in range(width)]])
+        read_depths = self.tensor([level for level, width in enumerate(levels) for _ in range(width)])
+        self.read_depths = read_depths.expand(rows, -1)  # of what the drafter reads as a tree grows; never written
         self.draft_probs = column(torch.float32, max(depth, 1), self.vocab_size if config.sample_drafts else 0)
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
         self.sampling = SamplingRows(  # penalties and biases are the host's business: see `HostSampler`

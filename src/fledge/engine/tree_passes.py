@@ -78,7 +78,7 @@ def draft_trees(
                 length,
                 frontier.slots,
                 tree_mask=frontier.masks,
-                depths=state.scratch_depths[:, :drafted],
+                depths=state.read_depths[:1, :drafted],
             )
             out = drafter(frontier.tokens, feature[frontier.origins], frontier.positions, storage)
             head, feature = out.head, out.feature

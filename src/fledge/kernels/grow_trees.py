@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.round_ends import slots_of
 from fledge.kernels.top_rows import NOTHING, best_keys, first_largest, index_of, keys_of
 
@@ -54,6 +54,13 @@ class Frontier:
     positions: Tensor
     slots: Tensor
 
+    @classmethod
+    def empty(cls, length: Tensor, width: int) -> "Frontier":
+        """Room for a kernel to write to: `width` rows of each tree."""
+        numbers, masks = (length.new_empty(len(length), width) for _ in range(2))
+        tokens, origins, positions, slots = (length.new_empty(len(length) * width) for _ in range(4))
+        return cls(numbers=numbers, masks=masks, tokens=tokens, origins=origins, positions=positions, slots=slots)
+
 
 class TreeLevel(NamedTuple):
     """Which level it is, and what came before it."""
@@ -81,19 +88,12 @@ def grow_trees(
     """
     logprobs, tokens = best
     if not runs_triton(logprobs):
-        return grow_trees_reference(
-            candidates, frontier, best, level, length=length, tables=tables, block_size=block_size
-        )
+        grow = cpu_kernel("grow_trees", *best, length, tables) or grow_trees_reference
+        made: Frontier = grow(candidates, frontier, best, level, length=length, tables=tables, block_size=block_size)
+        return made
     batch, count = len(length), logprobs.shape[1]
     rows = logprobs.shape[0] // batch
-    made = Frontier(
-        numbers=tokens.new_empty(batch, level.width),
-        masks=tokens.new_empty(batch, level.width),
-        tokens=tokens.new_empty(batch * level.width),
-        origins=tokens.new_empty(batch * level.width),
-        positions=tokens.new_empty(batch * level.width),
-        slots=tokens.new_empty(batch * level.width),
-    )
+    made = Frontier.empty(length, level.width)
     _grow_kernel[(batch,)](
         logprobs,
         tokens,
@@ -168,7 +168,8 @@ def grow_trees_reference(
 def rank_trees(rows: Tensor, state: TreeRows, candidates: Candidates, *, nodes: int, depth: int) -> None:
     """Keep the best `nodes` candidates of each tree, at most 63 of `depth` levels, in the state's `rows` [batch]."""
     if not runs_triton(rows):
-        rank_trees_reference(rows, state, candidates, nodes=nodes, depth=depth)
+        rank = cpu_kernel("rank_trees", rows, candidates.scores) or rank_trees_reference
+        rank(rows, state, candidates, nodes=nodes, depth=depth)
         return
     count = candidates.tokens.shape[1]
     _rank_kernel[(len(rows),)](

@@ -68,7 +68,9 @@ def top_rows(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple
 def top_rows_reference(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     wide = logits.float()
     best, indices = first_largest(wide, count)
-    logprobs = (best - wide.logsumexp(-1, keepdim=True)).nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    above = best - best[:, :1]
+    logprobs = above - (wide - best[:, :1]).exp_().sum(-1, keepdim=True).log_()
+    logprobs = logprobs.nan_to_num_(nan=-torch.inf, neginf=-torch.inf).clamp_(max=0.0)
     return logprobs, indices if offsets is None else indices + offsets[indices]
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.accept import PADDING
 from fledge.kernels.grow_trees import TreeRows
 from fledge.kernels.round_ends import OpenedRound, slots_of
@@ -33,6 +33,13 @@ class OpenedTrees:
     masks: Tensor  # [batch, nodes + 1]: bit n is set if the row sees row n
     depths: Tensor  # [batch, nodes + 1]
 
+    @classmethod
+    def empty(cls, rows: Tensor, nodes: int) -> "OpenedTrees":
+        """Room for a kernel to write to."""
+        tokens, positions, slots = (rows.new_empty(len(rows) * (nodes + 1)) for _ in range(3))
+        masks, depths = (rows.new_empty(len(rows), nodes + 1) for _ in range(2))
+        return cls(tokens=tokens, positions=positions, slots=slots, masks=masks, depths=depths)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedTrees:
@@ -44,15 +51,23 @@ class AcceptedTrees:
     source: Tensor  # [batch, depth + 1]: the slot where it lies
     destination: Tensor  # and that where it belongs; the same after the path's end
 
+    @classmethod
+    def empty(cls, rows: Tensor, depth: int) -> "AcceptedTrees":
+        """Room for a kernel to write to."""
+        tokens, source, destination = (rows.new_empty(len(rows), depth + 1) for _ in range(3))
+        accepted, path = rows.new_empty(len(rows)), rows.new_empty(len(rows) * (depth + 1))
+        return cls(tokens=tokens, accepted=accepted, rows=path, source=source, destination=destination)
+
 
 def open_trees(rows: Tensor, state: RootedRows, opened: OpenedRound, *, nodes: int, block_size: int) -> OpenedTrees:
     """Lay out the trees of `rows` [batch], whose round has been opened as if they were chains."""
     if not runs_triton(rows):
-        return open_trees_reference(rows, state, opened, nodes=nodes, block_size=block_size)
-    batch, width = len(rows), nodes + 1
-    tokens, positions, slots = (rows.new_empty(batch * width) for _ in range(3))
-    masks, depths = (rows.new_empty(batch, width) for _ in range(2))
-    _open_kernel[(batch,)](
+        read: OpenedTrees = (cpu_kernel("open_trees", rows, opened.tables) or open_trees_reference)(
+            rows, state, opened, nodes=nodes, block_size=block_size
+        )
+        return read
+    made = OpenedTrees.empty(rows, nodes)
+    _open_kernel[(len(rows),)](
         rows,
         state.last_token,
         state.tree_tokens,
@@ -60,20 +75,20 @@ def open_trees(rows: Tensor, state: RootedRows, opened: OpenedRound, *, nodes: i
         state.tree_masks,
         opened.context,
         opened.tables,
-        tokens,
-        positions,
-        slots,
-        masks,
-        depths,
+        made.tokens,
+        made.positions,
+        made.slots,
+        made.masks,
+        made.depths,
         state.tree_tokens.stride(0),
         state.tree_masks.stride(0),
         opened.tables.shape[1],
-        WIDTH=width,
-        BLOCK=next_power_of_two(width),
+        WIDTH=nodes + 1,
+        BLOCK=next_power_of_two(nodes + 1),
         BLOCK_SIZE=block_size,
         num_warps=1,
     )
-    return OpenedTrees(tokens=tokens, positions=positions, slots=slots, masks=masks, depths=depths)
+    return made
 
 
 def open_trees_reference(
@@ -98,10 +113,12 @@ def accept_trees(
     `slots` [batch * (nodes + 1)] is where the rows of the trees lie.
     """
     if not runs_triton(rows):
-        return accept_trees_reference(rows, state, choices, slots, limits, depth=depth)
+        found: AcceptedTrees = (cpu_kernel("accept_trees", rows, choices, slots) or accept_trees_reference)(
+            rows, state, choices, slots, limits, depth=depth
+        )
+        return found
     batch, width = choices.shape
-    tokens, source, destination = (rows.new_empty(batch, depth + 1) for _ in range(3))
-    accepted, path = rows.new_empty(batch), rows.new_empty(batch * (depth + 1))
+    path = AcceptedTrees.empty(rows, depth)
     _accept_kernel[(batch,)](
         rows,
         state.tree_tokens,
@@ -109,18 +126,18 @@ def accept_trees(
         choices,
         slots,
         limits,
-        tokens,
-        accepted,
-        path,
-        source,
-        destination,
+        path.tokens,
+        path.accepted,
+        path.rows,
+        path.source,
+        path.destination,
         state.tree_tokens.stride(0),
         WIDTH=width,
         BLOCK=next_power_of_two(width),
         PLACES=depth + 1,
         num_warps=1,
     )
-    return AcceptedTrees(tokens=tokens, accepted=accepted, rows=path, source=source, destination=destination)
+    return path
 
 
 def accept_trees_reference(

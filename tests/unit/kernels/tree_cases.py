@@ -3,7 +3,9 @@
 Log-probabilities are coarse: equal ones and minus infinity are everywhere. Some logits are not numbers.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from fledge.kernels.grow_trees import Candidates, Frontier, TreeLevel
 from fledge.kernels.round_ends import OpenedRound, slots_of
 from tests.unit.kernels.interpreter import in_triton
 
+Run = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a public function: what runs the kernel in question
 BLOCK_SIZE = 4
 ROWS = [3, 0, 4, 1]  # of the state: the trees of a batch are anywhere
 
@@ -31,7 +34,7 @@ def coarse(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tens
     return values.masked_fill(torch.rand(shape, device=device) < 0.2, -torch.inf)
 
 
-def top_rows(rows: int, vocab: int, count: int, dtype: torch.dtype, device: str) -> None:
+def top_rows(rows: int, vocab: int, count: int, dtype: torch.dtype, device: str, run: Run = in_triton) -> None:
     logits = torch.randn(rows, vocab, device=device).to(dtype)
     logits[0] = coarse(vocab, device=device, dtype=dtype)
     logits[-1, vocab // 2] = torch.nan
@@ -42,7 +45,7 @@ def top_rows(rows: int, vocab: int, count: int, dtype: torch.dtype, device: str)
     first = wide.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     expected = (wide.gather(1, first).double() - logits.double().logsumexp(-1, keepdim=True)).float()
     expected = expected.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    for function in (in_triton(choosing.top_rows), choosing.top_rows_reference):
+    for function in (run(choosing.top_rows), choosing.top_rows_reference):
         logprobs, tokens = function(logits, count)
         assert torch.equal(tokens, first)
         assert torch.equal(function(logits, count, offsets)[1], 4 * first)
@@ -56,7 +59,7 @@ def empty_state(requests: int, nodes: int, device: str) -> SimpleNamespace:
     return SimpleNamespace(**rows, last_token=torch.randint(50, (requests,), device=device))
 
 
-def trees(width: int, budget: int, depth: int, vocab: int, device: str) -> None:
+def trees(width: int, budget: int, depth: int, vocab: int, device: str, run: Run = in_triton) -> None:
     """Grow and rank; then read the trees, accept a path of each and move it."""
     batch, count = len(ROWS), min(width, vocab)
     widths = level_widths(depth=depth, width=width, vocab_size=vocab)
@@ -78,7 +81,7 @@ def trees(width: int, budget: int, depth: int, vocab: int, device: str) -> None:
         level = TreeLevel(number=number, start=start, drafted=drafted, width=following)
         flat = (best[0].view(-1, count), best[1].view(-1, count))
         given = {"length": length, "tables": tables, "block_size": BLOCK_SIZE}
-        for side, grow in enumerate((growing.grow_trees_reference, in_triton(growing.grow_trees))):
+        for side, grow in enumerate((growing.grow_trees_reference, run(growing.grow_trees))):
             frontiers[side] = grow(tables_of[side], frontiers[side], flat, level, **given)
         expected, found = frontiers
         for name in ("numbers", "masks", "tokens", "origins", "positions", "slots"):
@@ -98,7 +101,7 @@ def trees(width: int, budget: int, depth: int, vocab: int, device: str) -> None:
         assert torch.equal(getattr(tables_of[1], name), getattr(tables_of[0], name)), name
 
     growing.rank_trees_reference(rows, states[0], tables_of[0], nodes=nodes, depth=depth)
-    in_triton(growing.rank_trees)(rows, states[1], tables_of[1], nodes=nodes, depth=depth)
+    run(growing.rank_trees)(rows, states[1], tables_of[1], nodes=nodes, depth=depth)
     ranked = [rank(own, budget) for own in levels]
     for state in states:
         for row, tree in zip(ROWS, ranked, strict=True):
@@ -109,11 +112,17 @@ def trees(width: int, budget: int, depth: int, vocab: int, device: str) -> None:
             assert (state.tree_tokens[row, nodes:] == -7).all(), "nothing is written beyond the tree"
             assert (state.tree_masks[row, nodes + 1 :] == -7).all()
         assert (state.tree_tokens[2] == -7).all(), "nor for others"
-    tree_ends(rows, states[0], ranked, length, tables, depth)
+    tree_ends(rows, states[0], ranked, length, tables, depth, run)
 
 
 def tree_ends(
-    rows: Tensor, state: SimpleNamespace, ranked: list[DraftTree], length: Tensor, tables: Tensor, depth: int
+    rows: Tensor,
+    state: SimpleNamespace,
+    ranked: list[DraftTree],
+    length: Tensor,
+    tables: Tensor,
+    depth: int,
+    run: Run,
 ) -> None:
     device, batch, nodes = rows.device, len(rows), len(ranked[0].tokens)
     nothing = rows.new_zeros(0)
@@ -121,7 +130,7 @@ def tree_ends(
         tokens=nothing, positions=nothing, slots=nothing, tables=tables, context=length, drafted=nothing
     )
     expected = ends.open_trees_reference(rows, state, opened, nodes=nodes, block_size=BLOCK_SIZE)
-    found = in_triton(ends.open_trees)(rows, state, opened, nodes=nodes, block_size=BLOCK_SIZE)
+    found = run(ends.open_trees)(rows, state, opened, nodes=nodes, block_size=BLOCK_SIZE)
     for name in ("tokens", "positions", "slots", "masks", "depths"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     stored = length[:, None] + torch.arange(nodes + 1, device=device)
@@ -136,7 +145,7 @@ def tree_ends(
     for limits in (torch.full((batch,), depth, device=device), torch.randint(0, depth + 1, (batch,), device=device)):
         given = (rows, state, choices, found.slots, limits)
         one = ends.accept_trees_reference(*given, depth=depth)
-        other = in_triton(ends.accept_trees)(*given, depth=depth)
+        other = run(ends.accept_trees)(*given, depth=depth)
         for name in ("tokens", "accepted", "rows", "source", "destination"):
             assert torch.equal(getattr(other, name), getattr(one, name)), name
         for entry, tree in enumerate(ranked):
@@ -148,7 +157,7 @@ def tree_ends(
             assert torch.equal(on_path, path.nodes[:accepted])
         caches = [torch.randn(3, batch * 40 * BLOCK_SIZE, 24, device=device) for _ in range(2)]
         moved = [cache.clone() for cache in caches]
-        in_triton(ends.move_rows)(*moved, one.source, one.destination)
+        run(ends.move_rows)(*moved, one.source, one.destination)
         for before, after in zip(caches, moved, strict=True):
             wanted = before.clone()
             wanted[:, one.destination.flatten()] = before[:, one.source.flatten()]

@@ -34,10 +34,11 @@ void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64
 }
 
 void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *indices) {
-    for (int64_t row = 0; row < rows; row++, x += size, values += count, indices += count)
+    for (int64_t row = 0; row < rows; row++, x += size, values += count, indices += count) {
+        float least = -INFINITY; /* that a value must exceed once there are enough */
         for (int64_t i = 0; i < size; i++) {
+            if (i >= count && !(x[i] > least)) continue;
             float value = x[i] == x[i] ? x[i] : -INFINITY;
-            if (i >= count && !(value > values[count - 1])) continue;
             int64_t at = i < count ? i : count - 1;
             for (; at > 0 && value > values[at - 1]; at--) {
                 values[at] = values[at - 1];
@@ -45,7 +46,9 @@ void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t co
             }
             values[at] = value;
             indices[at] = i;
+            if (i >= count - 1) least = values[count - 1];
         }
+    }
 }
 
 void fledge_accept(const int64_t *drafts, int64_t drafts_stride, const int64_t *choices, const int64_t *draft_lengths,

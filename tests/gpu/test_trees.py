@@ -142,6 +142,7 @@ def measure(engine: LLMEngine, rounds: int = 100) -> tuple[float, PhaseSeconds]:
     with mock.patch("fledge.engine.runner.TIMED_ROUND", 1), mock.patch.object(engine.runner, "read", spy):
         for _ in range(rounds):
             engine.step()
+    assert engine.has_unfinished, "fewer rounds, or longer answers"
     middle = [1e3 * sorted(part)[len(part) // 2] for part in zip(*found[5:], strict=True)]
     return wall, PhaseSeconds(*middle)
 

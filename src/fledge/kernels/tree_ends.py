@@ -173,26 +173,23 @@ def move_rows(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor)
 
     The rows of one sequence move one after another, and none to where one after it has yet to be read.
     """
-    if not runs_triton(keys):
-        for side in (keys, values):
+    for side in (keys, values):
+        if not runs_triton(side):
             side[:, destination.flatten()] = side[:, source.flatten()]
-        return
-    assert keys.stride() == values.stride()
-    assert keys.stride(2) == 1
-    layers, _, size = keys.shape
-    batch, count = source.shape
-    _move_kernel[(layers, 2, batch)](
-        keys,
-        values,
-        source,
-        destination,
-        keys.stride(0),
-        keys.stride(1),
-        SIZE=size,
-        BLOCK=next_power_of_two(size),
-        COUNT=count,
-        num_warps=4,
-    )
+            continue
+        assert side.stride(2) == 1
+        (layers, _, size), (batch, count) = side.shape, source.shape
+        _move_kernel[(layers, batch)](
+            side,
+            source,
+            destination,
+            side.stride(0),
+            side.stride(1),
+            SIZE=size,
+            BLOCK=next_power_of_two(size),
+            COUNT=count,
+            num_warps=4,
+        )
 
 
 @triton.jit
@@ -284,8 +281,7 @@ def _accept_kernel(
 
 @triton.jit
 def _move_kernel(
-    keys_ptr,
-    values_ptr,
+    rows_ptr,
     source_ptr,
     destination_ptr,
     layer_stride,
@@ -295,11 +291,8 @@ def _move_kernel(
     COUNT: tl.constexpr,
 ):
     """A thread has the same columns of every row, so it reads none that another has written."""
-    base = keys_ptr
-    if tl.program_id(1) == 1:
-        base = values_ptr
-    base += tl.program_id(0).to(tl.int64) * layer_stride
-    sequence = tl.program_id(2).to(tl.int64)
+    base = rows_ptr + tl.program_id(0).to(tl.int64) * layer_stride
+    sequence = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     for place in range(COUNT):
         source = tl.load(source_ptr + sequence * COUNT + place)

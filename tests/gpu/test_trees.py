@@ -18,12 +18,11 @@ import torch
 if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
-from fledge.bench.shapes import SHAPES, empty_model
+from fledge.bench.inflate import SHAPES, empty_model
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.protocol import PhaseSeconds
-from fledge.engine.runner import RoundProgram
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetModel
@@ -111,11 +110,6 @@ def make_engine(pair: tuple[TargetModel, Drafter], mode: dict[str, Any] | None, 
         engine.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True))
     for _ in range(8):
         engine.step()
-    graphs = engine.runner.graphs
-    assert graphs is not None
-    for program in list(graphs.captured):
-        if isinstance(program, RoundProgram):
-            graphs.capture(program._replace(timed=True))
     return engine
 
 

@@ -78,8 +78,9 @@ def draft_tree(drafter: Drafter, cache: DenseCache, settled: SettledRows, depth:
     scores = head.new_zeros(1, dtype=torch.float32)
     seen = torch.ones(1, 0, dtype=torch.bool, device=head.device)  # [frontier, drafted rows]: own path in the cache
     for level in range(depth):
-        found = expand(scores, drafter.logits(head).float().log_softmax(-1), shape.width)
-        expansion = replace(found, tokens=drafter.to_target_ids(found.tokens))
+        logits, offsets = drafter.distinct_logits(head)
+        found = expand(scores, logits.float().log_softmax(-1), shape.width)
+        expansion = replace(found, tokens=found.tokens if offsets is None else found.tokens + offsets[found.tokens])
         levels.append(expansion)
         if level == depth - 1:
             break

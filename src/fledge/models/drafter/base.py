@@ -113,7 +113,14 @@ class Drafter(nn.Module):
 
     def likeliest_few(self, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[n, hidden] -> [n, count] both: log-probabilities and target ids of the tokens each row likes best."""
-        return top_rows(self.logits(head), count, None if self.vocabulary is None else self.vocabulary.d2t)
+        logits, offsets = self.distinct_logits(head)
+        return top_rows(logits, count, offsets)
+
+    def distinct_logits(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[*lead, hidden] -> [*lead, n]: logits with one place for each token; what to add to a place for its id."""
+        if self.vocabulary is None or self.vocabulary.has_copies:
+            return self.full_vocab_logits(head), None
+        return self.logits(head), self.vocabulary.d2t
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.vocabulary is None else self.vocabulary.to_target(draft_ids)

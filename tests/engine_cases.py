@@ -93,14 +93,21 @@ def sampled(prompt: Sequence[int], max_tokens: int = 12, seed: int = 0, **settin
 
 
 def rounds_of(ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH) -> list[Round]:
-    """What the reference loop does with a request."""
-    return list(
+    """What the reference loop does with a request: worked out once, as many tests ask for the same."""
+    return list(_rounds_of(ask, speculation if ask.speculate else None, max_length))
+
+
+@functools.cache
+def _rounds_of(ask: Ask, speculation: Speculation | None, max_length: int) -> tuple[Round, ...]:
+    models = [target(), *([speculation.drafter] if speculation else [])]
+    assert not any("forward" in vars(model) for model in models), "what a broken model says would be kept"
+    return tuple(
         reference.generate(
             target(),
             ask.prompt,
             ask.params,
             seed=ask.seed,
-            speculation=speculation if ask.speculate else None,
+            speculation=speculation,
             max_length=max_length,
             eos_ids=ask.eos_ids,
         )

@@ -305,7 +305,7 @@ def draft_tree(drafter: Tensor, root: int, *, width: int = 3, budget: int = 9) -
 
 
 def tree_round(state: State, trees: list[DraftTree]) -> Accepted:
-    """One tree for each sequence, verified with the histories and positions of its nodes: those with one root at once."""
+    """A tree for each sequence, verified with its nodes' histories and positions: those with one root at once."""
     tokens = torch.full((len(state.seeds), DEPTH + 1), -1)
     accepted = torch.zeros(len(state.seeds), dtype=torch.int64)
     history, last = state.history, state.last
@@ -313,9 +313,9 @@ def tree_round(state: State, trees: list[DraftTree]) -> Accepted:
         busy = ((last == root) & (state.emitted < LENGTH)).nonzero()[:, 0]
         if not len(busy):
             continue
-        own = TokenHistory(
-            prompt_mask=history.prompt_mask[busy], output_counts=history.output_counts[busy]
-        ).after_tree(tree.tokens.expand(len(busy), -1), visibility(tree.parents).expand(len(busy), -1, -1))
+        own = TokenHistory(prompt_mask=history.prompt_mask[busy], output_counts=history.output_counts[busy]).after_tree(
+            tree.tokens.expand(len(busy), -1), visibility(tree.parents).expand(len(busy), -1, -1)
+        )
         contexts = torch.cat([torch.tensor([root]), tree.tokens]).repeat(len(busy))
         depths = torch.cat([torch.tensor([0]), tree.depths])
         probs = distribution(TARGET[contexts], state.rows(contexts.numel()), history=own)

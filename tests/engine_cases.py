@@ -98,6 +98,7 @@ def rounds_of(ask: Ask, speculation: Speculation | None = None, max_length: int 
 
 
 @functools.cache
+@torch.inference_mode()
 def _rounds_of(ask: Ask, speculation: Speculation | None, max_length: int) -> tuple[Round, ...]:
     models = [target(), *([speculation.drafter] if speculation else [])]
     assert not any("forward" in vars(model) for model in models), "what a broken model says would be kept"
@@ -201,6 +202,7 @@ Drafts = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the parents of a
 
 
 @functools.cache
+@torch.inference_mode()
 def drafts_after(
     name: str, text: tuple[int, ...], depth: int, tree: TreeShape | None = None, sampled_by: Ask | None = None
 ) -> Drafts:
@@ -258,7 +260,7 @@ def wrong_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> bo
         tokens, parents = drafts_after(name, tuple(request.tokens), depth, tree)
         found = (state.tree_tokens[row].tolist()[: len(tokens)], state.tree_parents[row].tolist()[: len(tokens)])
         return found != (list(tokens), list(parents))
-    sampled_by = ask if engine.config.sample_drafts else None
+    sampled_by = ask if engine.config.sample_drafts and not ask.params.is_greedy else None
     tokens, _ = drafts_after(name, tuple(request.tokens), depth, None, sampled_by)
     return state.drafts[row, :count].tolist() != list(tokens[:count])
 

@@ -100,7 +100,7 @@ def make_engine(pair: tuple[TargetModel, Drafter], mode: dict[str, Any] | None, 
         max_model_len=2048,
         max_num_seqs=requests,
         num_blocks=requests * 40,
-        speculative_config=None if mode is None else SpeculativeConfig.from_dict(mode),
+        speculative_config=None if mode is None else SpeculativeConfig.from_dict({**mode, "adaptive": False}),
         enable_prefix_caching=False,
     )
     engine = LLMEngine(target, None if mode is None else drafter, config)

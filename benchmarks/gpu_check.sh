@@ -9,5 +9,5 @@ python3 tests/gpu/test_kernels.py windows_and_trees > "$out/tests_c.log" 2>&1 &
 python3 tests/gpu/test_kernels.py prefill > "$out/tests_d.log" 2>&1 &
 wait
 cat "$out"/tests_?.log
-python3 benchmarks/kernels.py --json "$out/kernels.json" 2>&1 | grep -v '^{' | tee "$out/bench.log"
-if [ "$1" = sweep ]; then python3 benchmarks/kernels.py --sweep 2>&1 | tee "$out/sweep.log"; fi
+python3 benchmarks/kernel_times.py --json "$out/kernels.json" 2>&1 | grep -v '^{' | tee "$out/bench.log"
+if [ "$1" = sweep ]; then python3 benchmarks/kernel_times.py --sweep 2>&1 | tee "$out/sweep.log"; fi

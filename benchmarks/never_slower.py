@@ -2,9 +2,10 @@
 
     python benchmarks/never_slower.py --shape 8b --concurrency 1,4,16,64,256 --out never-slower.json
 
-Arms: no drafting, fixed depths, and the controller (`adaptive`), which goes through all cells with what it has learned.
-Each cell is a closed loop: C requests in flight until all were submitted; tokens of that time over that time. With
-`--shape` the bundled pair has the cost of a large one (`fledge bench inflate`) and its own text and acceptance.
+Arms: no drafting, fixed depths, and the controller (`adaptive`), which goes through all cells with what it has learned,
+and learns nothing from the other arms' rounds. Each cell is a closed loop: C requests in flight until all were
+submitted; tokens of that time over that time. With `--shape` the bundled pair has the cost of a large one (`fledge
+bench inflate`) and its own text and acceptance.
 """
 
 import argparse
@@ -59,6 +60,7 @@ class Loop:
     def __init__(self, engine: LLMEngine, prompts: dict[str, list[list[int]]], max_tokens: int) -> None:
         self._engine, self._prompts, self._max_tokens = engine, prompts, max_tokens
         self._number = 0
+        self._costs = {"adaptive": engine._stats.costs}  # what the other arms measure is not for the controller
 
     def requests(self, workload: str, temperature: float, count: int) -> Requests:
         for i, prompt in enumerate(islice(cycle(self._prompts[workload]), count)):
@@ -68,6 +70,7 @@ class Loop:
         """Tokens per second while there were requests to submit; phases (concurrency, requests) follow each other."""
         engine = self._engine
         engine._depth_policy = policy
+        engine._stats.costs = self._costs["adaptive"] if isinstance(policy, AdaptiveDepth) else CostTable()
         before, started, length = engine.stats(), time.perf_counter(), 0.0
         for concurrency, requests in phases:
             for prompt, params in requests:

@@ -1,6 +1,6 @@
 """Times every kernel on the GPU against its floor and the plain-torch alternative: a table and one JSON line.
 
-    PYTHONPATH=src python benchmarks/kernels.py [--only paged] [--sweep]
+    PYTHONPATH=src python benchmarks/kernel_times.py [--only paged] [--sweep]
 
 The floor is the larger of bytes / copy bandwidth and operations / bf16 matrix rate, both measured first, and never
 below the time of a launch of nothing. Calls are captured in a CUDA graph, as the engine runs them, and rotate over
@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor
 from fledge.kernels.accept import accept_greedy
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.paged_attention import SplitLaunch, choose_launch, paged_attention
-from fledge.kernels.prefill_attention import PrefillLaunch, paged_prefill_attention
+from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.sample import sample_rows, sample_rows_reference
@@ -284,11 +285,13 @@ def bench_paged(bench: Bench) -> None:
 
 
 def bench_tree_and_window(bench: Bench) -> None:
-    tree = torch.ones(1, 64, 64, dtype=torch.bool, device="cuda").tril()
+    tree = torch.tensor([[(2 << i) - 1 if i < 63 else -1 for i in range(64)]], device="cuda")  # a chain, as a tree
+    depths = torch.arange(64, device="cuda")[None]
     for context in (200, 4096):
         inputs = paged_inputs(1, context, 64, 32, 8, 128, 16, 4)
         moved = 2.0 * (context + 64) * 8 * 128 * 2
-        calls = [lambda i=i, c=context: paged_attention(*i, scale=0.1, max_context=c, tree_mask=tree) for i in inputs]
+        attend = partial(paged_attention, scale=0.1, max_context=context, tree_mask=tree, key_depths=depths)
+        calls = [lambda i=i, attend=attend: attend(*i) for i in inputs]
         bench.add("paged_attention", f"B1 L{context} tree of 64 D128", calls, None, moved)
     mixed = paged_inputs(64, 16384, 4, 32, 8, 128, 16, 1)[0]
     lengths = torch.full_like(mixed[4], 200)
@@ -393,7 +396,7 @@ def sweep_paged() -> None:
     ):
         moved = 2.0 * batch * context * 8 * 128 * 2
         inputs = paged_inputs(batch, context, 4, 32, 8, 128, page, max(1, min(4, int(6e8 / moved))))
-        default = choose_launch(batch=batch, rows=16, kv_heads=8, head_dim=128, element_size=2, processors=processors)
+        default = choose_launch(inputs[0][0], 8)
         tiles = ((32, 4, 3), (32, 4, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3))
         times: dict[SplitLaunch, float] = {}
         for block_n, num_warps, num_stages in tiles:
@@ -434,10 +437,11 @@ def sweep_prefill() -> None:
         operations = prefill_operations(batch, 0, new, 32, head_dim)
         print(f"prefill B{batch} new {new} D{head_dim} page{page}")
         for block_m, block_n, num_warps, num_stages in tiles:
-            launch = PrefillLaunch(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-            call = partial(paged_prefill_attention, *inputs, new, scale=head_dim**-0.5, launch=launch)
+            launch = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+            call = partial(paged_prefill_attention, *inputs, new, scale=head_dim**-0.5)
             try:
-                seconds = time_calls([call], 3 if new > 1000 else 12)
+                with mock.patch("fledge.kernels.prefill_attention.choose_launch", lambda chosen=launch, **_: chosen):
+                    seconds = time_calls([call], 3 if new > 1000 else 12)
             except Exception as error:  # a tile that does not fit
                 print(f"  {launch}: {type(error).__name__} {str(error)[:80]}")
                 continue
@@ -451,7 +455,7 @@ def main() -> None:
     parser.add_argument("--json", help="also write the JSON line to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/kernels.py times GPU kernels and found no CUDA device")
+        raise SystemExit("benchmarks/kernel_times.py times GPU kernels and found no CUDA device")
     with torch.inference_mode():
         if arguments.sweep:
             sweep_prefill()

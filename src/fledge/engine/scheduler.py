@@ -141,7 +141,7 @@ class Scheduler:
         assert all(request.in_flight >= 0 for request in self.running)
 
     def _schedule_chunks(self, budget: int) -> list[Chunk]:
-        """Share the budget out. A prompt that it cannot finish leaves half of what is left to shorter ones behind it."""
+        """Share the budget out. A prompt that it cannot finish leaves half of the rest to shorter ones behind it."""
         left = max(min(budget, self.timely_tokens), 1)  # however many requests decode, prompts move on
         started = deque(request for request in self.running if request.phase is Phase.PREFILL)
         shares: dict[Request, int] = {}
@@ -175,7 +175,9 @@ class Scheduler:
         running = Counter(request.parent for request in self.running)
         found: Request | None = None
         for request in self.waiting:
-            if request.prefill_end < shorter_than and (found is None or running[request.parent] < running[found.parent]):
+            if request.prefill_end < shorter_than and (
+                found is None or running[request.parent] < running[found.parent]
+            ):
                 found = request
                 if not running[request.parent]:
                     break

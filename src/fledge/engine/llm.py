@@ -35,7 +35,10 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import Progress
 
-SLOW_DTYPE = "dtype {} on a CPU does without the C layers and is many times slower than float32; leave dtype at auto"
+SLOW_DTYPE = (
+    "dtype {} on a CPU does without the C layers and is 4 to 30 times slower than float32, which takes up to three "
+    "times the memory; leave dtype at auto unless memory is short"
+)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 

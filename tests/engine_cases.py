@@ -69,10 +69,16 @@ class Ask:
     speculate: bool = True
     eos_ids: tuple[int, ...] = (EOS,)
 
-    def submit(self, engine: LLMEngine, request_id: str) -> Request:
-        limit = None if self.speculate else 0
+    def submit(self, engine: LLMEngine, request_id: str, parent: str = "") -> Request:
         return add_request(
-            engine, request_id, self.prompt, self.params, seed=self.seed, eos_ids=self.eos_ids, draft_limit=limit
+            engine,
+            request_id,
+            self.prompt,
+            self.params,
+            seed=self.seed,
+            eos_ids=self.eos_ids,
+            draft_limit=None if self.speculate else 0,
+            parent=parent,
         )
 
 

@@ -51,7 +51,7 @@ def read_target_config(directory: Path) -> TargetConfig:
 def load_target(
     directory: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> TargetModel:
-    """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, and no other.
+    """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, finite, and no other.
 
     A class that is not its family's is a `CheckpointWarning`.
     """
@@ -76,7 +76,22 @@ def load_target(
     load_weights(model, files, names, weight_format(fields, files), placement, tied=tied)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
+    _check_finite(model, directory)
     return model.to(device=device).eval()
+
+
+def _check_finite(model: TargetModel, directory: Path) -> None:
+    """Refuse weights that are no numbers. In a head they would only make a token that is never, or always, chosen."""
+    for name, tensor in model.state_dict().items():
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not tensor.numel():
+            continue
+        low, high = tensor.aminmax()  # of which one is not finite if anything is not; no copy is made
+        if not (low.isfinite() & high.isfinite()):
+            wrong, stored = ~tensor.isfinite(), FAMILIES[model.config.family].stored_name(name)
+            raise CheckpointError(
+                f"{directory}: tensor '{stored}' has {int(wrong.sum())} values that are not finite, the first at "
+                f"{wrong.nonzero()[0].tolist()}; the file is damaged, or training went wrong"
+            )
 
 
 def save_target(model: TargetModel, directory: Path) -> None:

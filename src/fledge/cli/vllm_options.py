@@ -1,21 +1,15 @@
 """The command line of `vllm serve`, read by `fledge serve`: which options are harmless, and who handles the others."""
 
 import sys
-import tomllib
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
+from fledge.engine.vllm_options import ALIASES, FOREIGN, note_on
 from fledge.errors import ConfigError, nearest_name_hint
 
-_VLLM = "which is vLLM's job: run this pair with 'vllm serve', which loads the same checkpoints"
-_SEVERAL_GPUS = f"several GPUs or machines are needed for that, {_VLLM}"
 _SEVERAL_VALUES = {"--served-model-name", "--api-key"}
-_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-FOREIGN: dict[str, dict[str, Any]] = _DATA["options"]
-ALIASES: dict[str, str] = _DATA["aliases"]
 
 
 class ServeCommand(TyperCommand):
@@ -78,11 +72,8 @@ def translate(
                 value = ""
             elif not equals and rest:
                 value = rest.pop(0)
-            if "refused" in option and value not in option.get("accepted", ()):
-                reason = option["refused"].format(vllm=_VLLM, several_gpus=_SEVERAL_GPUS)
-                raise ConfigError(f"{f'{name} {value}'.strip()}: {reason}")
-            if "note" in option:
-                notes.append(f"{name}: {option['note']}")
+            note = note_on(name, value, f"{name} {value}".strip())
+            notes += [] if note is None else [f"{name}: {note}"]
         else:
             hint = nearest_name_hint(name, [*own_values, *own_flags, *FOREIGN])
             raise ConfigError(f"unknown option '{name}'.{hint if 'Did you' in hint else ' See fledge serve --help.'}")

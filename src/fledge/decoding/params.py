@@ -6,7 +6,7 @@ the vocabulary is found where the vocabulary is known, in `sampling.SamplingRows
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -21,6 +21,18 @@ MAX_LOGPROBS = 20  # OpenAI's and vLLM's limit
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
+@refuses_unknown_names("structured output")
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must look like, as exactly one of these. vLLM's name, which was GuidedDecodingParams before."""
+
+    json: Mapping[str, Any] | str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    json_object: bool | None = None  # True: any JSON object
+
+
 @refuses_unknown_names("sampling parameter")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -29,6 +41,25 @@ class SamplingParams:
     Normalised means: numbers have their declared type, `stop` and `stop_token_ids` are tuples, `logit_bias` has
     integer keys (JSON can only spell them as strings) and is None when empty, `top_k` is 0 when off, `seed` is
     None when the engine is to pick one (vLLM also spells that -1). Anything out of range raises ConfigError.
+
+        temperature: randomness; 0 always takes the most likely token
+        top_p: keep the likeliest tokens that have this probability together
+        top_k: keep this many of the likeliest tokens; 0 or -1: all
+        min_p: keep tokens with at least this share of the likeliest one's probability
+        repetition_penalty: divides the logits of tokens in prompt and answer; 1: none
+        presence_penalty, frequency_penalty: taken from the logits of tokens in the answer, once or for each time
+        logit_bias: token id -> what is added to its logit
+        seed: makes a sampled answer repeatable, in any batch
+        max_tokens, min_tokens: of the answer; None: as many as there is room for
+        stop: strings that end the answer; one string is a list of one
+        stop_token_ids: ids that do
+        n: answers to give
+        logprobs: likeliest tokens to report with each token's log-probability; None: no log-probabilities
+        ignore_eos: go on after the model's own end of text
+        include_stop_str_in_output: keep what stopped the answer in its text
+        skip_special_tokens: leave special tokens out of the text
+        structured_outputs: `StructuredOutputsParams`, or its fields as a mapping: {"json": schema}, {"regex": ...}, ...
+        guided_decoding: vLLM's older name for that
     """
 
     temperature: float = 1.0
@@ -42,15 +73,19 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: Sequence[str] = ()  # one string counts as a list of one; JSON's null as an empty list
+    stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    n: int = 1  # answers to give
-    logprobs: int | None = None  # likeliest tokens to report with each token's log-probability; None: no logprobs
+    n: int = 1
+    logprobs: int | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: Mapping[str, Any] | StructuredOutputsParams | None = field(default=None, hash=False)
+    guided_decoding: InitVar[Mapping[str, Any] | StructuredOutputsParams | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, guided_decoding: Mapping[str, Any] | StructuredOutputsParams | None) -> None:
+        if guided_decoding is not None and self.structured_outputs is not None:
+            _refuse("guided_decoding", guided_decoding, "one of guided_decoding and structured_outputs")
         checked: dict[str, object] = {
             "temperature": _number("temperature", self.temperature, low=0.0),
             "top_p": _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True),
@@ -69,6 +104,7 @@ class SamplingParams:
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "structured_outputs": _structured_outputs(guided_decoding or self.structured_outputs),
         }
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -168,3 +204,15 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         _refuse("stop_token_ids", value, "a list of token ids")
     return tuple(_integer("stop_token_ids", token, low=0) for token in value)
+
+
+def _structured_outputs(value: object) -> dict[str, Any] | None:
+    """Return what is asked for by its name; whoever compiles it says whether it makes sense."""
+    if value is None:
+        return None
+    kinds = [one.name for one in fields(StructuredOutputsParams)]
+    given = value if isinstance(value, Mapping) else {kind: getattr(value, kind, None) for kind in kinds}
+    asked = {kind: inner for kind, inner in given.items() if inner is not None}
+    if len(asked) != 1 or not asked.keys() <= set(kinds):
+        _refuse("structured_outputs", value, f"one of {', '.join(kinds)}")
+    return asked

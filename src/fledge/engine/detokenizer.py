@@ -102,16 +102,17 @@ class Detokenizer:
         return [self.text[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
 
     def completion(self, index: int = 0) -> CompletionOutput:
-        """Return the finished answer."""
-        assert self.metrics is not None, "the request has not ended"
+        """Return the answer; while it goes on, with the text that is certain."""
+        certain = None if self.is_finished else max(0, len(self.text) - self._held_back)
         return CompletionOutput(
             index=index,
-            text=self.text,
+            text=self.text[:certain],
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self._params.logprobs is None else tuple(self.logprobs),
-            rounds=self.metrics.rounds,
+            rounds=() if self.metrics is None else self.metrics.rounds,
+            error=self.error,
         )
 
     def _cut_at_stop_string(self, search_from: int) -> None:

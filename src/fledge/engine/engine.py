@@ -147,6 +147,7 @@ class LLMEngine:
         eos_ids: Sequence[int] = (),
         draft_limit: int | None = None,
         constraint: TokenConstraint | None = None,
+        parent: str = "",
     ) -> None:
         if request_id in self.requests:
             raise ConfigError(f"request id '{request_id}' is in use")
@@ -156,6 +157,7 @@ class LLMEngine:
         self._seed += 1
         request = Request(
             id=request_id,
+            parent=parent,
             prompt=list(prompt),
             params=params,
             seed=next(value for value in (params.seed, seed, self._seed) if value is not None),
@@ -258,6 +260,9 @@ class LLMEngine:
             request = chunk.request
             if request.phase is not Phase.FINISHED:
                 self.block_manager.commit(request.table, request.tokens, min(chunk.end, request.settled))
+        if results.prefill_seconds is not None:
+            read = sum(chunk.end - chunk.start for chunk in launch.batch.chunks)
+            self.scheduler.observe_prefill(read, results.prefill_seconds)
         stats, report = self._stats, results.report
         if report is not None:
             stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]

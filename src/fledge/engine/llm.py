@@ -6,14 +6,15 @@ It loads models, turns text into requests and tokens into text; the engine does 
 import gc
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress as Bars
 
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
@@ -27,11 +28,17 @@ from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.protocol import Engine
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
+from fledge.engine.vllm_options import without_foreign
 from fledge.errors import ConfigError, FledgeError, PromptError
 from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
+from fledge.progress import Progress
 
+SLOW_DTYPE = (
+    "dtype {} on a CPU does without the C layers and is 4 to 30 times slower than float32, which takes up to three "
+    "times the memory; leave dtype at auto unless memory is short"
+)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
@@ -40,11 +47,13 @@ class LLM:
     """A target, with or without a drafter, ready to answer. Its engine is ours, or any other: see `from_engine`."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        config = EngineConfig(**options)
+        config = EngineConfig(**without_foreign(options, [one.name for one in fields(EngineConfig)]))
         directory = resolve(model)
         device = choose_device(config.device)
         # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
         dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
+        if device.type == "cpu" and dtype is not torch.float32:
+            warnings.warn(SLOW_DTYPE.format(config.dtype), stacklevel=2)
         target = load_target(directory, dtype=dtype, device=device)
         tokenizer = load_tokenizer(directory)
         self._set_up(build_engine(target, tokenizer, config, model=str(model)), tokenizer, config.seed)
@@ -64,6 +73,7 @@ class LLM:
         self._seeds = random.Random(seed)  # for requests that bring none
         self._requests = 0
         self._answers: dict[str, Detokenizer] = {}  # by request
+        self._grammars: Any = None  # compiles structured outputs, once there are any
 
     @property
     def target(self) -> TargetModel:
@@ -111,14 +121,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = False,
         constraint: ConstraintFactory | Sequence[ConstraintFactory | None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several prompts together, in continuous batches.
 
         A prompt is a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `constraint`, one
-        for all prompts or one for each, is called once for each answer (`fledge.server.structured` makes such from
-        schemas and grammars). `progress` is called with the number of finished and of all prompts.
+        for all prompts or one for each, is called once for each answer, in place of `structured_outputs`. `use_tqdm`
+        shows a bar on standard error; `progress` is called with the number of finished and of all prompts.
         """
         single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if single else list(prompts)
@@ -126,86 +137,120 @@ class LLM:
         params = _for_each(several, default, "sampling parameters")
         constraints = _for_each(several, constraint, "constraints")
         # All prompts are encoded and submitted, and so checked, before the first one runs.
-        encoded = [self._encode(prompt) for prompt in several]
+        encoded = [self.encode(prompt) for prompt in several]
         outputs: list[RequestOutput | None] = [None] * len(several)
-        waiting: dict[int, _Job] = {}
-        try:
-            for (text, ids), one, made in zip(encoded, params, constraints, strict=True):
-                waiting[len(waiting)] = self._submit(text, ids, one, made)
-            while waiting:
-                self._advance()
-                for number in [number for number, job in waiting.items() if job.is_finished]:
-                    job = waiting.pop(number)
-                    outputs[number] = job.output()
-                    self._forget([job])
-                    if progress is not None:
-                        progress(len(several) - len(waiting), len(several))
-        finally:
-            self._forget(waiting.values())
+        waiting: dict[int, Job] = {}
+        with Progress(quiet=not use_tqdm).task("prompts", len(several)) as advance_bar:
+            try:
+                for (text, ids), one, made in zip(encoded, params, constraints, strict=True):
+                    waiting[len(waiting)] = self.submit(text, ids, one, made)
+                while waiting:
+                    self.advance()
+                    for number in [number for number, job in waiting.items() if job.is_finished]:
+                        job = waiting.pop(number)
+                        outputs[number] = job.output()
+                        self.forget([job])
+                        advance_bar()
+                        if progress is not None:
+                            progress(len(several) - len(waiting), len(several))
+            finally:
+                self.forget(waiting.values())
         return [output for output in outputs if output is not None]
 
+    @overload
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: SamplingParams | None = None
-    ) -> list[RequestOutput]:
-        """Answer one or several conversations, through the tokenizer's chat template."""
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        stream: Literal[False] = False,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *, stream: Literal[True]
+    ) -> Iterator[StreamEvent]: ...
+
+    def chat(
+        self, messages: Any, sampling_params: Any = None, *, use_tqdm: bool = False, stream: bool = False
+    ) -> list[RequestOutput] | Iterator[StreamEvent]:
+        """Answer one or several conversations, through the tokenizer's chat template.
+
+        `stream`: one conversation, whose answer comes as `LLM.stream` gives it: one event a round.
+        """
         single = bool(messages) and isinstance(messages[0], Mapping)
-        several: Sequence[Any] = [messages] if single else messages
-        return self.generate([self.encode_chat(conversation) for conversation in several], sampling_params)
+        if stream and not single:
+            raise ConfigError("stream: only one conversation can be streamed at a time, as a list of messages")
+        encoded = [self.encode_chat(conversation) for conversation in ([messages] if single else messages)]
+        if stream:
+            return self.stream(encoded[0], sampling_params)
+        return self.generate(encoded, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Answer one prompt, one event a round. The prompt is checked now, not at the first event."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
-        text, ids = self._encode(prompt)
+        text, ids = self.encode(prompt)
         self.engine.info.check_request(ids, params)
         return self._stream(text, ids, params)
+
+    def get_tokenizer(self) -> Any:
+        """The target's tokenizer, of transformers; None if its directory has none."""
+        return self.tokenizer
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids a conversation becomes."""
         return encode_chat(self._require_tokenizer("chat messages"), messages)
 
     def _stream(self, text: str | None, prompt_ids: list[int], params: SamplingParams) -> Iterator[StreamEvent]:
-        job = self._submit(text, prompt_ids, params)
+        job = self.submit(text, prompt_ids, params)
         (answer,) = job.answers.values()
         sent, output = 0, None
         try:
             while output is None:
                 if not job.is_finished and len(answer.token_ids) == sent:  # another stream may have stepped for us
-                    self._advance()
+                    self.advance()
                 fresh = tuple(answer.token_ids[sent:])
                 sent += len(fresh)
                 output = job.output() if job.is_finished else None
                 if fresh or output is not None:
                     yield StreamEvent(pieces=answer.release(), token_ids=fresh, output=output)
         finally:
-            self._forget([job])
+            self.forget([job])
 
-    def _submit(
+    def submit(
         self,
         text: str | None,
         prompt_ids: list[int],
         params: SamplingParams,
         constraint: ConstraintFactory | None = None,
-    ) -> "_Job":
-        job = _Job(str(self._requests), text, prompt_ids, {})
+        *,
+        request_id: str | None = None,
+    ) -> "Job":
+        """Queue the answers to a prompt. Whoever does so calls `advance` until they are there, and `forget` then."""
+        if constraint is None and params.structured_outputs is not None:
+            constraint = self._compile(params.structured_outputs)
+        job = Job(request_id or str(self._requests), text, prompt_ids, {})
         self._requests += 1
         drawn = self._seeds.getrandbits(63)
         for index in range(params.n):
-            request_id = f"{job.request_id}-{index}"
+            engine_id = f"{job.request_id}-{index}"
             self.engine.add_request(
-                request_id,
+                engine_id,
                 prompt_ids,
                 replace(params, seed=None, n=1),
                 # Answers to one prompt must differ, and still follow from the seed.
                 seed=next_int64(drawn if params.seed is None else params.seed, index),
                 eos_ids=self.eos_ids,
                 constraint=None if constraint is None else constraint(),
+                parent=job.request_id,
             )
-            job.answers[request_id] = self._answers[request_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
+            job.answers[engine_id] = self._answers[engine_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
         return job
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """One step of the engine, for all answers in the making."""
         for update in self.engine.step():
             answer = self._answers[update.request_id]
@@ -214,14 +259,14 @@ class LLM:
                 assert last is not None
                 answer.add(last)
 
-    def _forget(self, jobs: Iterable["_Job"]) -> None:
+    def forget(self, jobs: Iterable["Job"]) -> None:
         """Drop jobs, finished or not (an exception, or a stream that nobody reads to its end)."""
         for job in jobs:
             for request_id in job.answers:
                 self.engine.abort(request_id)
                 self._answers.pop(request_id, None)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return the text of a prompt, if it is one, and its token ids."""
         if isinstance(prompt, Mapping):
             if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
@@ -234,6 +279,22 @@ class LLM:
             return None, [int(token) for token in prompt]
         raise PromptError(f"prompt: found {type(prompt).__name__}, expected text or a list of token ids")
 
+    def _compile(self, asked: Any) -> ConstraintFactory:
+        tokenizer = self._require_tokenizer("structured output")
+        try:
+            from fledge.server.structured import GrammarCompiler, read_format  # noqa: PLC0415 - needs llguidance
+        except ImportError as error:
+            raise ConfigError(f"structured_outputs: needs {error.name}; pip install 'fledge[server]'") from None
+        try:
+            info = self.engine.info
+            compiler = self._grammars or GrammarCompiler(tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids)
+            self._grammars = compiler
+            grammar = read_format(structured_outputs=asked)
+            assert grammar is not None
+            return compiler.compile(grammar)
+        except FledgeError as error:
+            raise ConfigError(str(error), param="structured_outputs") from None
+
     def _require_tokenizer(self, purpose: str) -> Any:
         if self.tokenizer is None:
             raise PromptError(
@@ -242,7 +303,7 @@ class LLM:
         return self.tokenizer
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """A prompt and the answers to it that are in the making."""
 
     request_id: str
@@ -261,6 +322,7 @@ class _Job(NamedTuple):
             prompt_token_ids=tuple(self.prompt_ids),
             outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
             metrics=RequestMetrics.pooled([a.metrics for a in self.answers.values() if a.metrics is not None]),
+            finished=self.is_finished,
         )
 
 
@@ -290,7 +352,7 @@ def build_engine(target: TargetModel, tokenizer: Any | None, config: EngineConfi
     eos_ids = sorted({*target.config.eos_ids, *(() if own_end is None else (own_end,))})
     engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids)
     if engine.runner.graphs is not None:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        with Bars(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("capturing CUDA graphs", total=None)
             engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
     return engine
@@ -317,8 +379,10 @@ def _describe_options() -> None:
     ]
     parameters = list(inspect.signature(LLM.__init__).parameters.values())[:-1]
     setattr(LLM.__init__, "__signature__", inspect.Signature([*parameters, *own]))  # noqa: B010 - mypy knows no such name
-    told = "\n".join(f"    {one.name}: {one.metadata['help']}" for one in fields(EngineConfig))
-    LLM.__init__.__doc__ = f"Load `model`, a directory or a hub name. Options, by vLLM's names:\n\n{told}\n"
+    told = {"model": "A directory or a hub name.", **{one.name: one.metadata["help"] for one in fields(EngineConfig)}}
+    told["speculative_config"] += f" Its keys: {', '.join(one.name for one in fields(SpeculativeConfig))}."
+    listed = "\n".join(f"    {name}: {text}" for name, text in told.items())
+    LLM.__init__.__doc__ = f"Load a target. Parameters, by vLLM's names:\n\n{listed}\n"
 
 
 _describe_options()

@@ -51,9 +51,9 @@ class RequestMetrics:
             output_tokens=sum(part.output_tokens for part in parts),
             cached_tokens=sum(part.cached_tokens for part in parts),
             preemptions=sum(part.preemptions for part in parts),
-            arrived=min(part.arrived for part in parts),
+            arrived=min((part.arrived for part in parts), default=0.0),
             time_to_first_token=min(first, default=None),
-            seconds=max(part.seconds for part in parts),
+            seconds=max((part.seconds for part in parts), default=0.0),
         )
 
     def time_per_output_token(self, tokens: int) -> float | None:
@@ -96,15 +96,16 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str | None  # "stop", "length" or "error"
+    finish_reason: str | None  # "stop", "length", "error" or "abort"; None: it goes on
     stop_reason: int | str | None  # the stop id or stop string that ended it
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if asked for
     rounds: tuple[RoundRecord, ...] = ()  # how speculation went, round by round
+    error: str | None = None  # with "error": why, in one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A finished request."""
+    """A request and its answers so far; all there is, if it is finished. Before, metrics tell of answers that ended."""
 
     request_id: str
     prompt: str | None

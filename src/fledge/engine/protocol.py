@@ -127,11 +127,13 @@ class Engine(Protocol):
         eos_ids: Sequence[int] = (),
         draft_limit: int | None = None,
         constraint: TokenConstraint | None = None,
+        parent: str = "",
     ) -> None:
         """Queue a request. Raises PromptError or ConfigError if it could never run, whatever else does.
 
         No more than `draft_limit` tokens are drafted for it in a round; 0 is no speculation. A `constraint` is this
-        request's alone; if it fails, the request ends with finish reason "error".
+        request's alone; if it fails, the request ends with finish reason "error". Requests with the same `parent`, the
+        answers to one question, share its turn among all others; by default a request is its own.
         """
         ...
 

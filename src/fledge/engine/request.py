@@ -35,6 +35,7 @@ class Request:
     stop_ids: frozenset[int]
     max_length: int  # of prompt and answer together
     draft_until: int  # no drafting for positions from here on; 0: no speculation at all
+    parent: str = ""  # whose answer it is: parents take turns; not given: its own
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
     constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
 
@@ -63,6 +64,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.parent = self.parent or self.id
 
     @property
     def running_row(self) -> int:

@@ -7,6 +7,7 @@ that nobody reads. Long prompts keep the device busy for longer than they take t
 """
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -196,12 +197,20 @@ def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]
 
 
 class Launch(NamedTuple):
-    """One step on the device: what was scheduled, and its results, which are on the host once they have `arrived`."""
+    """One step on the device: what was scheduled, and its results, which are on the host after `wait`."""
 
     batch: ScheduledBatch
     round: PassOutcome | None
     prefill: PassOutcome | None
-    arrived: torch.cuda.Event | None  # None: they are there
+    times: tuple[Any, Any]  # when prompts began to be read, and when all was done: CUDA events, or on a CPU seconds
+
+    def wait(self) -> float:
+        """Wait for the results; return the seconds that prompts took."""
+        begun, done = self.times
+        if not isinstance(done, torch.cuda.Event):
+            return float(done - begun)
+        done.synchronize()
+        return float(begun.elapsed_time(done)) * 1e-3
 
 
 def _to_host(outcome: PassOutcome) -> PassOutcome:
@@ -234,6 +243,7 @@ class StepResults:
 
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
+    prefill_seconds: float | None = None  # None: it read no prompts
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
 
 
@@ -251,12 +261,17 @@ class Runner:
             self.state.begin(admitted)
         self.state.place_blocks(batch.requests)
         decoded = _to_host(self._launch_round(batch)) if batch.decoding else None
+        begun = self._take_time()
         prefilled = _to_host(self._launch_prefill(batch)) if batch.chunks else None
-        arrived = None
-        if self.state.device.type == "cuda":
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return Launch(batch, decoded, prefilled, arrived)
+        return Launch(batch, decoded, prefilled, (begun, self._take_time()))
+
+    def _take_time(self) -> Any:
+        """When all that has been launched is done: a CUDA event, or on a CPU the time."""
+        if self.state.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     @torch.inference_mode()
     def time_round(self, batch: int, depth: int) -> float:
@@ -273,8 +288,7 @@ class Runner:
     def read(self, launch: Launch) -> StepResults:
         """Wait for a launch and return its results."""
         batch, results = launch.batch, StepResults()
-        if launch.arrived is not None:
-            launch.arrived.synchronize()
+        prefill_seconds = launch.wait()
         if launch.round is not None:
             self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
             stamps = launch.round.stamps
@@ -285,6 +299,7 @@ class Runner:
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
+            results.prefill_seconds = prefill_seconds
         return results
 
     def _read(self, outcome: PassOutcome, entries: list[tuple[Request, bool, bool]], results: StepResults) -> None:

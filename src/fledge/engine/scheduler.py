@@ -1,17 +1,22 @@
-"""Who runs in the next step: admission in order of arrival, prompts in chunks, blocks ahead of need.
+"""Who runs in the next step: parents take turns in order of arrival, prompts come in chunks, blocks ahead of need.
 
 Knows requests, rows and blocks; knows no tensors and no tokens' meaning. A step has two parts that run one after the
-other: chunks of prompts, under a token budget so that they cannot hold up decoding for long, and a round for all
-requests that are decoding.
+other: chunks of prompts, under a budget of tokens and of measured time so that they cannot hold up decoding for long,
+and a round for all requests that are decoding.
 """
 
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.request import Phase, Request
+
+PREFILL_SECONDS = 0.25  # that the prompts of one step may take: how long a token of somebody else's may be late
+FIRST_CHUNK = 256  # tokens, before it is known how long they take
+LEAST_CHUNK = 32  # tokens, however long they take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +70,10 @@ class Scheduler:
         self.lookahead = lookahead
         self._trees = trees
         self.max_prefill_tokens = max_prefill_tokens
+        self.timely_tokens = FIRST_CHUNK  # of prompts, that are read in `PREFILL_SECONDS`
         self.max_depth = max_depth
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission: the last is the first to be preempted
+        self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._last_draft = 0
@@ -89,6 +95,7 @@ class Scheduler:
 
         Changes phases, rows and blocks of the requests it moves.
         """
+        self._make_room()
         if depth > 0:
             if self._last_draft == 0 and any(request.in_flight for request in self.running):
                 raise MustSettle  # the drafter has missed tokens that nobody knows yet
@@ -106,6 +113,12 @@ class Scheduler:
             request.in_flight += verify + 1
         self._last_draft = depth
         return ScheduledBatch(chunks=chunks, decoding=decoding, verify=verify, draft=depth)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Learn how long the prompts of a step took. Short ones, which are launched more than read, say little."""
+        if tokens >= self.timely_tokens or seconds > PREFILL_SECONDS:
+            timely = tokens * PREFILL_SECONDS / max(seconds, 1e-6)
+            self.timely_tokens = int(min(max(timely, LEAST_CHUNK), self.max_prefill_tokens))
 
     def restart(self, alive: Iterable[Request]) -> None:
         """Send everybody back to the queue, in the given order: what a failed step left of rows and blocks is void."""
@@ -128,20 +141,27 @@ class Scheduler:
         assert all(request.in_flight >= 0 for request in self.running)
 
     def _schedule_chunks(self, budget: int) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        budget = max(budget, 1)  # however many requests decode, prompts move on
-        for request in self.running:
-            if request.phase is Phase.PREFILL and budget > 0:
-                chunks.append(self._chunk(request, budget))
-                budget -= chunks[-1].end - chunks[-1].start
-        while budget > 0 and self.waiting and self._admit(self.waiting[0]):
-            request = self.waiting.popleft()
-            chunks.append(self._chunk(request, budget))
-            budget -= chunks[-1].end - chunks[-1].start
-        return chunks
+        """Share the budget out. A prompt that it cannot finish leaves half of the rest to shorter ones behind it."""
+        left = max(min(budget, self.timely_tokens), 1)  # however many requests decode, prompts move on
+        started = deque(request for request in self.running if request.phase is Phase.PREFILL)
+        shares: dict[Request, int] = {}
+        shorter_than = math.inf
+        while left > 0:
+            request = started.popleft() if started else self._admit_next(shorter_than)
+            if request is None:
+                break
+            missing = request.prefill_end - request.settled
+            shares[request] = missing if missing <= left else left - left // 2
+            left -= shares[request]
+            if shares[request] < missing:
+                shorter_than = min(shorter_than, missing)
+        for request, share in shares.items():  # what nobody wanted
+            shares[request] = min(share + left, request.prefill_end - request.settled)
+            left -= shares[request] - share
+        return [self._chunk(request, share) for request, share in shares.items()]
 
-    def _chunk(self, request: Request, budget: int) -> Chunk:
-        start, end = request.settled, min(request.prefill_end, request.settled + budget)
+    def _chunk(self, request: Request, share: int) -> Chunk:
+        start, end = request.settled, request.settled + share
         completes = end == request.prefill_end
         chooses = completes and request.chooses_first_token
         request.settled = end
@@ -149,6 +169,47 @@ class Scheduler:
             request.in_flight += int(chooses)
             request.phase = Phase.DECODE
         return Chunk(request=request, start=start, end=end, completes=completes, chooses=chooses)
+
+    def _next_waiting(self, shorter_than: float = math.inf) -> Request | None:
+        """The first whose parent runs nothing, or else the fewest requests; None if none is shorter than that."""
+        running = Counter(request.parent for request in self.running)
+        found: Request | None = None
+        for request in self.waiting:
+            if request.prefill_end < shorter_than and (
+                found is None or running[request.parent] < running[found.parent]
+            ):
+                found = request
+                if not running[request.parent]:
+                    break
+        return found
+
+    def _admit_next(self, shorter_than: float) -> Request | None:
+        request = self._next_waiting(shorter_than)
+        if request is None or not self._admit(request):
+            return None
+        self.waiting.remove(request)
+        return request
+
+    def _make_room(self) -> None:
+        """One request of many answers must not keep all others out: where a parent runs several, its last gives way."""
+        newcomer = self._next_waiting()
+        while newcomer is not None and newcomer.preemptions == 0 and not self._has_room(newcomer):
+            running = Counter(request.parent for request in self.running)
+            victim = self._victim()
+            if running[newcomer.parent] or running[victim.parent] < 2:
+                return
+            if any(request.in_flight for request in self.running):
+                raise MustSettle
+            self._preempt(victim)
+
+    def _has_room(self, request: Request) -> bool:
+        needed = self.block_manager.blocks_for(len(request.tokens) + self.lookahead)
+        return bool(self._free_rows) and needed <= self.block_manager.available
+
+    def _victim(self) -> Request:
+        """Who gives way first: the last to come, of the parent that runs most."""
+        running = Counter(request.parent for request in self.running)
+        return max(reversed(self.running), key=lambda request: running[request.parent])
 
     def _admit(self, request: Request) -> bool:
         """Give the request a row and blocks for all it has, what is cached included; False if there is no room.
@@ -179,7 +240,7 @@ class Scheduler:
         while not self.block_manager.grow(request.table, needed):
             if any(other.in_flight for other in self.running):
                 raise MustSettle
-            victim = self.running[-1]
+            victim = self._victim()
             self._preempt(victim)
             if victim is request:
                 return

@@ -172,6 +172,7 @@ class AsyncEngine:
             self.process.send(
                 AddRequest(
                     request_id=name,
+                    parent=request_id,
                     prompt=prompts[number // n],
                     params=replace(params, seed=None, n=1),
                     seed=next_int64(seed, number % n),  # answers to one prompt differ, and follow from the seed

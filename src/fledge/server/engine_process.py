@@ -48,6 +48,7 @@ class AddRequest:
     """Begin a request. Its grammar has been compiled, which the worker remembers."""
 
     request_id: str  # never used before
+    parent: str = ""  # the client's request, of several answers perhaps
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
@@ -238,6 +239,7 @@ class EngineWorker:
                 eos_ids=self._engine.info.eos_ids,
                 draft_limit=asked.draft_limit,
                 constraint=constraint,
+                parent=asked.parent,
             )
         except Exception as error:  # whatever it is, it is this request's
             self._updates.append(RequestUpdate(asked.request_id, [], finish_reason="error", error=describe(error)))

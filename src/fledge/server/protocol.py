@@ -138,6 +138,7 @@ class SamplingRequest(ApiModel):
         Raises ConfigError, which names the field.
         """
         ours: dict[str, Any] = {"n": 1, "max_tokens": self.most_tokens, "logprobs": self.logprobs_wanted}
+        ours["structured_outputs"] = None  # read by `structured.read_format`
         names = [field.name for field in fields(SamplingParams) if field.name not in ours]
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return SamplingParams(**{**defaults, **given, **ours})

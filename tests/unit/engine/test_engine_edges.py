@@ -428,3 +428,14 @@ def test_no_round_is_launched_for_an_answer_that_what_is_in_flight_must_end(dept
     assert engine.stats().steps == 1
     several = [greedy([2, 3, 4], 1), greedy([3, 4], 7), greedy([5], 2)]
     assert answers(engine, several) == [answer_of(ask)[0] for ask in several]
+
+
+@pytest.mark.parametrize("read_late", [False, True])
+def test_the_scheduler_is_told_how_long_prompts_take(read_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(read_late=read_late, max_num_batched_tokens=4)
+    seen: list[tuple[int, float]] = []
+    monkeypatch.setattr(engine.scheduler, "observe_prefill", lambda tokens, seconds: seen.append((tokens, seconds)))
+    add_request(engine, "a", [3] * 6, SamplingParams(temperature=0, max_tokens=5))
+    run(engine)
+    assert [tokens for tokens, _ in seen] == [4, 2]
+    assert all(0 < seconds < 60 for _, seconds in seen)

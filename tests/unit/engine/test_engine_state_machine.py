@@ -122,7 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(ask=ASKS)
     def add(self, ask: Ask) -> None:
-        request = ask.submit(self.engine, str(len(self.asked)))
+        request = ask.submit(self.engine, str(len(self.asked)), parent=f"parent-{len(self.asked) // 3}")
         self.asked.append((ask, request, self.depth))
 
     @precondition(lambda self: self.asked)

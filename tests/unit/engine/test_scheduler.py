@@ -5,7 +5,7 @@ import pytest
 from fledge.decoding.params import SamplingParams
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.request import Phase, Request
-from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
+from fledge.engine.scheduler import FIRST_CHUNK, LEAST_CHUNK, MustSettle, ScheduledBatch, Scheduler
 
 DEPTH = 1  # lookahead is 6 tokens
 
@@ -15,9 +15,10 @@ def make(*, blocks: int = 100, size: int = 2, requests: int = 4, budget: int = 1
     return Scheduler(pool, max_requests=requests, max_prefill_tokens=budget, max_depth=DEPTH, lookahead=6, trees=trees)
 
 
-def ask(scheduler: Scheduler, name: str, length: int, draft_until: int = 64) -> Request:
+def ask(scheduler: Scheduler, name: str, length: int, draft_until: int = 64, parent: str = "") -> Request:
     request = Request(
         id=name,
+        parent=parent,
         prompt=[ord(name) % 50] * length,
         params=SamplingParams(max_tokens=50),
         seed=0,
@@ -57,12 +58,66 @@ def test_requests_are_admitted_in_order_of_arrival_while_there_are_rows() -> Non
     scheduler.check_integrity()
 
 
-def test_a_long_prompt_is_read_in_chunks_and_nobody_overtakes_it() -> None:
+def test_a_long_prompt_is_read_in_chunks_and_leaves_half_of_each_step_to_shorter_ones() -> None:
     scheduler = make(budget=4)
-    ask(scheduler, "a", 6)
-    ask(scheduler, "b", 2)
-    assert spans(scheduler.schedule(0)) == [("a", 0, 4, False)]
-    assert spans(scheduler.schedule(0)) == [("a", 4, 6, True), ("b", 0, 2, True)]
+    for name, length in (("a", 9), ("b", 9), ("c", 1)):
+        ask(scheduler, name, length)
+    assert spans(scheduler.schedule(0)) == [("a", 0, 3, False), ("c", 0, 1, True)]  # what c leaves is a's
+    steps = [spans(scheduler.schedule(0)) for _ in range(3)]
+    assert steps[0] == [("a", 3, 6, False)]  # one token of the budget is the round's
+    assert steps[1] == [("a", 6, 9, True)]
+    assert steps[2] == [("b", 0, 2, False)]
+
+
+def test_chunks_are_as_long_as_the_time_that_they_may_take() -> None:
+    scheduler = make(blocks=2000, budget=1000, size=16)
+    ask(scheduler, "a", 5000)
+    sizes = []
+    for seconds_per_token in (1e-3, 1e-3, 4e-3, 4e-3, 1.0, 1e-6, 1e-6):
+        (chunk,) = scheduler.schedule(0).chunks
+        sizes.append(chunk.end - chunk.start)
+        scheduler.observe_prefill(sizes[-1], sizes[-1] * seconds_per_token)
+    assert sizes == [FIRST_CHUNK, 250, 250, 62, 62, LEAST_CHUNK, 1000]
+    scheduler.observe_prefill(3, 0.02)  # launched more than read
+    assert scheduler.timely_tokens == 1000
+
+
+def test_a_short_request_does_not_wait_for_all_answers_to_another() -> None:
+    scheduler = make(requests=4)
+    crowd = [ask(scheduler, name, 3, parent="crowd") for name in "abcdefgh"]
+    unread = scheduler.schedule(1)
+    late = ask(scheduler, "z", 3)
+    with pytest.raises(MustSettle):  # somebody's tokens would be lost
+        scheduler.schedule(1)
+    read(unread)
+    plan = scheduler.schedule(1)
+    assert [chunk.request for chunk in plan.chunks] == [late]
+    assert [request.id for request in plan.decoding] == ["a", "b", "c"]
+    assert crowd[3].preemptions == 1
+    read(plan)
+    other = ask(scheduler, "y", 3)  # whose turn it is before those of the crowd that have waited for longer
+    read(scheduler.schedule(1))
+    assert other.phase is Phase.DECODE
+    more = [ask(scheduler, name, 3, parent="y") for name in "wx"]
+    for finished in (late, crowd[0]):
+        scheduler.finish(finished)
+        read(scheduler.schedule(1))
+    assert sorted(request.parent for request in scheduler.running) == ["crowd", "crowd", "y", "y"]
+    assert more[1].phase is Phase.WAITING
+    scheduler.check_integrity()
+
+
+def test_a_newcomer_gets_blocks_too_and_those_of_its_own_kind_are_left_alone() -> None:
+    scheduler = make(blocks=12, requests=8)  # of two tokens each; a prompt of 3 takes 5
+    a, b = (ask(scheduler, name, 3, parent="crowd") for name in "ab")
+    read(scheduler.schedule(0))
+    assert (a.phase, b.phase) == (Phase.DECODE, Phase.DECODE)
+    late = ask(scheduler, "c", 3)
+    read(scheduler.schedule(0))
+    assert (late.phase, b.phase) == (Phase.DECODE, Phase.WAITING)
+    alone = ask(scheduler, "d", 3)
+    read(scheduler.schedule(0))
+    assert (alone.phase, a.preemptions, late.preemptions) == (Phase.WAITING, 0, 0)  # nobody runs more than one
 
 
 def test_decoding_requests_take_from_the_budget_but_never_all_of_it() -> None:
@@ -165,7 +220,7 @@ def test_what_the_drafter_missed_is_read_when_drafting_begins_again() -> None:
 @pytest.mark.parametrize("phase", Phase)
 def test_a_request_can_leave_in_any_phase(phase: Phase) -> None:
     scheduler = make(budget=4)
-    request, other = ask(scheduler, "a", 6), ask(scheduler, "b", 2)
+    request, other = ask(scheduler, "a", 6), ask(scheduler, "b", 6)
     for _ in range([Phase.WAITING, Phase.PREFILL, Phase.DECODE, Phase.FINISHED].index(phase)):
         if request.phase is Phase.DECODE:
             scheduler.finish(request)

@@ -31,7 +31,7 @@ class DraftVocabulary(nn.Module):
     @cached_property
     def has_copies(self) -> bool:
         """Whether several draft ids mean the same token, as in an enlarged pair. Asks the device, once."""
-        return len(self.target_ids.unique()) < len(self.d2t)
+        return int(self.in_draft.sum()) < len(self.d2t)
 
     @property
     def in_draft(self) -> Tensor:

@@ -147,7 +147,8 @@ def _logit_bias(value: object) -> dict[int, float] | None:
         _refuse("logit_bias", value, "a mapping from token id to number")
     bias: dict[int, float] = {}
     for key, amount in value.items():
-        spelled = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+        is_number = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+        spelled = int(key) if is_number else key
         token = _integer("logit_bias token id", spelled, low=0)
         if token in bias:
             _refuse("logit_bias token id", key, "each token once")

@@ -258,7 +258,9 @@ class EngineWorker:
         with self._making_compiler:
             if self._compiler is None:
                 info = self._engine.info
-                self._compiler = GrammarCompiler(self._tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids)
+                self._compiler = GrammarCompiler(
+                    self._tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids, sandboxed=True
+                )
             return self._compiler
 
     def _write(self, output: Output) -> None:

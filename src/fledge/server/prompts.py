@@ -161,7 +161,7 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    _expect(role in _ROLES, f"{where}.role", f"one of {', '.join(sorted(_ROLES))}")
+    _expect(isinstance(role, str) and role in _ROLES, f"{where}.role", f"one of {', '.join(sorted(_ROLES))}")
     if content is None and role == "assistant":
         content = ""
     _expect(isinstance(content, str | list), f"{where}.content", "a string or a list of text parts")

@@ -36,6 +36,7 @@ class Request:
     max_length: int  # of prompt and answer together
     draft_until: int  # no drafting for positions from here on; 0: no speculation at all
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
+    cache_salt: bytes = b""  # shares cached blocks only with requests that have the same
     constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
 
     tokens: list[int] = field(default_factory=list)

@@ -22,9 +22,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 TRIAL_SECONDS = 2.5
-TRIAL_BYTES = 128 * 2**20  # beside what the tokenizer takes
-TOO_LONG = f"the grammar takes longer than {TRIAL_SECONDS:g} s to compile"
-TOO_LARGE = f"the grammar needs more than {TRIAL_BYTES >> 20} MiB to compile"
+TRIAL_MIB = 128  # beside what the tokenizer takes
 
 
 def compile_text(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> LLMatcher:
@@ -38,9 +36,17 @@ def compile_text(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -
 class GrammarSandbox:
     """Tries grammars in at most so many processes, started when needed. Thread-safe; `check` waits for its turn."""
 
-    def __init__(self, *, processes: int, tokenizer: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        *,
+        processes: int,
+        tokenizer: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        seconds: float = TRIAL_SECONDS,
+        mib: int = TRIAL_MIB,
+    ) -> None:
         """`tokenizer`: the arguments of `LLTokenizer`; `limits`: those of `LLParserLimits`."""
-        self._settings = json.dumps([tokenizer, limits]).encode()
+        self._settings = json.dumps([tokenizer, limits, seconds, mib]).encode()
         self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
         for _ in range(processes):
             self._idle.put(None)
@@ -73,28 +79,30 @@ class GrammarSandbox:
 def main() -> None:
     """Try one grammar after the other, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody
-    arguments, limits = json.loads(sys.stdin.readline())
+    arguments, limits, seconds, mib = json.loads(sys.stdin.readline())
     tokenizer = LLTokenizer(arguments.pop("tokenizer"), **arguments)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                _try(tokenizer, json.loads(line), limits)
+                _limit(seconds, mib)
+                matcher = compile_text(tokenizer, json.loads(line), limits)
+                print(json.dumps(matcher.get_error() if matcher.is_error() else None), flush=True)
                 os._exit(0)
             os._exit(1)
         _, status = os.waitpid(child, 0)
         if status:
             is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
-            print(json.dumps(TOO_LONG if is_late else TOO_LARGE), flush=True)
+            why = f"takes longer than {seconds:g} s" if is_late else f"needs more than {mib} MiB"
+            print(json.dumps(f"the grammar {why} to compile"), flush=True)
 
 
-def _try(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> None:
-    signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)  # nobody handles the signal: it ends the process
+def _limit(seconds: float, mib: int) -> None:
+    """Limit this process, for good."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles the signal: it ends the process
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it aborts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # no /proc: only the time is limited
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + TRIAL_BYTES
+        most = pages * resource.getpagesize() + mib * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    matcher = compile_text(tokenizer, text, limits)
-    print(json.dumps(matcher.get_error() if matcher.is_error() else None), flush=True)

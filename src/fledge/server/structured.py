@@ -246,7 +246,7 @@ class GrammarCompiler:
         backend = copy(tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        sizes = {"n_vocab": max(vocab_size, len(tokenizer)), "eos_token": list(eos_ids) or None}
+        sizes: dict[str, Any] = {"n_vocab": max(vocab_size, len(tokenizer)), "eos_token": list(eos_ids) or None}
         self._tokenizer = LLTokenizer(backend.to_str(), **sizes)
         self._sandbox: GrammarSandbox | None = None
         if sandboxed:
@@ -262,14 +262,12 @@ class GrammarCompiler:
 
     def _compile(self, text: str, param: str) -> LLMatcher:
         """Other threads go on meanwhile."""
-        error = None if self._sandbox is None else self._sandbox.check(text)
-        if error is None:
-            matcher = compile_text(self._tokenizer, text, self._limits)
-            if not matcher.is_error():
-                return matcher
-            error = matcher.get_error()
-        # llguidance has no other way to say that nothing does.
-        _refuse_grammar(param, "nothing satisfies it" if "NoExtension" in error else _one_line(error))
+        if self._sandbox is not None and (error := self._sandbox.check(text)) is not None:
+            _refuse_compiled(param, error)
+        matcher = compile_text(self._tokenizer, text, self._limits)
+        if matcher.is_error():
+            _refuse_compiled(param, matcher.get_error())
+        return matcher
 
     def _text(self, grammar: Grammar) -> str:
         """Return what llguidance reads: the grammar itself, or reasoning and then the grammar."""
@@ -356,6 +354,11 @@ class GrammarConstraint:
 
 def _refuse_grammar(param: str, message: str) -> NoReturn:
     refuse(param, message, code="invalid_grammar")
+
+
+def _refuse_compiled(param: str, error: str) -> NoReturn:
+    nothing = "NoExtension" in error  # llguidance has no other way to say so
+    _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
 
 
 def _lark_string(text: str) -> str:

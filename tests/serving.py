@@ -15,13 +15,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
-
 from fledge import LLM
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.models.drafter.variants import EAGLE_3_1
-from fledge.server.app import DrainingServer, create_app
+from fledge.server.app import DrainingServer, http_config
 from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.options import ServeOptions
 from fledge.server.service import Service
@@ -116,7 +114,7 @@ class Serving:
 
     def __init__(self, service: Service | None = None) -> None:
         self.service = service or make_service()
-        config = uvicorn.Config(create_app(self.service), host="127.0.0.1", port=0, log_config=None, access_log=False)
+        config = http_config(self.service, host="127.0.0.1", port=0)
         self._ready = threading.Event()
         self.port = 0
         self.server = DrainingServer(config, self.service, self._is_ready)

@@ -213,7 +213,7 @@ class Process:
         self._is_ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._is_ready.wait(60)
+        self._is_ready.wait(120)
         assert self.port, f"the server does not start: {''.join(self.lines)}"
         self.url = f"http://127.0.0.1:{self.port}"
 

@@ -37,10 +37,12 @@ def serve(
     reasoning_parser: str | None = None,
     allow_client_templates: bool = False,
     cors_origin: list[str] | None = None,
+    allowed_host: list[str] | None = None,
     root_path: str = "",
     ssl_keyfile: str | None = None,
     ssl_certfile: str | None = None,
     max_queue: int = 256,
+    max_body_bytes: int = 2 * 2**20,
     request_timeout: float = 600.0,
     drain_timeout: float = 30.0,
     log_format: str = "text",
@@ -58,6 +60,7 @@ def serve(
 
     try:
         from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.connections import is_loopback  # noqa: PLC0415
         from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
@@ -68,6 +71,7 @@ def serve(
     set_up_logging(log_format)
     source = model or TARGET
     directory = resolve(source)
+    names, is_private = allowed_host or [], is_loopback(host) and not keys
     settings = ServeOptions(
         served_model_names=tuple(served_model_name or (source,)),
         api_keys=tuple(keys),
@@ -77,8 +81,10 @@ def serve(
         reasoning_parser=reasoning_parser,
         allow_client_templates=allow_client_templates,
         cors_origins=tuple(_origins(cors_origin or [])),
+        allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
         root_path=root_path.rstrip("/"),
         max_queue=max_queue,
+        max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
         default_sampling=_sampling_defaults(directory, generation_config),
@@ -98,9 +104,9 @@ def serve(
 
     def ready(bound: int) -> None:
         shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{settings.root_path}"
-        names = f"serving {settings.model_name} at {shown} (page: {shown}/, API: {shown}/v1)"
-        print(names, file=sys.stderr, flush=True)
-        if host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        line = f"serving {settings.model_name} at {shown} (page: {shown}/, API: {shown}/v1)"
+        print(line, file=sys.stderr, flush=True)
+        if not is_loopback(host) and not keys:
             print("warning: anybody who can reach this address can use the server; see --api-key", file=sys.stderr)
 
     status = run(service, host=host, port=port, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, on_ready=ready)

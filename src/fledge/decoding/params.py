@@ -128,7 +128,7 @@ class SamplingParams:
 
 
 def _refuse(name: str, found: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"{name}: found {found!r}, allowed is {allowed}", param=name)
+    raise ConfigError(f"{name}: found {found!r:.100}, allowed is {allowed}", param=name)
 
 
 def _number(
@@ -183,7 +183,8 @@ def _logit_bias(value: object) -> dict[int, float] | None:
         _refuse("logit_bias", value, "a mapping from token id to number")
     bias: dict[int, float] = {}
     for key, amount in value.items():
-        spelled = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+        is_number = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20
+        spelled = int(key) if is_number else key
         token = _integer("logit_bias token id", spelled, low=0)
         if token in bias:
             _refuse("logit_bias token id", key, "each token once")

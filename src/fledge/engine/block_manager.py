@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 class BlockTable:
     """The blocks of one sequence, in order, and the keys of those that are findable. Changed by `BlockManager` only."""
 
+    salt: bytes = b""  # only sequences with the same share blocks
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
 
@@ -61,9 +62,9 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def match(self, tokens: Sequence[int]) -> BlockTable:
+    def match(self, tokens: Sequence[int], salt: bytes = b"") -> BlockTable:
         """Return a table with every cached block that begins `tokens`; at least one token is left to compute."""
-        table = BlockTable()
+        table = BlockTable(salt=salt)
         self.asked_tokens += len(tokens)
         if self.prefix_caching:
             for index in range((len(tokens) - 1) // self.block_size):
@@ -142,7 +143,7 @@ class BlockManager:
         A cryptographic digest, because whoever can make two prefixes collide can read another user's cache.
         """
         start = index * self.block_size
-        parent = table.keys[index - 1] if index else b""
+        parent = table.keys[index - 1] if index else table.salt
         covered = array("q", tokens[start : start + self.block_size + 1])
         return hashlib.blake2b(parent + covered.tobytes(), digest_size=16).digest()
 

@@ -146,6 +146,7 @@ class LLMEngine:
         seed: int | None = None,
         eos_ids: Sequence[int] = (),
         draft_limit: int | None = None,
+        cache_salt: bytes = b"",
         constraint: TokenConstraint | None = None,
         parent: str = "",
     ) -> None:
@@ -165,6 +166,7 @@ class LLMEngine:
             max_length=limit,
             draft_until=min(limit, drafter.config.max_positions) if drafter is not None and draft_limit != 0 else 0,
             draft_limit=UNLIMITED if draft_limit is None else draft_limit,
+            cache_salt=cache_salt,
             constraint=constraint,
         )
         self.requests[request_id] = request

@@ -126,14 +126,16 @@ class Engine(Protocol):
         seed: int | None = None,
         eos_ids: Sequence[int] = (),
         draft_limit: int | None = None,
+        cache_salt: bytes = b"",
         constraint: TokenConstraint | None = None,
         parent: str = "",
     ) -> None:
         """Queue a request. Raises PromptError or ConfigError if it could never run, whatever else does.
 
-        No more than `draft_limit` tokens are drafted for it in a round; 0 is no speculation. A `constraint` is this
-        request's alone; if it fails, the request ends with finish reason "error". Requests with the same `parent`, the
-        answers to one question, share its turn among all others; by default a request is its own.
+        No more than `draft_limit` tokens are drafted for it in a round; 0 is no speculation. Beginnings of prompts are
+        shared only among requests with the same `cache_salt`. A `constraint` is this request's alone; if it fails, the
+        request ends with finish reason "error". Requests with the same `parent`, the answers to one question, share
+        its turn among all others; by default a request is its own.
         """
         ...
 

@@ -37,6 +37,7 @@ class Request:
     draft_until: int  # no drafting for positions from here on; 0: no speculation at all
     parent: str = ""  # whose answer it is: parents take turns; not given: its own
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
+    cache_salt: bytes = b""  # shares cached blocks only with requests that have the same
     constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
 
     tokens: list[int] = field(default_factory=list)

@@ -218,7 +218,7 @@ class Scheduler:
         """
         if not self._free_rows or any(request.is_suspect for request in self.running):
             return False
-        table = self.block_manager.match(request.tokens[: request.prefill_end])
+        table = self.block_manager.match(request.tokens[: request.prefill_end], request.cache_salt)
         cached = len(table.blocks) * self.block_manager.block_size
         if not self.block_manager.grow(table, len(request.tokens) + self.lookahead):
             self.block_manager.release(table)

@@ -20,7 +20,17 @@ from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
 from fledge.server.errors import RequestError, refuse
-from fledge.server.protocol import ApiModel, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from fledge.server.protocol import (
+    MAX_CONTAINERS,
+    MAX_FIELDS,
+    ApiModel,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    has_too_many_containers,
+    parse,
+)
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, OpenAIResponse, event
 from fledge.server.service import Service
@@ -28,14 +38,15 @@ from fledge.server.service import Service
 _T = TypeVar("_T")
 _log = logging.getLogger("fledge.server")
 
-MAX_BODY_BYTES = 8 * 2**20
+MAX_BODIES_BYTES = 64 * 2**20  # that are being read, of all requests together
+SMALL_BODY_BYTES = 64 * 1024  # which get in whatever others do
 MAX_NESTING = 64
 BODY_SECONDS = 60.0  # for a body to arrive
 SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
 CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
 REFUSALS = {400: "Wrong request", 401: "No valid key", 404: "No such model", 413: "Too large", 415: "Not JSON"}
-REFUSALS |= {429: "Too busy", 503: "Shutting down"}
+REFUSALS |= {429: "Too busy", 503: "Shutting down, or too many large bodies"}
 BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -58,7 +69,7 @@ def router(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation through the chat template."""
         await service.keys.check(request)
-        asked = parse(TokenizeRequest, await read_json(request))
+        asked = parse(TokenizeRequest, await read_json(service, request))
         service.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("expected either 'prompt' or 'messages'")
@@ -75,7 +86,7 @@ def router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         await service.keys.check(request)
-        asked = parse(DetokenizeRequest, await read_json(request))
+        asked = parse(DetokenizeRequest, await read_json(service, request))
         service.check_model(asked.model)
         vocab_size = service.engine.info.vocab_size
         if any(not 0 <= token < vocab_size for token in asked.tokens):
@@ -106,11 +117,10 @@ def router(service: Service) -> APIRouter:
         service.check_model(name)
         return JSONResponse(card(name))
 
-    @routes.get("/health", tags=["operation"], responses={503: {"description": "Shutting down, or broken"}})
+    @routes.get("/health", tags=["operation"], responses={503: {"description": "Shutting down, stalled or dead"}})
     async def health() -> Response:
         """Tell whether requests are taken: 200 or 503."""
-        status = "ok" if service.is_ready else "draining" if service.engine.is_healthy else "dead"
-        return JSONResponse({"status": status}, status_code=200 if service.is_ready else 503)
+        return JSONResponse({"status": service.status}, status_code=200 if service.status == "ok" else 503)
 
     @routes.get("/version", tags=["operation"])
     async def version() -> Response:
@@ -148,9 +158,12 @@ async def _answer(
     headers = {"X-Request-Id": entry.id}
     is_streamed = False
     try:
-        await service.keys.check(request)
+        owner = await service.keys.check(request)
         service.admit()
-        asked: Any = parse(kind, await read_json(request))
+        asked: Any = parse(kind, await read_json(service, request))
+        asked.cache_salt = (
+            f"{owner}{asked.cache_salt or ''}"  # how fast an answer comes tells nobody of others' prompts
+        )
         answer = await begin(asked, entry)
         if asked.stream:
             is_streamed = True
@@ -247,30 +260,51 @@ class EventStream(StreamingResponse):
 # Bodies
 
 
-async def read_json(request: Request) -> dict[str, Any]:
+async def read_json(service: Service, request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raises RequestError for anything else."""
+    body = bytearray()
+    try:
+        await _read_body(service, request, body)
+        return _parse_json(bytes(body))
+    finally:
+        service.body_bytes -= len(body)
+
+
+async def _read_body(service: Service, request: Request, body: bytearray) -> None:
+    """Fill `body`, and count it in `service.body_bytes`, until it is whole or refused."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Anything else can be sent by a web page of another site without the browser asking us first.
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
-    body = bytearray()
+    most = service.options.max_body_bytes
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
-                if len(body) > MAX_BODY_BYTES:
-                    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+                service.body_bytes += len(part)
+                if len(body) > most:
+                    message = f"the body is larger than {most} bytes"
                     raise RequestError(message, status=413, code="request_too_large")
+                if len(body) > SMALL_BODY_BYTES and service.body_bytes > max(MAX_BODIES_BYTES, most):
+                    message = "too many large requests are arriving; try again"
+                    raise RequestError(message, status=503, code="too_many_bodies", retry_after=1)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408, code="timeout") from None
     except ClientDisconnect:
         raise RequestError("the client has gone", status=400) from None
+
+
+def _parse_json(body: bytes) -> dict[str, Any]:
+    if has_too_many_containers(body):
+        raise RequestError(f"the body has more than {MAX_CONTAINERS} arrays and objects")
     try:
-        value = jiter.from_json(bytes(body), allow_inf_nan=False)
+        value = jiter.from_json(body, allow_inf_nan=False)
     except ValueError as error:  # also for what is no UTF-8, and halves of characters
         raise RequestError(f"the body is not JSON that can be read here: {error}") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
+    if len(value) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(value)} fields, allowed are {MAX_FIELDS}")
     level: list[Any] = [value]
     for _ in range(MAX_NESTING):  # refuse deep JSON, so that whatever walks it later can do so by recursion
         parts = (parent.values() if isinstance(parent, dict) else parent for parent in level)

@@ -4,6 +4,7 @@ The first signal drains, the second ends all answers, the third does not ask.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from starlette.exceptions import HTTPException
 from fledge import __version__
 from fledge.errors import FledgeError
 from fledge.server import api, dashboard
+from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, tell_accept_errors_once
 from fledge.server.errors import RequestError
 from fledge.server.service import Service
 
@@ -56,6 +58,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(RequestGuard, hosts=options.allowed_hosts)
 
     @app.exception_handler(FledgeError)
     async def refused(_request: Request, error: FledgeError) -> Response:
@@ -93,6 +96,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[Any] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.service.engine.on_death = self._stop  # so that whoever watches the process starts it again
+        tell_accept_errors_once(self._loop)
         await super().startup(sockets)
         if self.started and not self.should_exit:
             self._on_ready(int(self.servers[0].sockets[0].getsockname()[1]))
@@ -123,28 +127,30 @@ class DrainingServer(uvicorn.Server):
         self.service.engine.fail_all()
 
 
-def run(
-    service: Service,
-    *,
-    host: str,
-    port: int,
-    ssl_keyfile: str | None = None,
-    ssl_certfile: str | None = None,
-    on_ready: Callable[[int], None] = lambda _port: None,
-) -> int:
-    """Serve until a signal comes; return the exit status. `on_ready` is called with the port once it listens."""
-    config = uvicorn.Config(
+def http_config(service: Service, *, host: str, port: int, **more: Any) -> uvicorn.Config:
+    """Return how uvicorn serves; `more` are its own settings."""
+    return uvicorn.Config(
         create_app(service),
         host=host,
         port=port,
+        http=GuardedProtocol,
+        ws="none",
+        backlog=BACKLOG,
         root_path=service.options.root_path,
-        ssl_keyfile=ssl_keyfile,
-        ssl_certfile=ssl_certfile,
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=CLOSING_SECONDS,
+        **more,
     )
-    server = DrainingServer(config, service, on_ready)
+
+
+def run(
+    service: Service, *, host: str, port: int, on_ready: Callable[[int], None] = lambda _port: None, **more: Any
+) -> int:
+    """Serve until a signal comes; return the exit status. `on_ready` is called with the port once it listens."""
+    server = DrainingServer(http_config(service, host=host, port=port, **more), service, on_ready)
+    gc.collect()
+    gc.freeze()  # what is here stays: looking through it again and again would hold up all streams
     server.run()
     return server.exit_status if server.started else 1

@@ -32,6 +32,8 @@ from fledge.server.metrics import Metrics
 from fledge.server.prompts import NO_TEMPLATE, Template
 from fledge.server.structured import COMPILE_SECONDS, COMPILE_THREADS, Grammar
 
+STALL_SECONDS = 10.0
+
 
 class TextDelta(NamedTuple):
     """What has become known of an answer since its last delta. The last one has a finish reason."""
@@ -66,6 +68,7 @@ class AsyncEngine:
         self._compile_slots = asyncio.Semaphore(COMPILE_THREADS)
         self._compiling: dict[int, asyncio.Future[RequestError | None]] = {}
         self._numbers = itertools.count()
+        self._heard_at = 0.0  # when the engine last said something, or got its first request
 
     async def start(self) -> None:
         """Begin to serve the running event loop."""
@@ -88,6 +91,11 @@ class AsyncEngine:
     @property
     def is_healthy(self) -> bool:
         return self.death is None and self.process.is_alive
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether there are requests and the engine, which speaks after every step, has said nothing for long."""
+        return bool(self._running) and time.monotonic() - self._heard_at > STALL_SECONDS
 
     @property
     def active(self) -> int:
@@ -151,6 +159,7 @@ class AsyncEngine:
         request_id: str,
         n: int = 1,
         draft_limit: int | None = None,
+        cache_salt: bytes = b"",
         grammar: Grammar | None = None,
         template: Template = NO_TEMPLATE,
         timeout: float | None = None,
@@ -164,6 +173,7 @@ class AsyncEngine:
         ids = [f"{request_id}-{number}" for number in range(len(prompts) * n)]
         generation = Generation(self, ids, prompts, params, n=n, timeout=timeout)
         seed = 0
+        self._heard_at = self._heard_at if self._running else time.monotonic()
         for number, name in enumerate(ids):
             if number % n == 0:
                 seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -177,6 +187,7 @@ class AsyncEngine:
                     params=replace(params, seed=None, n=1),
                     seed=next_int64(seed, number % n),  # answers to one prompt differ, and follow from the seed
                     draft_limit=draft_limit,
+                    cache_salt=cache_salt,
                     grammar=grammar,
                 )
             )
@@ -189,6 +200,7 @@ class AsyncEngine:
 
     def _deliver(self, output: Output) -> None:
         """Take what the engine's process says."""
+        self._heard_at = time.monotonic()
         if isinstance(output, EngineDied):
             self._die(output.reason)
         elif isinstance(output, GrammarCompiled):

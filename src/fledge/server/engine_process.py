@@ -9,6 +9,8 @@ ours; nothing that a client sends is ever unpickled. The child ends when its par
 """
 
 import asyncio
+import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -53,6 +55,7 @@ class AddRequest:
     params: SamplingParams
     seed: int
     draft_limit: int | None = None
+    cache_salt: bytes = b""
     grammar: Grammar | None = None
 
 
@@ -170,8 +173,21 @@ class EngineProcess:
             output = self._outputs.recv()
         except (EOFError, OSError):
             self._stop_reading()
-            output = EngineDied("its process has ended")
+            output = EngineDied(self._end())
         self._deliver(output)
+
+    def _end(self) -> str:
+        """Return how the child has ended, and log it unless it was told to."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(1)  # its pipes are closed a moment before it is gone
+        status = self._child.poll()
+        how = "has closed its pipe" if status is None else f"ended with status {status}"
+        if status is not None and status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+            how += " (by the system, if memory ran out)" if -status == signal.SIGKILL else ""
+        if self._writer is not None and not self._writer.is_closing():
+            _log.critical("the engine's process %s", how)
+        return f"its process {how}"
 
     def _stop_reading(self) -> None:
         if self._loop is not None:
@@ -238,6 +254,7 @@ class EngineWorker:
                 seed=asked.seed,
                 eos_ids=self._engine.info.eos_ids,
                 draft_limit=asked.draft_limit,
+                cache_salt=asked.cache_salt,
                 constraint=constraint,
                 parent=asked.parent,
             )
@@ -260,7 +277,9 @@ class EngineWorker:
         with self._making_compiler:
             if self._compiler is None:
                 info = self._engine.info
-                self._compiler = GrammarCompiler(self._tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids)
+                self._compiler = GrammarCompiler(
+                    self._tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids, sandboxed=True
+                )
             return self._compiler
 
     def _write(self, output: Output) -> None:
@@ -284,6 +303,8 @@ def main(commands: int, outputs: int) -> None:
         writer.send(error)
         return
     llm.engine.warm_up(plain=True)
+    gc.collect()
+    gc.freeze()
     writer.send(llm.engine.info)
     EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()
     sys.stderr.flush()

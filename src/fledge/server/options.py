@@ -23,7 +23,9 @@ class ServeOptions:
     reasoning_parser: str | None = None  # a name, "auto" or None
     allow_client_templates: bool = False
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` that are answered, beside this machine's; none: any
     root_path: str = ""
+    max_body_bytes: int = 2 * 2**20
     max_queue: int = 256
     request_timeout: float = 600.0  # seconds
     drain_timeout: float = 30.0
@@ -37,6 +39,8 @@ class ServeOptions:
             if not 0 < getattr(self, name) <= 86400:
                 found = f"found {getattr(self, name)}, allowed is above 0 to 86400"
                 raise ConfigError(f"--{name.replace('_', '-')}: {found}")
+        if not 1024 <= self.max_body_bytes <= 2**30:
+            raise ConfigError(f"--max-body-bytes: found {self.max_body_bytes}, allowed is 1024 to {2**30}")
         if self.max_queue < 0:
             raise ConfigError(f"--max-queue: found {self.max_queue}, allowed is 0 or more")
 
@@ -57,12 +61,13 @@ class ApiKeys:
         """Compare with every key, each in constant time: how long it takes says nothing about any of them."""
         return sum(hmac.compare_digest(digest, _digest(key)) for digest in self._digests) > 0
 
-    async def check(self, request: Request) -> None:
-        """Raise RequestError (401) unless the request carries a key."""
+    async def check(self, request: Request) -> str:
+        """Raise RequestError (401) unless the request carries a key. Return what tells its owner from the others."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if self._digests and (scheme.lower() != "bearer" or not self.match(key.strip())):
             message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
             raise RequestError(message, status=401, code="invalid_api_key")
+        return _digest(key.strip()).hex() if self._digests else ""
 
 
 def _digest(key: str) -> bytes:

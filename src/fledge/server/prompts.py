@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from fledge.server.errors import RequestError, refuse
 from fledge.server.options import ServeOptions
-from fledge.server.protocol import ChatRequest, TokenizeRequest
+from fledge.server.protocol import MAX_CONTAINERS, ChatRequest, TokenizeRequest, has_too_many_containers
 
 _T = TypeVar("_T")
 
@@ -93,7 +93,8 @@ class Prompts:
         if continues and conversation[-1]["role"] != "assistant":
             refuse("continue_final_message", "the last message must be the assistant's")
         tools = request.tools if with_tools else None
-        size = sum(len(message["content"]) for message in conversation) + 1000 * len(tools or ())
+        calls = [message["tool_calls"] for message in conversation if "tool_calls" in message]
+        size = sum(len(message["content"]) for message in conversation) + len(json.dumps([tools, calls, extra]))
 
         def work(tokenizer: Any) -> tuple[str, list[int]]:
             try:
@@ -156,12 +157,16 @@ def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with roles that templates know, content as one string, and tool arguments as objects."""
     _expect(bool(messages), "messages", "at least one message")
     _expect(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}, found {len(messages)}")
+    calls = [call for message in messages for call in _listed(message.get("tool_calls"))]
+    spelled = [text.encode() for text in map(_arguments, calls) if isinstance(text, str)]
+    few = not has_too_many_containers(b"".join(spelled))
+    _expect(few, "messages", f"at most {MAX_CONTAINERS} arrays and objects in the arguments of tool calls")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    _expect(role in _ROLES, f"{where}.role", f"one of {', '.join(sorted(_ROLES))}")
+    _expect(isinstance(role, str) and role in _ROLES, f"{where}.role", f"one of {', '.join(sorted(_ROLES))}")
     if content is None and role == "assistant":
         content = ""
     _expect(isinstance(content, str | list), f"{where}.content", "a string or a list of text parts")
@@ -192,13 +197,22 @@ def _text(part: Any, where: str) -> str:
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
+    arguments = _arguments(call)
     shape = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': '...'}}"
     _expect(isinstance(name, str), where, shape)
-    arguments = function.get("arguments") if isinstance(function, dict) else None
     with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     _expect(isinstance(arguments, dict), f"{where}.function.arguments", "a string with a JSON object in it")
     return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return function.get("arguments") if isinstance(function, dict) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _expect(is_so: bool, where: str, what: str) -> None:

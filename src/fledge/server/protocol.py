@@ -4,6 +4,8 @@ A field that is here is honoured, one that fields.yaml refuses gets a 400 that s
 named in the request's log line: clients send fields that are younger than any server.
 """
 
+import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib import resources
@@ -26,6 +28,8 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_IGNORED = 16  # names of unknown fields that are noted
+MAX_FIELDS = 1024  # of a body itself
+MAX_CONTAINERS = 20_000  # arrays and objects in a body; reading many small ones holds up everybody
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 _FIELDS = yaml.safe_load((resources.files(__package__) / "fields.yaml").read_text(encoding="utf-8"))
@@ -35,7 +39,16 @@ _Strings = Annotated[list[str], Field(fail_fast=True)]
 _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # whatever comes after a quote, once
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def has_too_many_containers(text: bytes) -> bool:
+    """Whether JSON, which need not be valid, has more than `MAX_CONTAINERS` arrays and objects. Parses nothing."""
+    if text.count(b"[") + text.count(b"{") <= MAX_CONTAINERS:
+        return False
+    bare = _STRING.sub(b"", text)  # a text may have as many brackets as it likes
+    return bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS
 
 
 class ApiModel(BaseModel):
@@ -86,6 +99,7 @@ class SamplingRequest(ApiModel):
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None  # shares cached prefixes only with the same
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -99,6 +113,11 @@ class SamplingRequest(ApiModel):
         """0: none; None: as the server drafts."""
         asked = self.speculation or SpeculationOptions()
         return asked.depth if asked.enabled else 0
+
+    @property
+    def salt(self) -> bytes:
+        """`cache_salt` in a fixed length: none can be chosen that, with tokens after it, looks like another."""
+        return hashlib.blake2b(self.cache_salt.encode(), digest_size=16).digest() if self.cache_salt else b""
 
     @property
     def wants_report(self) -> bool:

@@ -26,6 +26,7 @@ class Service:
         self.options = options
         self.keys = ApiKeys(options.api_keys)
         self.is_draining = False
+        self.body_bytes = 0  # of requests that are being read, all together
         self.tokenizer = process.tokenizer
         has_drafter = process.info.drafter is not None
         self.metrics = Metrics(model_name=options.model_name, has_drafter=has_drafter, version=__version__)
@@ -40,8 +41,11 @@ class Service:
         self.prompts.close()
 
     @property
-    def is_ready(self) -> bool:
-        return self.engine.is_healthy and not self.is_draining
+    def status(self) -> str:
+        """For whoever decides where to send requests, and when to start the server again."""
+        if not self.engine.is_healthy:
+            return "dead"
+        return "draining" if self.is_draining else "stalled" if self.engine.is_stalled else "ok"
 
     def admit(self) -> None:
         """Raise RequestError while the server takes no new work."""
@@ -138,6 +142,7 @@ class Service:
                 request_id=entry.id,
                 n=request.answers,
                 draft_limit=request.speculation_depth,
+                cache_salt=request.salt,
                 grammar=grammar,
                 template=template,
                 timeout=self.options.request_timeout,

@@ -4,7 +4,8 @@
     read_tools(tools, tool_choice, ...)  ->  ToolRequest  ->  call_grammar: enforces "required" and a named tool
 
 A grammar is data from a client: whatever is wrong with it is the client's mistake. Its size is limited here, the work
-it may cause by llguidance's own limits. It is compiled in the engine's process, nowhere else, and once.
+it may cause by llguidance's own limits and by the sandbox that tries it first; what passes is compiled in the engine's
+process, and remembered.
 """
 
 import functools
@@ -17,13 +18,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from torch import Tensor
 
 from fledge.engine.constraint import ConstraintFactory, Masks
 from fledge.errors import nearest_name_hint
 from fledge.server.errors import refuse
+from fledge.server.grammar_sandbox import GrammarSandbox, compile_text
 from fledge.server.parsers import ReasoningParser
 from fledge.server.tool_parsers import ToolParser
 
@@ -33,9 +35,9 @@ WHITESPACE = r"\x20|\x0D?\x0A(\x20{0,32}|\x09{0,8})"
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, an expression, a grammar or all choices
 MAX_CHOICES = 2048
 MAX_TOOLS = 128
-COMPILE_SECONDS = 5.0
+COMPILE_SECONDS = 5.0  # in the sandbox and then in the engine's process
 COMPILE_THREADS = 2
-MAX_CACHED = 64  # compiled grammars
+MAX_CACHED = 32  # compiled grammars
 PARSER_LIMITS = {  # llguidance's, per token where they are called step
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -124,7 +126,8 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
             _refuse_grammar(param, "expected a list of non-empty strings")
         if len(value) > MAX_CHOICES:
             _refuse_grammar(param, f"found {len(value)} choices, allowed are {MAX_CHOICES}")
-        lark = "start: " + " | ".join(map(_lark_string, value))
+        # One terminal: as alternatives of a rule they would all be items of one row, which has room for 2,000.
+        lark = "start: CHOICE\nCHOICE: " + " | ".join(map(_lark_string, value))
         _check_size(param, lark)
         return {"lark_grammar": lark}
     if not isinstance(value, str) or not value.strip():
@@ -234,15 +237,21 @@ class GrammarCompiler:
         eos_ids: Sequence[int],
         max_cached: int = MAX_CACHED,
         limits: Mapping[str, Any] = PARSER_LIMITS,
+        sandboxed: bool = False,
     ) -> None:
-        self._limits = LLParserLimits(**limits, verbose_errors=False)  # else they would quote the schema
+        """`sandboxed`: grammars that take too much time or memory are found out in another process, and refused."""
+        self._limits = limits
         self._compiled = functools.lru_cache(max_cached)(self._compile)
         self._vocab_size = vocab_size
         backend = copy(tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        eos = list(eos_ids) or None
-        self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
+        sizes: dict[str, Any] = {"n_vocab": max(vocab_size, len(tokenizer)), "eos_token": list(eos_ids) or None}
+        self._tokenizer = LLTokenizer(backend.to_str(), **sizes)
+        self._sandbox: GrammarSandbox | None = None
+        if sandboxed:
+            whole = {"tokenizer": backend.to_str(), **sizes}
+            self._sandbox = GrammarSandbox(processes=COMPILE_THREADS, tokenizer=whole, limits=limits)
         added = tokenizer.get_added_vocab()
         self._special = {text for text, token in added.items() if self._tokenizer.is_special_token(token)}
 
@@ -252,14 +261,12 @@ class GrammarCompiler:
         return lambda: GrammarConstraint(pristine.deep_copy(), self._vocab_size)
 
     def _compile(self, text: str, param: str) -> LLMatcher:
-        """The one place where llguidance compiles what a client wrote; other threads go on meanwhile."""
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar that matches nothing is only found out here
+        """Other threads go on meanwhile."""
+        if self._sandbox is not None and (error := self._sandbox.check(text)) is not None:
+            _refuse_compiled(param, error)
+        matcher = compile_text(self._tokenizer, text, self._limits)
         if matcher.is_error():
-            error = matcher.get_error()
-            nothing = "NoExtension" in error  # llguidance has no other way to say so
-            _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
+            _refuse_compiled(param, matcher.get_error())
         return matcher
 
     def _text(self, grammar: Grammar) -> str:
@@ -347,6 +354,11 @@ class GrammarConstraint:
 
 def _refuse_grammar(param: str, message: str) -> NoReturn:
     refuse(param, message, code="invalid_grammar")
+
+
+def _refuse_compiled(param: str, error: str) -> NoReturn:
+    nothing = "NoExtension" in error  # llguidance has no other way to say so
+    _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
 
 
 def _lark_string(text: str) -> str:

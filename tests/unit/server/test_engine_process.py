@@ -94,7 +94,25 @@ def test_answers_grammars_stops_and_aborts() -> None:
     assert sum(not request_id.startswith("long") for request_id in lengths) == 4
 
 
-def test_a_child_that_dies_fails_its_requests_and_is_noticed() -> None:
+def test_a_child_that_stands_still_while_requests_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fledge.server.async_engine.STALL_SECONDS", 0.5)
+
+    async def test(engine: AsyncEngine, process: EngineProcess) -> None:
+        os.kill(process._child.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.7)
+        assert not engine.is_stalled  # nobody waits for it
+        stream = engine.generate([PROMPTS[0]], LONG, request_id="a")
+        assert not engine.is_stalled
+        await asyncio.sleep(0.7)
+        assert engine.is_stalled
+        os.kill(process._child.pid, signal.SIGCONT)
+        await collect(stream)
+        assert not engine.is_stalled
+
+    run(test)
+
+
+def test_a_child_that_dies_fails_its_requests_and_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     async def test(engine: AsyncEngine, process: EngineProcess) -> None:
         dead = asyncio.Event()
         engine.on_death = dead.set
@@ -104,7 +122,8 @@ def test_a_child_that_dies_fails_its_requests_and_is_noticed() -> None:
         with pytest.raises(RequestError, match="stopped working"):
             await collect(stream)
         await asyncio.wait_for(dead.wait(), 10)
-        assert engine.death == "its process has ended"
+        assert engine.death == "its process was killed by SIGKILL (by the system, if memory ran out)"
+        assert "the engine's process was killed by SIGKILL" in caplog.text
         assert not engine.is_healthy
         with pytest.raises(RequestError, match="stopped working"), engine.reserve(1):
             pass

@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fledge.engine.constraint import ConstraintFactory, TokenConstraint
 from fledge.server.errors import RequestError
+from fledge.server.grammar_sandbox import GrammarSandbox
 from fledge.server.structured import (
+    MAX_CHOICES,
     PARSER_LIMITS,
     ConstraintFailed,
     Grammar,
@@ -382,3 +384,23 @@ def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None
         assert taken(begin + "</think>" + answer)
         assert not taken(begin + "hm</think>\n\nmaybe")
         assert taken(answer) == (not opened)
+
+
+def test_as_many_choices_as_are_allowed() -> None:
+    choices = [f"c{number}" for number in range(MAX_CHOICES)]
+    assert walk("plain", compiled("plain", guided_choice=choices), seed=1) in choices
+
+
+def test_a_sandbox_ends_what_takes_too_long_or_too_much_and_goes_on() -> None:
+    tokenizer = {"tokenizer": TOKENIZERS["plain"].backend_tokenizer.to_str()}
+    bomb = {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "0123456789abcdefghij"]}
+    text = json.dumps({"grammars": [{"json_schema": bomb}]})
+    harmless = json.dumps({"grammars": [{"lark_grammar": "start: /a+/"}]})
+    options: dict[str, Any] = {"processes": 1, "tokenizer": tokenizer, "limits": PARSER_LIMITS}
+    late = GrammarSandbox(**options, seconds=0.5)
+    assert late.check(text) == "the grammar takes longer than 0.5 s to compile"
+    assert late.check(harmless) is None
+    small = GrammarSandbox(**options, seconds=20, mib=4)
+    assert small.check(text) == "the grammar needs more than 4 MiB to compile"
+    assert small.check(harmless) is None
+    assert "unclosed" in str(small.check(json.dumps({"grammars": [{"lark_grammar": "start: /[/"}]})))

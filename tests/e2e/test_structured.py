@@ -53,7 +53,7 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(pair: Path, **speculation: Any) -> LLM:
-    config = {"model": str(pair / "drafter"), **speculation} if speculation else None
+    config = {"model": str(pair / "drafter"), "adaptive": False, **speculation} if speculation else None
     return LLM(pair / "target", device="cpu", kv_cache_bytes=2**24, speculative_config=config)
 
 

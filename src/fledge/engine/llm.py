@@ -251,6 +251,10 @@ class _Job(NamedTuple):
     answers: dict[str, Detokenizer]  # by the engine's requests
 
     @property
+    def _first(self) -> Detokenizer:
+        return next(iter(self.answers.values()))
+
+    @property
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers.values())
 
@@ -259,6 +263,7 @@ class _Job(NamedTuple):
             request_id=self.request_id,
             prompt=self.text,
             prompt_token_ids=tuple(self.prompt_ids),
+            prompt_logprobs=None if (found := self._first.prompt_logprobs) is None else tuple(found),
             outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
             metrics=RequestMetrics.pooled([a.metrics for a in self.answers.values() if a.metrics is not None]),
         )

@@ -90,8 +90,6 @@ class Service:
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
         """Begin to complete prompts."""
         self._check(request, entry)
-        if request.echo and request.logprobs is not None:
-            refuse("echo", "log-probabilities are given for answers only, not for prompts")
         prompts = request.prompts
         if len(prompts) * request.answers > MAX_ANSWERS:
             refuse("prompt", f"found {len(prompts)} prompts, too many")

@@ -96,6 +96,7 @@ class LLMEngine:
             model=model,
             drafter=None if config.speculative_config is None else config.speculative_config.model,
             device=str(self.device),
+            dtype=str(next(self.target.parameters()).dtype).removeprefix("torch."),
             vocab_size=state.vocab_size,
             eos_ids=tuple(eos_ids),
             max_model_len=state.max_length - state.lookahead,

@@ -126,6 +126,7 @@ class Service:
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
+            grammar = replace(grammar, any_whitespace=not self.options.disable_any_whitespace)
             await self.engine.compile(grammar)
         if request.truncate_prompt_tokens is not None:
             prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]

@@ -19,8 +19,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
+from fledge.server.bridge import ResponsesAnswer
 from fledge.server.errors import RequestError, refuse
-from fledge.server.protocol import ApiModel, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from fledge.server.protocol import (
+    ApiModel,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    parse,
+)
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, OpenAIResponse, event
 from fledge.server.service import Service
@@ -36,7 +45,7 @@ CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
 REFUSALS = {400: "Wrong request", 401: "No valid key", 404: "No such model", 413: "Too large", 415: "Not JSON"}
 REFUSALS |= {429: "Too busy", 503: "Shutting down"}
-BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def router(service: Service) -> APIRouter:
@@ -53,6 +62,11 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         return await _answer(service, request, CompletionRequest, "cmpl", service.complete)
+
+    @routes.post("/v1/responses", tags=["generation"], **_json_body(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer in the shapes of the Responses API; nothing is stored."""
+        return await _answer(service, request, ResponsesRequest, "resp", service.respond)
 
     @routes.post("/tokenize", tags=["tokens"], **_json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
@@ -118,6 +132,13 @@ def router(service: Service) -> APIRouter:
         status = "ok" if service.is_ready else "draining" if service.engine.is_healthy else "dead"
         return JSONResponse({"status": status}, status_code=200 if service.is_ready else 503)
 
+    routes.add_api_route("/ping", health, methods=["GET", "POST"], tags=["operation"], include_in_schema=False)
+
+    @routes.get("/load", tags=["operation"])
+    async def load() -> Response:
+        """Tell how many requests are running or waiting."""
+        return JSONResponse({"server_load": service.engine.active})
+
     @routes.get("/version", tags=["operation"])
     async def version() -> Response:
         """Tell the version of the server."""
@@ -148,7 +169,7 @@ async def _answer(
     request: Request,
     kind: type[ApiModel],
     prefix: str,
-    begin: Callable[[Any, RequestLogEntry], Awaitable[OpenAIResponse]],
+    begin: Callable[[Any, RequestLogEntry], Awaitable[OpenAIResponse | ResponsesAnswer]],
 ) -> Response:
     entry = RequestLogEntry(id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path)
     headers = {"X-Request-Id": entry.id}
@@ -214,7 +235,11 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, answer: OpenAIResponse, entry: RequestLogEntry, headers: dict[str, str], patience: float
+        self,
+        answer: OpenAIResponse | ResponsesAnswer,
+        entry: RequestLogEntry,
+        headers: dict[str, str],
+        patience: float,
     ) -> None:
         super().__init__(self._events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._answer = answer

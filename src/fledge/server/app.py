@@ -17,12 +17,15 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader
 from starlette.exceptions import HTTPException
 
 from fledge import __version__
 from fledge.errors import FledgeError
 from fledge.server import api, dashboard
 from fledge.server.errors import RequestError
+from fledge.server.protocol import NOT_SERVED
 from fledge.server.service import Service
 
 _log = logging.getLogger("fledge.server")
@@ -46,7 +49,7 @@ def create_app(service: Service) -> FastAPI:
         title="Fledge",
         version=__version__,
         description="OpenAI's API over lossless speculative decoding.",
-        docs_url=None,  # their pages load scripts from elsewhere
+        docs_url=None,  # their pages load scripts from elsewhere; ours is below
         redoc_url=None,
         root_path=options.root_path,
         lifespan=lifespan,
@@ -63,8 +66,12 @@ def create_app(service: Service) -> FastAPI:
         return api.error_response(RequestError.of(error))
 
     @app.exception_handler(HTTPException)
-    async def not_served(_request: Request, error: HTTPException) -> Response:
-        return api.error_response(RequestError(str(error.detail), status=error.status_code), error.headers)
+    async def not_served(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code == 404:
+            served = ", ".join(schema["paths"])
+            message = NOT_SERVED.get(request.url.path) or f"there is no {request.url.path[:100]!r} here, but {served}"
+        return api.error_response(RequestError(message, status=error.status_code), error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_request: Request, _error: Exception) -> Response:
@@ -77,6 +84,9 @@ def create_app(service: Service) -> FastAPI:
         known |= made.pop("$defs", {})
         known[kind.__name__] = made
     app.openapi = lambda: schema  # type: ignore[method-assign]
+    pages = Environment(loader=PackageLoader("fledge.server", "."), autoescape=True, trim_blocks=True)
+    page = pages.get_template("docs.html.jinja").render(schema=schema)
+    app.add_route("/docs", lambda _request: HTMLResponse(page, headers=dashboard.HEADERS))
     return app
 
 

@@ -30,6 +30,8 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 _FIELDS = yaml.safe_load((resources.files(__package__) / "fields.yaml").read_text(encoding="utf-8"))
 
+NOT_SERVED: dict[str, str] = _FIELDS["not_served"]  # OpenAI's paths, and why they are not here
+
 # Lists from clients may be long: the first wrong entry is enough.
 _Strings = Annotated[list[str], Field(fail_fast=True)]
 _Integers = Annotated[list[int], Field(fail_fast=True)]
@@ -212,6 +214,23 @@ class CompletionRequest(SamplingRequest):
         if not given:
             refuse("prompt", "expected text or token ids, or a list of such")
         return list(given)
+
+
+class ResponsesRequest(ApiModel):
+    """`/v1/responses`; what else a chat takes passes."""
+
+    model: str | None = None
+    input: str | _Objects
+    instructions: str | None = None
+    stream: bool | None = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: _Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
 
 
 class TokenizeRequest(ApiModel):

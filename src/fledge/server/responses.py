@@ -240,28 +240,28 @@ class OpenAIResponse:
     ) -> None:
         self.generation = generation
         self._request = request
-        self._choices = choices
+        self.choices = choices
         self._whole_object, chunk_object = choices[0].objects
-        self._head = {"id": entry.id, "object": chunk_object, "created": int(time.time()), "model": entry.model}
+        self.head = {"id": entry.id, "object": chunk_object, "created": int(time.time()), "model": entry.model}
 
     async def whole(self) -> dict[str, Any]:
         """Wait for all answers and return the response."""
         async for number, delta in self.generation.deltas():
-            self._choices[number].take(delta)
-        choices = [choice.whole() for choice in self._choices]
-        body = {**self._head, "object": self._whole_object, "choices": choices, "usage": self._usage()}
-        return body | (self._choices[0].prompt_logprobs() if isinstance(self._choices[0], ChatChoice) else {})
+            self.choices[number].take(delta)
+        choices = [choice.whole() for choice in self.choices]
+        body = {**self.head, "object": self._whole_object, "choices": choices, "usage": self._usage()}
+        return body | (self.choices[0].prompt_logprobs() if isinstance(self.choices[0], ChatChoice) else {})
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""
         async for number, delta in self.generation.deltas():
-            self._choices[number].take(delta)
-            if chunks := self._choices[number].chunks():
+            self.choices[number].take(delta)
+            if chunks := self.choices[number].chunks():
                 asked = self._request.stream_options
                 usage = self.generation.usage() if asked is not None and asked.continuous_usage_stats else None
                 told = {"usage": usage} if self._request.wants_stream_usage else {}
-                yield b"".join(event({**self._head, "choices": [choice], **told}) for choice in chunks)
-        tail = event({**self._head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""
+                yield b"".join(event({**self.head, "choices": [choice], **told}) for choice in chunks)
+        tail = event({**self.head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""
         yield tail + DONE
 
     def _usage(self) -> dict[str, Any]:

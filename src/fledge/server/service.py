@@ -5,13 +5,14 @@ from dataclasses import replace
 from fledge import __version__
 from fledge.errors import ConfigError, PromptError
 from fledge.server.async_engine import AsyncEngine, Generation
+from fledge.server.bridge import ResponsesAnswer, as_chat
 from fledge.server.engine_process import EngineProcess
 from fledge.server.errors import RequestError, refuse
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.parsers import AnswerParser, reasoning_parser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
-from fledge.server.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, SamplingRequest
+from fledge.server.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, ResponsesRequest, SamplingRequest
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, token_texts
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
@@ -86,6 +87,10 @@ class Service:
         texts = self._texts[bool(request.return_tokens_as_token_ids)]
         choices = [ChatChoice(number, request, texts, answer_parser()) for number in range(generation.answers)]
         return OpenAIResponse(request, generation, entry, choices)
+
+    async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesAnswer:
+        """Begin to answer in the shapes of the Responses API."""
+        return ResponsesAnswer(request, await self.chat(as_chat(request), entry))
 
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
         """Begin to complete prompts."""

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{{- '# Tools\\n\\nYou may call these functions:\\n<tools>\\n' }}"
     "{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}"
     "{{- '</tools>\\n\\nTo call one, write its name and its arguments as JSON between tags:\\n<tool_call>\\n' }}"
-    "{{- '{\"name\": \"NAME\", \"arguments\": {...}}\\n</tool_call><|im_end|>\\n' }}"
+    '{{- \'{"name": "NAME", "arguments": {...}}\\n</tool_call><|im_end|>\\n\' }}'
     "{%- endif %}"
     "{%- for message in messages %}"
     "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"

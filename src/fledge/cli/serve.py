@@ -59,7 +59,6 @@ def serve(
     EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
     listener, source = _bind(host, port), model or TARGET
     pair = source if speculation is None else f"{source} with {speculation.model}"
-    print(f"starting: {pair}, for port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
 
     try:
         from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
@@ -92,6 +91,7 @@ def serve(
     check_options(settings)
     drafting = None if speculation is None else asdict(speculation)
     llm = {**engine, "model": str(directory), "speculative_config": drafting}
+    print(f"loading {pair}, to be served at port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
     process = EngineProcess(llm, threads=threads, log_format=log_format)
     try:
         process.wait_until_ready()
@@ -152,7 +152,7 @@ def _disables_any_whitespace(config: str | None) -> bool:
         values = None
     disabled = values.get("disable_any_whitespace", False) if isinstance(values, dict) else None
     if not isinstance(disabled, bool):
-        raise ConfigError("--structured-outputs-config: expected JSON such as {\"disable_any_whitespace\": true}")
+        raise ConfigError('--structured-outputs-config: expected JSON such as {"disable_any_whitespace": true}')
     return disabled
 
 

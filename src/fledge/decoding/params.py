@@ -65,8 +65,9 @@ class SamplingParams:
             "seed": _seed(self.seed),
             "n": _integer("n", self.n, low=1, high=MAX_ANSWERS),
             **{
-                name: None if (asked := getattr(self, name)) is None else _integer(name, asked, low=0, high=MAX_LOGPROBS)
+                name: _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
                 for name in ("logprobs", "prompt_logprobs")
+                if getattr(self, name) is not None
             },
             "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=fewest),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),

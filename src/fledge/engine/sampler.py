@@ -182,14 +182,15 @@ class HostSampler(Sampler):
         found: list[LogprobsTensors | None] = []
         begin = 0
         for chunk in self._chunks:
-            request, rows = chunk.request, chunk.prompt_rows
-            following = self._state.tensor(request.prompt[chunk.start + 1 : chunk.start + 1 + rows])
+            rows, top = chunk.prompt_rows, chunk.request.params.prompt_logprobs or 0
+            following = self._state.tensor(chunk.request.prompt[chunk.start + 1 : chunk.start + 1 + rows])
             parts = [
-                LogprobsTensors.from_logits(self._state.target.logits(states), tokens, request.params.prompt_logprobs or 0)
-                for states, tokens in zip(
-                    final[begin : begin + rows].split(LOGPROB_ROWS), following.split(LOGPROB_ROWS), strict=True
+                LogprobsTensors.from_logits(
+                    self._state.target.logits(final[begin + first : begin + min(first + LOGPROB_ROWS, rows)]),
+                    following[first : first + LOGPROB_ROWS],
+                    top,
                 )
-                if rows
+                for first in range(0, rows, LOGPROB_ROWS)
             ]
             found.append(LogprobsTensors.joined(parts) if parts else None)
             begin += chunk.end - chunk.start

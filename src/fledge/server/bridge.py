@@ -1,4 +1,4 @@
-"""OpenAI's Responses API as a bridge to chats: text, reasoning, function calls, streams. Nothing is kept between requests.
+"""OpenAI's Responses API as a bridge to chats: text, reasoning, function calls, streams. Nothing is kept.
 
 An input becomes messages; what the chat's answer brings becomes output items, and events about them as they come.
 """
@@ -35,19 +35,17 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif kind != "reasoning":  # models do not read what they thought in earlier turns
             refuse(f"input[{number}]", "expected a message, a function call or the output of one", param="input")
-    written = (asked.text or {}).get("format") or {}
-    schema = {"json_schema": written} if isinstance(written, Mapping) and written.get("type") == "json_schema" else {}
-    effort = (asked.reasoning or {}).get("effort")
+    written = (asked.text or {}).get("format")
+    if isinstance(written, Mapping) and written.get("type") == "json_schema":
+        written = {"type": "json_schema", "json_schema": written}
     fields = {
         **{name: getattr(asked, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")},
         "messages": messages,
         "max_completion_tokens": asked.max_output_tokens,
         "tools": [_nested(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools or ())] or None,
-        "tool_choice": _nested(asked.tool_choice, "tool_choice")
-        if isinstance(asked.tool_choice, dict)
-        else asked.tool_choice,
-        "response_format": {"type": written.get("type"), **schema} if isinstance(written, Mapping) and written else None,
-        "reasoning_effort": effort,
+        "tool_choice": _nested(choice, "tool_choice") if isinstance(choice := asked.tool_choice, dict) else choice,
+        "response_format": written,
+        "reasoning_effort": (asked.reasoning or {}).get("effort"),
     }
     return parse(ChatRequest, {**(asked.model_extra or {}), **fields, "n": 1})
 
@@ -71,8 +69,9 @@ class ResponsesAnswer:
         fields = {name: getattr(asked, name) for name in told}
         defaults = {"parallel_tool_calls": fields["parallel_tool_calls"] is not False}
         self._body: dict[str, Any] = {
-            **{"id": chat.head["id"], "object": "response", "created_at": chat.head["created"], "status": "in_progress"},
-            **{"model": chat.head["model"], "error": None, "incomplete_details": None, "output": self._output},
+            **{"id": chat.head["id"], "object": "response", "created_at": chat.head["created"]},
+            **{"model": chat.head["model"], "status": "in_progress", "error": None, "incomplete_details": None},
+            "output": self._output,
             **{**fields, **defaults, "tool_choice": fields["tool_choice"] or "auto", "tools": asked.tools or []},
             **{"text": asked.text or {"format": {"type": "text"}}, "reasoning": asked.reasoning, "metadata": {}},
             **{"previous_response_id": None, "store": False, "truncation": "disabled", "usage": None},
@@ -109,9 +108,9 @@ class ResponsesAnswer:
         self._body["incomplete_details"] = None if is_whole else {"reason": "max_output_tokens"}
         self._body["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart, as are those written to the cache
             "total_tokens": usage["total_tokens"],
         }
         yield f"response.{self._body['status']}", {"response": self._body}
@@ -143,11 +142,12 @@ class ResponsesAnswer:
 
     def _open(self, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from self._close("completed")
-        extra = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}.get(item["type"], {})
+        extras: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
+        extra = extras.get(item["type"], {})
         self._output.append({"id": f"{item['type'][:2]}_{uuid.uuid4().hex}", "status": "in_progress", **item, **extra})
         if item["type"] == "message":
             item["content"][0]["annotations"] = []
-        empty = {"content": []} if "content" in item else {}
+        empty: dict[str, Any] = {"content": []} if "content" in item else {}
         yield "response.output_item.added", {"output_index": len(self._output) - 1, "item": self._output[-1] | empty}
         if empty:
             yield "response.content_part.added", {**self._where(True), "part": dict(item["content"][0])}
@@ -155,7 +155,7 @@ class ResponsesAnswer:
     def _grow(self, holder: dict[str, Any], field: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         holder[field] += text
         kind = self._output[-1]["type"]
-        logprobs = {"logprobs": []} if kind == "message" else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield f"response.{_PARTS[kind]}.delta", {**self._where(field == "text"), "delta": text, **logprobs}
 
     def _close(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -165,7 +165,7 @@ class ResponsesAnswer:
         item = self._output[-1]
         part = item["content"][0] if "content" in item else None
         named = {"name": item["name"], "arguments": item["arguments"]} if part is None else {"text": part["text"]}
-        logprobs = {"logprobs": []} if kind == "message" else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield f"response.{_PARTS[kind]}.done", {**self._where(part is not None), **named, **logprobs}
         if part is not None:
             yield "response.content_part.done", {**self._where(True), "part": part}

@@ -83,11 +83,10 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> lis
     """Return vLLM's `prompt_logprobs`: for each token, by id, the likeliest ones and the token itself."""
     found: list[dict[str, Any] | None] = []
     for one in logprobs:
-        ranked = [(token, value, rank) for rank, (token, value) in enumerate(one.top, start=1)]
-        ranked += [] if one.token in dict(one.top) else [(one.token, one.logprob, one.rank)]
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(one.top, start=1)}
         entries = {
             str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": texts(token)[0]}
-            for token, value, rank in ranked
+            for token, (value, rank) in {one.token: (one.logprob, one.rank), **ranked}.items()
         }
         found.append(None if one.logprob is None else entries)
     return found

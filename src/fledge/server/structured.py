@@ -28,7 +28,7 @@ from fledge.server.parsers import ReasoningParser
 from fledge.server.tool_parsers import ToolParser
 
 # Between JSON tokens: a space, or a new line and its indentation. Left free, a small model may put in white space for
-# ever, which is valid and useless. None at all but a space after ':' and ',' is vLLM's disable_any_whitespace.
+# ever, which is valid and useless. None at all is vLLM's disable_any_whitespace.
 WHITESPACE = {"whitespace_pattern": r"\x20|\x0A(\x20{0,16}|\x09{0,8})"}
 NO_WHITESPACE = {"whitespace_flexible": False}
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, an expression, a grammar or all choices

@@ -53,7 +53,11 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
 def _nested(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     """{"type": "function", "name": ...} as chats have it: the function in an object of its own."""
     if value.get("type") != "function":
-        refuse(where, "expected {'type': 'function', 'name': ...}; there are no other tools here", param=where[:5])
+        refuse(
+            where,
+            "expected {'type': 'function', 'name': ...}; there are no other tools here",
+            param=where.partition("[")[0],
+        )
     return {"type": "function", "function": {name: inner for name, inner in value.items() if name != "type"}}
 
 

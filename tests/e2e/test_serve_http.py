@@ -121,7 +121,7 @@ WRONG = [
     {"suffix": "x"},
     {"best_of": 4},
     {"use_beam_search": True},
-    {"prompt_logprobs": 1},
+    {"prompt_logprobs": 21},
     {"model": 5},
 ]
 
@@ -173,7 +173,7 @@ def test_fields_out_of_range_are_named(http: httpx.Client, fields: dict[str, Any
         (COMPLETIONS, {"prompt": "x" * 100_000}),
         (COMPLETIONS, {"prompt": ["a"] * 1000}),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}),
-        (COMPLETIONS, {"prompt": "a", "logprobs": 1, "echo": True}),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21, "echo": True}),
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "a", "messages": HELLO}),
         ("/detokenize", {"tokens": [VOCAB]}),

@@ -37,7 +37,10 @@ OPERATIONS = [
     ("GET", "/v1/models/{name}"),
     ("GET", "/health"),
     ("GET", "/version"),
+    ("GET", "/load"),
     ("GET", "/metrics"),
+    ("GET", "/tokenizer_info"),
+    ("POST", "/v1/responses"),
 ]
 
 

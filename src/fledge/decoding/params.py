@@ -55,6 +55,7 @@ class SamplingParams:
         stop_token_ids: ids that do
         n: answers to give
         logprobs: likeliest tokens to report with each token's log-probability; None: no log-probabilities
+        prompt_logprobs: the same of the prompt's tokens, which are then never taken from the cache
         ignore_eos: go on after the model's own end of text
         include_stop_str_in_output: keep what stopped the answer in its text
         skip_special_tokens: leave special tokens out of the text
@@ -77,6 +78,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -86,6 +88,7 @@ class SamplingParams:
     def __post_init__(self, guided_decoding: Mapping[str, Any] | StructuredOutputsParams | None) -> None:
         if guided_decoding is not None and self.structured_outputs is not None:
             _refuse("guided_decoding", guided_decoding, "one of guided_decoding and structured_outputs")
+        fewest = 1 if self.prompt_logprobs is None else 0  # who asks of the prompt may want nothing else
         checked: dict[str, object] = {
             "temperature": _number("temperature", self.temperature, low=0.0),
             "top_p": _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True),
@@ -97,10 +100,12 @@ class SamplingParams:
             "logit_bias": _logit_bias(self.logit_bias),
             "seed": _seed(self.seed),
             "n": _integer("n", self.n, low=1, high=MAX_ANSWERS),
-            "logprobs": None
-            if self.logprobs is None
-            else _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS),
-            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=1),
+            **{
+                name: _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+                for name in ("logprobs", "prompt_logprobs")
+                if getattr(self, name) is not None
+            },
+            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=fewest),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),

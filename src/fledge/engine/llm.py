@@ -5,6 +5,7 @@ It loads models, turns text into requests and tokens into text; the engine does 
 
 import gc
 import inspect
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ SLOW_DTYPE = (
 )
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+_log = logging.getLogger("fledge.engine")
 
 
 class LLM:
@@ -54,6 +56,7 @@ class LLM:
         dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
         if device.type == "cpu" and dtype is not torch.float32:
             warnings.warn(SLOW_DTYPE.format(config.dtype), stacklevel=2)
+        _log.info("loading the target from %s", directory)
         target = load_target(directory, dtype=dtype, device=device)
         tokenizer = load_tokenizer(directory)
         self._set_up(build_engine(target, tokenizer, config, model=str(model)), tokenizer, config.seed)
@@ -312,6 +315,10 @@ class Job(NamedTuple):
     answers: dict[str, Detokenizer]  # by the engine's requests
 
     @property
+    def _first(self) -> Detokenizer:
+        return next(iter(self.answers.values()))
+
+    @property
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers.values())
 
@@ -320,6 +327,7 @@ class Job(NamedTuple):
             request_id=self.request_id,
             prompt=self.text,
             prompt_token_ids=tuple(self.prompt_ids),
+            prompt_logprobs=None if (found := self._first.prompt_logprobs) is None else tuple(found),
             outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
             metrics=RequestMetrics.pooled([a.metrics for a in self.answers.values() if a.metrics is not None]),
             finished=self.is_finished,
@@ -359,6 +367,7 @@ def build_engine(target: TargetModel, tokenizer: Any | None, config: EngineConfi
 
 
 def _load_drafter(config: SpeculativeConfig, target: TargetModel) -> Drafter:
+    _log.info("loading the drafter %s", config.model)
     drafter = load_drafter(resolve(config.model), target)
     found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
     if config.method not in (None, found):

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
+from fledge.server.bridge import ResponsesAnswer
 from fledge.server.errors import RequestError, refuse
 from fledge.server.protocol import (
     MAX_CONTAINERS,
@@ -27,6 +28,7 @@ from fledge.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
     has_too_many_containers,
     parse,
@@ -47,7 +49,7 @@ CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
 REFUSALS = {400: "Wrong request", 401: "No valid key", 404: "No such model", 413: "Too large", 415: "Not JSON"}
 REFUSALS |= {429: "Too busy", 503: "Shutting down, or too many large bodies"}
-BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def router(service: Service) -> APIRouter:
@@ -64,6 +66,11 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         return await _answer(service, request, CompletionRequest, "cmpl", service.complete)
+
+    @routes.post("/v1/responses", tags=["generation"], **_json_body(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer in the shapes of the Responses API; nothing is stored."""
+        return await _answer(service, request, ResponsesRequest, "resp", service.respond)
 
     @routes.post("/tokenize", tags=["tokens"], **_json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
@@ -93,6 +100,12 @@ def router(service: Service) -> APIRouter:
             refuse("tokens", f"allowed are 0 to {vocab_size - 1}")
         return JSONResponse({"prompt": await service.prompts.decode(asked.tokens)})
 
+    @routes.get("/tokenizer_info", tags=["tokens"])
+    async def tokenizer_info(request: Request) -> Response:
+        """Tell the tokenizer's settings and the chat template, for clients that tokenize through `/tokenize`."""
+        await service.keys.check(request)
+        return JSONResponse(service.prompts.tokenizer_info())
+
     def card(name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -121,6 +134,13 @@ def router(service: Service) -> APIRouter:
     async def health() -> Response:
         """Tell whether requests are taken: 200 or 503."""
         return JSONResponse({"status": service.status}, status_code=200 if service.status == "ok" else 503)
+
+    routes.add_api_route("/ping", health, methods=["GET", "POST"], tags=["operation"], include_in_schema=False)
+
+    @routes.get("/load", tags=["operation"])
+    async def load() -> Response:
+        """Tell how many requests are running or waiting."""
+        return JSONResponse({"server_load": service.engine.active})
 
     @routes.get("/version", tags=["operation"])
     async def version() -> Response:
@@ -152,7 +172,7 @@ async def _answer(
     request: Request,
     kind: type[ApiModel],
     prefix: str,
-    begin: Callable[[Any, RequestLogEntry], Awaitable[OpenAIResponse]],
+    begin: Callable[[Any, RequestLogEntry], Awaitable[OpenAIResponse | ResponsesAnswer]],
 ) -> Response:
     entry = RequestLogEntry(id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path)
     headers = {"X-Request-Id": entry.id}
@@ -221,7 +241,11 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, answer: OpenAIResponse, entry: RequestLogEntry, headers: dict[str, str], patience: float
+        self,
+        answer: OpenAIResponse | ResponsesAnswer,
+        entry: RequestLogEntry,
+        headers: dict[str, str],
+        patience: float,
     ) -> None:
         super().__init__(self._events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._answer = answer

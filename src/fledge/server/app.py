@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
@@ -17,6 +18,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader
 from starlette.exceptions import HTTPException
 
 from fledge import __version__
@@ -24,6 +27,7 @@ from fledge.errors import FledgeError
 from fledge.server import api, dashboard
 from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, tell_accept_errors_once
 from fledge.server.errors import RequestError
+from fledge.server.protocol import NOT_SERVED
 from fledge.server.service import Service
 
 _log = logging.getLogger("fledge.server")
@@ -47,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
         title="Fledge",
         version=__version__,
         description="OpenAI's API over lossless speculative decoding.",
-        docs_url=None,  # their pages load scripts from elsewhere
+        docs_url=None,  # their pages load scripts from elsewhere; ours is below
         redoc_url=None,
         root_path=options.root_path,
         lifespan=lifespan,
@@ -65,8 +69,12 @@ def create_app(service: Service) -> FastAPI:
         return api.error_response(RequestError.of(error))
 
     @app.exception_handler(HTTPException)
-    async def not_served(_request: Request, error: HTTPException) -> Response:
-        return api.error_response(RequestError(str(error.detail), status=error.status_code), error.headers)
+    async def not_served(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code == 404:
+            served = ", ".join(schema["paths"])
+            message = NOT_SERVED.get(request.url.path) or f"there is no {request.url.path[:100]!r} here, but {served}"
+        return api.error_response(RequestError(message, status=error.status_code), error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_request: Request, _error: Exception) -> Response:
@@ -79,6 +87,9 @@ def create_app(service: Service) -> FastAPI:
         known |= made.pop("$defs", {})
         known[kind.__name__] = made
     app.openapi = lambda: schema  # type: ignore[method-assign]
+    pages = Environment(loader=PackageLoader("fledge.server", "."), autoescape=True, trim_blocks=True)
+    page = pages.get_template("docs.html.jinja").render(schema=schema)
+    app.add_route("/docs", lambda _request: HTMLResponse(page, headers=dashboard.HEADERS))
     return app
 
 
@@ -127,12 +138,10 @@ class DrainingServer(uvicorn.Server):
         self.service.engine.fail_all()
 
 
-def http_config(service: Service, *, host: str, port: int, **more: Any) -> uvicorn.Config:
+def http_config(service: Service, **more: Any) -> uvicorn.Config:
     """Return how uvicorn serves; `more` are its own settings."""
     return uvicorn.Config(
         create_app(service),
-        host=host,
-        port=port,
         http=GuardedProtocol,
         ws="none",
         backlog=BACKLOG,
@@ -146,11 +155,12 @@ def http_config(service: Service, *, host: str, port: int, **more: Any) -> uvico
 
 
 def run(
-    service: Service, *, host: str, port: int, on_ready: Callable[[int], None] = lambda _port: None, **more: Any
+    service: Service, listener: socket.socket, *, on_ready: Callable[[int], None] = lambda _port: None, **more: Any
 ) -> int:
-    """Serve until a signal comes; return the exit status. `on_ready` is called with the port once it listens."""
-    server = DrainingServer(http_config(service, host=host, port=port, **more), service, on_ready)
+    """Serve at a bound socket until a signal comes; return the exit status. `on_ready`: called once it listens."""
+    server = DrainingServer(http_config(service, **more), service, on_ready)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else its connections hold the port after a stop
     gc.collect()
     gc.freeze()  # what is here stays: looking through it again and again would hold up all streams
-    server.run()
+    server.run(sockets=[listener])
     return server.exit_status if server.started else 1

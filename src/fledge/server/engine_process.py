@@ -302,6 +302,7 @@ def main(commands: int, outputs: int) -> None:
     except FledgeError as error:
         writer.send(error)
         return
+    _log.info("the models are loaded; measuring what their rounds cost")
     llm.engine.warm_up(plain=True)
     gc.collect()
     gc.freeze()

@@ -34,6 +34,8 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 _FIELDS = yaml.safe_load((resources.files(__package__) / "fields.yaml").read_text(encoding="utf-8"))
 
+NOT_SERVED: dict[str, str] = _FIELDS["not_served"]  # OpenAI's paths, and why they are not here
+
 # Lists from clients may be long: the first wrong entry is enough.
 _Strings = Annotated[list[str], Field(fail_fast=True)]
 _Integers = Annotated[list[int], Field(fail_fast=True)]
@@ -100,6 +102,7 @@ class SamplingRequest(ApiModel):
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(max_length=256)] | None = None  # shares cached prefixes only with the same
+    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -142,6 +145,13 @@ class SamplingRequest(ApiModel):
         """Likeliest tokens to give with each token; None: no log-probabilities."""
         return None
 
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same of the prompt's tokens."""
+        if self.prompt_logprobs is not None and self.stream:
+            refuse("prompt_logprobs", "cannot be streamed")
+        return self.prompt_logprobs
+
     def structured_fields(self) -> dict[str, Any]:
         """For `structured.read_format`."""
         guided = {f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")}
@@ -158,6 +168,7 @@ class SamplingRequest(ApiModel):
         """
         ours: dict[str, Any] = {"n": 1, "max_tokens": self.most_tokens, "logprobs": self.logprobs_wanted}
         ours["structured_outputs"] = None  # read by `structured.read_format`
+        ours["prompt_logprobs"] = self.prompt_logprobs_wanted
         names = [field.name for field in fields(SamplingParams) if field.name not in ours]
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return SamplingParams(**{**defaults, **given, **ours})
@@ -208,6 +219,13 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
     @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        echoed = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        wanted = [self.logprobs or 0] if echoed else []
+        asked = super().prompt_logprobs_wanted
+        return max(wanted if asked is None else [asked, *wanted], default=None)
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, of which there may be several: text or token ids."""
         given: Any = self.prompt
@@ -216,6 +234,23 @@ class CompletionRequest(SamplingRequest):
         if not given:
             refuse("prompt", "expected text or token ids, or a list of such")
         return list(given)
+
+
+class ResponsesRequest(ApiModel):
+    """`/v1/responses`; what else a chat takes passes."""
+
+    model: str | None = None
+    input: str | _Objects
+    instructions: str | None = None
+    stream: bool | None = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: _Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
 
 
 class TokenizeRequest(ApiModel):

@@ -5,13 +5,14 @@ from dataclasses import replace
 from fledge import __version__
 from fledge.errors import ConfigError, PromptError
 from fledge.server.async_engine import AsyncEngine, Generation
+from fledge.server.bridge import ResponsesAnswer, as_chat
 from fledge.server.engine_process import EngineProcess
 from fledge.server.errors import RequestError, refuse
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.parsers import AnswerParser, reasoning_parser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
-from fledge.server.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, SamplingRequest
+from fledge.server.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, ResponsesRequest, SamplingRequest
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, token_texts
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
@@ -91,11 +92,13 @@ class Service:
         choices = [ChatChoice(number, request, texts, answer_parser()) for number in range(generation.answers)]
         return OpenAIResponse(request, generation, entry, choices)
 
+    async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesAnswer:
+        """Begin to answer in the shapes of the Responses API."""
+        return ResponsesAnswer(request, await self.chat(as_chat(request), entry))
+
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
         """Begin to complete prompts."""
         self._check(request, entry)
-        if request.echo and request.logprobs is not None:
-            refuse("echo", "log-probabilities are given for answers only, not for prompts")
         prompts = request.prompts
         if len(prompts) * request.answers > MAX_ANSWERS:
             refuse("prompt", f"found {len(prompts)} prompts, too many")
@@ -132,6 +135,7 @@ class Service:
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
+            grammar = replace(grammar, any_whitespace=not self.options.disable_any_whitespace)
             await self.engine.compile(grammar)
         if request.truncate_prompt_tokens is not None:
             prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]

@@ -2,6 +2,7 @@
 
 import inspect
 import shlex
+import socket
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,25 @@ def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert serve_module._sampling_defaults(tmp_path, "vllm") == {}
     found: Any = serve_module._sampling_defaults(tmp_path / "elsewhere", "auto")
     assert found == {}
+
+
+def test_a_taken_port_is_noticed_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        done = fledge("serve", "--port", str(taken), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"error: cannot listen on 127.0.0.1, port {taken}: Address already in use; see --host and --port"
+    ]
+    with serve_module._bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot listen"):
+        serve_module._bind("127.0.0.1", first.getsockname()[1])  # which is still loading
+    with pytest.raises(ConfigError, match="--host"):
+        serve_module._bind("no.such.host.invalid", 0)
+
+
+def test_white_space_is_vllms_option() -> None:
+    assert serve_module._disables_any_whitespace('{"backend": "auto", "disable_any_whitespace": true}')
+    assert not serve_module._disables_any_whitespace(None)
+    for wrong in ("[]", "{", '{"disable_any_whitespace": 1}'):
+        with pytest.raises(ConfigError, match="--structured-outputs-config"):
+            serve_module._disables_any_whitespace(wrong)

@@ -139,6 +139,7 @@ def test_json_objects_are_objects_and_their_white_space_is_bounded() -> None:
     assert accepted(pretty) == len(pretty)
     assert accepted("[]") == 0
     assert accepted("{" + " " * 200 + "}") < 80
+    assert accepted('{"a":' + "\n" + " " * 17 + "1}") < 23
     assert read_format(response_format={"type": "text"}) is None
     assert read_format() is None
 

@@ -107,6 +107,8 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("llama3_json", "{", "{", []),
     ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     ("llama3_json", f"See {call('f', '{}', 'parameters')}", f"See {call('f', '{}', 'parameters')}", []),
+    # An answer that is cut off within the end marker
+    *[("hermes", f"<tool_call>{call('f', '{}')}\n" + "</tool_call>"[:cut], None, [("f", "{}")]) for cut in (1, 6, 11)],
     # Kimi K2
     ("kimi_k2", "Just text.", "Just text.", []),
     (

@@ -20,7 +20,7 @@ from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
 
-_HEADERS = {
+HEADERS = {
     # No script and no style but our own files, no other hosts: the page shows text that models and clients wrote.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -52,7 +52,7 @@ def _static_file(name: str) -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint that sends a file of the page."""
     body = (resources.files(__package__) / "static" / name).read_bytes()
     tag = hashlib.blake2b(body, digest_size=8).hexdigest()
-    headers = {**_HEADERS, "ETag": f'"{tag}"'}
+    headers = {**HEADERS, "ETag": f'"{tag}"'}
 
     async def answer(request: Request) -> Response:
         if request.headers.get("if-none-match") == headers["ETag"]:

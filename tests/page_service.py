@@ -57,7 +57,6 @@ class EngineFeed:
             "output_tokens": stats.output_tokens + tokens,
             "acceptance": acceptance,
             "num_rounds": stats.num_rounds + 1,
-            "timed_rounds": stats.timed_rounds + 1,
             "rounds": (*stats.rounds[-7:], RoundReport(batch, depth, depth, tokens, cost)),
             "costs": costs,
             "read_seconds": stats.read_seconds + seconds,

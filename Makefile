@@ -3,15 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Most of what is installed is never imported: bytecode is made as it is needed, not for all of it in advance.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test lint test-vllm format clean
+.PHONY: demo test lint pytest test-vllm format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/fledge demo
 
-test: lint
-	$(BIN)/python -m pytest -n auto
+# Side by side: mypy has work for one core only.
+test: $(VENV)/.ready
+	$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+# `worksteal` leaves the tests of a file together, so that what they share is made once.
+pytest: $(VENV)/.ready
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests recipes benchmarks

@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -14,3 +15,10 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_new_objects_are_searched_for_garbage() -> None:
+    """Modules and tests are a million objects: `gc.collect` in what is tested would walk through them each time."""
+    gc.collect()
+    gc.freeze()

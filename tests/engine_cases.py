@@ -94,14 +94,22 @@ def sampled(prompt: Sequence[int], max_tokens: int = 12, seed: int = 0, **settin
 
 
 def rounds_of(ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH) -> list[Round]:
-    """What the reference loop does with a request."""
-    return list(
+    """What the reference loop does with a request: worked out once, as many tests ask for the same."""
+    return list(_rounds_of(ask, speculation if ask.speculate else None, max_length))
+
+
+@functools.cache
+@torch.inference_mode()
+def _rounds_of(ask: Ask, speculation: Speculation | None, max_length: int) -> tuple[Round, ...]:
+    models = [target(), *([speculation.drafter] if speculation else [])]
+    assert not any("forward" in vars(model) for model in models), "what a broken model says would be kept"
+    return tuple(
         reference.generate(
             target(),
             ask.prompt,
             ask.params,
             seed=ask.seed,
-            speculation=speculation if ask.speculate else None,
+            speculation=speculation,
             max_length=max_length,
             eos_ids=ask.eos_ids,
         )
@@ -206,6 +214,7 @@ Drafts = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the parents of a
 
 
 @functools.cache
+@torch.inference_mode()
 def drafts_after(
     name: str, text: tuple[int, ...], depth: int, tree: TreeShape | None = None, sampled_by: Ask | None = None
 ) -> Drafts:
@@ -263,7 +272,7 @@ def wrong_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> bo
         tokens, parents = drafts_after(name, tuple(request.tokens), depth, tree)
         found = (state.tree_tokens[row].tolist()[: len(tokens)], state.tree_parents[row].tolist()[: len(tokens)])
         return found != (list(tokens), list(parents))
-    sampled_by = ask if engine.config.sample_drafts else None
+    sampled_by = ask if engine.config.sample_drafts and not ask.params.is_greedy else None
     tokens, _ = drafts_after(name, tuple(request.tokens), depth, None, sampled_by)
     return state.drafts[row, :count].tolist() != list(tokens[:count])
 

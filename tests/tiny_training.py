@@ -1,11 +1,15 @@
 """A run of `fledge train` small enough for tests: a target with habits, a few conversations, a recipe."""
 
+import functools
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -13,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from fledge.checkpoints.target import save_target
+from tests.command_line import fledge
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -58,6 +63,30 @@ def write_run(directory: Path, **sections: dict[str, object]) -> Path:
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return path
+
+
+@functools.cache
+def finished_run() -> Path:
+    """The directory of a run of all stages that nothing disturbed; `result.json` and `stderr.txt` have what it said."""
+    root = Path(tempfile.mkdtemp(prefix="fledge-run-"))
+    done = fledge("train", str(write_run(root)), "--json", cwd=root)
+    assert done.returncode == 0, done.stderr
+    (root / "result.json").write_text(done.stdout)
+    (root / "stderr.txt").write_text(done.stderr)
+    return root
+
+
+def fork_train(*arguments: str, cwd: Path) -> BaseProcess:
+    """Start `fledge train` in a copy of this process, which has imported everything. What it said is in `said.txt`."""
+
+    def work() -> None:
+        done = fledge("train", *arguments, cwd=cwd)
+        (cwd / "said.txt").write_text(done.stderr)
+        os._exit(done.returncode)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
 
 
 def start_train(*arguments: str, processes: int = 1) -> subprocess.Popen[str]:

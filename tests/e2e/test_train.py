@@ -9,19 +9,12 @@ import pytest
 from fledge import LLM, SamplingParams
 from fledge.training.data.examples import TokenStore
 from tests.command_line import fledge
-from tests.tiny_training import MAX_POSITIONS, ROPE_THETA, weights, write_run
+from tests.tiny_training import MAX_POSITIONS, ROPE_THETA, finished_run, weights
 
 
 @pytest.fixture(scope="module", name="run")
-def _run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of all stages; `result.json` and `stderr.txt` have what it said."""
-    root: Path = tmp_path_factory.mktemp("train")
-    recipe = write_run(root)
-    done = fledge("train", str(recipe), "--json", cwd=root)
-    assert done.returncode == 0, done.stderr
-    (root / "result.json").write_text(done.stdout)
-    (root / "stderr.txt").write_text(done.stderr)
-    return root
+def _run() -> Path:
+    return finished_run()
 
 
 def result(run: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.command_line import fledge
 from tests.tiny_training import train, weights, write_run
 
 # Sums over two processes round in another order than sums in one.
@@ -16,7 +17,7 @@ TOLERANCE = 2e-4
 def _alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of data, as far as fit."""
     root: Path = tmp_path_factory.mktemp("alone")
-    done = train(str(write_run(root, regenerate={"enabled": False})), "--until", "fit")
+    done = fledge("train", str(write_run(root, regenerate={"enabled": False})), "--until", "fit", cwd=root)
     assert done.returncode == 0, done.stderr
     return root
 

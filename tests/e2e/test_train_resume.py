@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,21 +11,18 @@ import pytest
 import torch
 
 from tests.command_line import fledge
-from tests.tiny_training import start_train, train, weights, write_run
+from tests.tiny_training import finished_run, fork_train, start_train, weights
 
 
 @pytest.fixture(scope="module", name="whole")
-def _whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _whole() -> Path:
     """A run that nothing disturbed."""
-    root: Path = tmp_path_factory.mktemp("whole")
-    done = train(str(write_run(root)))
-    assert done.returncode == 0, done.stderr
-    return root
+    return finished_run()
 
 
 def fresh(whole: Path, to: Path) -> Path:
     """The same target, data and recipe, before anything ran."""
-    shutil.copytree(whole, to, ignore=shutil.ignore_patterns("run"))
+    shutil.copytree(whole, to, ignore=shutil.ignore_patterns("run", "*.txt", "result.json"))
     return to / "recipe.yaml"
 
 
@@ -34,15 +30,13 @@ def stage_file(root: Path, pattern: str) -> Callable[[], bool]:
     return lambda: any((root / "run").glob(pattern))
 
 
-def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: int) -> None:
-    """Send a signal as soon as something is there."""
+def wait_for(ready: Callable[[], bool], ended: Callable[[], str | None]) -> None:
+    """Return as soon as something is there; `ended` has what was said where it ended before."""
     limit = time.monotonic() + 240
     while not ready():
-        assert process.poll() is None, f"ended before it could be killed: {process.communicate()[1]}"
+        assert (said := ended()) is None, f"ended before it could be killed: {said}"
         assert time.monotonic() < limit, "nothing to kill it at"
         time.sleep(0.005)
-    process.send_signal(number)
-    process.wait(timeout=60)
 
 
 def same_result(one: Path, other: Path) -> None:
@@ -66,10 +60,16 @@ POINTS = {
 def test_killed_again_and_again_the_run_ends_the_same(whole: Path, tmp_path: Path) -> None:
     recipe = fresh(whole, tmp_path / "killed")
     for pattern in POINTS.values():
-        process = start_train(str(recipe), "--quiet")
-        kill_when(process, stage_file(recipe.parent, pattern), signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
-    done = train(str(recipe), "--json")
+        process = fork_train(str(recipe), "--quiet", cwd=tmp_path)
+        said = tmp_path / "said.txt"
+        wait_for(
+            stage_file(recipe.parent, pattern),
+            lambda process=process, said=said: None if process.is_alive() else said.read_text(),
+        )
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    done = fledge("train", str(recipe), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ran"][-1] == "eval"
     assert "prepare: up to date" in done.stderr
@@ -79,12 +79,16 @@ def test_killed_again_and_again_the_run_ends_the_same(whole: Path, tmp_path: Pat
 def test_ctrl_c_is_one_line_and_the_next_start_goes_on(whole: Path, tmp_path: Path) -> None:
     recipe = fresh(whole, tmp_path / "interrupted")
     process = start_train(str(recipe), "--quiet")
-    kill_when(process, stage_file(recipe.parent, "fit/*/log.jsonl"), signal.SIGINT)
-    _, stderr = process.communicate()
+    wait_for(
+        stage_file(recipe.parent, "fit/*/log.jsonl"),
+        lambda: None if process.poll() is None else process.communicate()[1],
+    )
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.count("\n") == 1, stderr
     assert "the same command goes on from" in stderr
-    done = train(str(recipe))
+    done = fledge("train", str(recipe), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "fit: going on where it was interrupted" in done.stderr
     same_result(whole, recipe.parent)

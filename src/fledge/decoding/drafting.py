@@ -5,7 +5,7 @@ overwrite what the drafter had made up at those positions: the resynchronisation
 Both leave the drafter's cache with exactly the settled rows in it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,8 +78,9 @@ def draft_tree(drafter: Drafter, cache: DenseCache, settled: SettledRows, depth:
     scores = head.new_zeros(1, dtype=torch.float32)
     seen = torch.ones(1, 0, dtype=torch.bool, device=head.device)  # [frontier, drafted rows]: own path in the cache
     for level in range(depth):
-        logprobs = drafter.full_vocab_logits(head).float().log_softmax(-1)
-        expansion = expand(scores, logprobs, shape.width)
+        logits, offsets = drafter.distinct_logits(head)
+        found = expand(scores, logits.float().log_softmax(-1), shape.width)
+        expansion = replace(found, tokens=found.tokens if offsets is None else found.tokens + offsets[found.tokens])
         levels.append(expansion)
         if level == depth - 1:
             break

@@ -16,6 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fledge.kernels.top_rows import first_largest
+
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
@@ -54,18 +56,19 @@ class DraftTree:
 def expand(scores: Tensor, logprobs: Tensor, width: int) -> Expansion:
     """Draft one level: the best `width` continuations of each frontier node, and the best `width` of them all.
 
+    Equals go by number, and what is not a number is the worst there is.
     `scores` is [..., frontier] and `logprobs` [..., frontier, vocab], the drafter's log-softmax after each frontier
     node. The first level has the root for its frontier: scores of [0] and logprobs of [1, vocab]. The frontier of
     the next level is `expansion.frontier`, with the scores at those places.
     """
     per_node = min(width, logprobs.shape[-1])
-    best, tokens = logprobs.topk(per_node, dim=-1)  # [..., frontier, per_node]
-    # A log-softmax may round to a hair above zero, and a broken drafter's is no number, which sorts before all others.
-    # A child must never outscore its parent: the tree would fall apart, and a token be accepted that nobody chose.
-    best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    best, tokens = first_largest(logprobs, per_node)  # [..., frontier, per_node]
+    # A log-softmax may round to a hair above zero. A child must never outscore its parent: the tree would fall apart,
+    # and a token be accepted that nobody chose.
+    best = best.clamp(max=0.0)
     candidates = (scores[..., None] + best).flatten(-2)
     origins = torch.arange(scores.shape[-1], device=scores.device).repeat_interleave(per_node)
-    frontier = candidates.topk(min(width, candidates.shape[-1])).indices
+    _, frontier = first_largest(candidates, min(width, candidates.shape[-1]))
     return Expansion(
         tokens=tokens.flatten(-2), origins=origins.expand(candidates.shape), scores=candidates, frontier=frontier
     )
@@ -105,11 +108,16 @@ def rank(levels: Sequence[Expansion], budget: int) -> DraftTree:
 
 def tree_size(*, depth: int, width: int, budget: int, vocab_size: int) -> int:
     """Return how many nodes `rank` keeps after `depth` levels of `expand`."""
-    candidates, frontier = 0, 1
-    for _ in range(depth):
-        level = frontier * min(width, vocab_size)
-        candidates, frontier = candidates + level, min(width, level)
-    return min(budget, candidates)
+    widths = level_widths(depth=depth, width=width, vocab_size=vocab_size)
+    return min(budget, min(width, vocab_size) * sum(widths))
+
+
+def level_widths(*, depth: int, width: int, vocab_size: int) -> list[int]:
+    """Return how many nodes each of `depth` levels continues: the root, then frontiers."""
+    widths = [1]
+    while len(widths) < depth:
+        widths.append(min(width, widths[-1] * min(width, vocab_size)))
+    return widths
 
 
 def visibility(parents: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.sampling import SamplingRows
-from fledge.decoding.tree import DraftTree, tree_size
+from fledge.decoding.tree import DraftTree, level_widths, tree_size
 from fledge.devices import choose_dtype
 from fledge.engine.config import EngineConfig
 from fledge.engine.request import Request
@@ -41,11 +41,14 @@ class DeviceState:
         self.sample_drafts = config.sample_drafts  # sampled requests: draft at random, accept by rejection
         self.block_size = config.block_size or (64 if self.device.type == "cuda" else 16)
         self.tree: TreeShape | None = None  # draft trees instead of chains
+        self.draft_vocab = self.vocab_size if drafter is None else drafter.config.draft_vocab_size
         nodes = scratch = 0
+        levels: list[int] = []  # how many rows of each the drafter reads as a tree grows
         speculation, depth = config.speculative_config, config.max_depth
         if speculation is not None and speculation.tree_width is not None:
             self.tree = TreeShape(width=speculation.tree_width, budget=speculation.tree_budget)
-            nodes = self._tree_nodes(self.tree, depth)
+            nodes = self.tree_nodes(depth)
+            levels = level_widths(depth=depth, width=self.tree.width, vocab_size=self.draft_vocab)[1:]
             scratch = max(nodes + 1, self.tree.width * depth)  # where trees are laid out, beyond a sequence's end
         # Slots a request needs beyond its known tokens: one unread round, one to run, its drafts, and room for trees.
         self.lookahead = 3 * (depth + 1) + scratch
@@ -68,6 +71,9 @@ class DeviceState:
         self.tree_tokens = column(torch.int64, nodes)
         self.tree_parents = column(torch.int64, nodes, fill=-1)
         self.tree_depths = column(torch.int64, nodes, fill=1)
+        self.tree_masks = column(torch.int64, nodes + 1, fill=1)
+        read_depths = self.tensor([level for level, width in enumerate(levels) for _ in range(width)])
+        self.read_depths = read_depths.expand(rows, -1)  # of what the drafter reads as a tree grows; never written
         self.draft_probs = column(torch.float32, max(depth, 1), self.vocab_size if config.sample_drafts else 0)
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
         self.sampling = SamplingRows(  # penalties and biases are the host's business: see `HostSampler`
@@ -136,7 +142,7 @@ class DeviceState:
         """Return what a round of `rows` [batch] verifies: chains [batch, depth], or trees of `depth` levels."""
         if depth == 0 or self.tree is None:
             return self.drafts[rows, :depth] if depth else None
-        nodes = self._tree_nodes(self.tree, depth)
+        nodes = self.tree_nodes(depth)
         tokens = self.tree_tokens[rows, :nodes]
         return DraftTree(
             tokens=tokens,
@@ -168,9 +174,11 @@ class DeviceState:
             depths=depths,
         )
 
-    def _tree_nodes(self, tree: TreeShape, depth: int) -> int:
+    def tree_nodes(self, depth: int) -> int:
         """Return how many nodes of a tree of `depth` levels are verified."""
-        nodes = tree_size(depth=depth, width=tree.width, budget=tree.budget, vocab_size=self.vocab_size)
+        tree = self.tree
+        assert tree is not None
+        nodes = tree_size(depth=depth, width=tree.width, budget=tree.budget, vocab_size=self.draft_vocab)
         if nodes + 1 > MAX_TREE_ROWS or tree.width * (depth - 1) > MAX_TREE_ROWS:
             raise ConfigError(
                 f"a tree of width {tree.width}, depth {depth} and {nodes} nodes is too large: at most "

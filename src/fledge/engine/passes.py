@@ -7,21 +7,20 @@ said simply, for one sequence.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge.decoding.acceptance import accept_rejection, accept_tree
-from fledge.decoding.drafting import TreeShape
+from fledge.decoding.acceptance import accept_rejection
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import choose
-from fledge.decoding.tree import DraftTree, Expansion, expand, rank, visibility
 from fledge.engine.device_state import DeviceState
 from fledge.engine.sampler import LogprobsTensors, Sampler
 from fledge.engine.scheduler import Chunk
+from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
 from fledge.kernels.accept import accept_chain, accept_greedy
 from fledge.kernels.round_ends import (
@@ -30,11 +29,11 @@ from fledge.kernels.round_ends import (
     draft_places,
     open_round,
     settle_round,
-    slots_of,
 )
 from fledge.kernels.timestamp import timestamp
-from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass, RoundPass
-from fledge.models.drafter.base import Drafter
+from fledge.kernels.tree_ends import OpenedTrees
+from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass
+from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetStates
 
 ALIGNMENT = 16  # numbers: kernels are compiled anew for tensors that begin at odd addresses
@@ -87,18 +86,18 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) 
     rows, width = sampler.rows, verify + 1
     clock = RoundClock(rows.device)
     clock.mark()
-    opened = open_round(rows, state, verify=verify, block_size=state.block_size)
-    tree = state.drafted(rows, verify) if verify and state.tree is not None else None
-    if isinstance(tree, DraftTree):
-        fed, storage = _lay_out_trees(state, rows, opened, tree)
+    opened = open_round(rows, state, verify=verify, block_size=state.block_size, ahead=state.lookahead)
+    fed: OpenedRound | OpenedTrees = opened
+    if verify and state.tree is not None:
+        fed, storage = lay_out_trees(state, rows, opened, verify)
     else:
-        fed, storage = opened, state.storage(state.target_cache, opened.tables, opened.context, opened.slots)
+        storage = state.storage(state.target_cache, opened.tables, opened.context, opened.slots)
     aux_layer_ids = state.drafter.aux_layer_ids if state.drafter is not None and draft else ()
     states = state.target(fed.tokens, fed.positions, storage, aux_layer_ids)
     logits = state.target.logits(states.final)  # [batch * rows fed, vocab]
     clock.mark()
-    if isinstance(tree, DraftTree):
-        tokens, accepted, states = _accept_trees(state, sampler, fed, tree, logits, states)
+    if isinstance(fed, OpenedTrees):
+        tokens, accepted, states = accept_paths(state, sampler, opened, fed, logits, states, verify)
     else:
         tokens, accepted = _accept_chains(state, sampler, opened, logits)
     settled = settle_round(rows, state, opened, tokens, accepted, depth=draft, block_size=state.block_size)
@@ -147,50 +146,6 @@ def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, lo
     return tokens, accepted
 
 
-def _lay_out_trees(
-    state: DeviceState, rows: Tensor, opened: OpenedRound, tree: DraftTree
-) -> tuple[OpenedRound, RoundPass]:
-    """Return what the target reads of whole trees, and where: node n is stored at slot length + 1 + n."""
-    length, tables = opened.context, state.block_tables[rows]
-    depths = torch.cat([torch.zeros_like(length)[:, None], tree.depths], dim=1)  # [batch, nodes + 1]
-    stored = length[:, None] + torch.arange(depths.shape[1], device=rows.device)
-    fed = replace(
-        opened,
-        tokens=torch.cat([state.last_token[rows, None], tree.tokens], dim=1).flatten(),
-        positions=(length[:, None] + depths).flatten(),
-        slots=slots_of(tables, stored, state.block_size).flatten(),
-        tables=tables,
-    )
-    mask = visibility(tree.parents)
-    return fed, state.storage(state.target_cache, tables, length, fed.slots, tree_mask=mask, depths=depths)
-
-
-def _accept_trees(
-    state: DeviceState, sampler: Sampler, fed: OpenedRound, tree: DraftTree, logits: Tensor, states: TargetStates
-) -> tuple[Tensor, Tensor, TargetStates]:
-    """Accept a path down each tree, and move its keys and values to its positions.
-
-    Returns tokens and accepted as `_accept_chains`, and the states of the path in order, then of padding.
-    """
-    batch, width, depth, device = len(fed.context), tree.tokens.shape[1] + 1, tree.max_depth, logits.device
-    choices = sampler.choices(logits, fed.positions.view(batch, width) + 1).view(batch, width)
-    path = accept_tree(tree, choices, depth_limits=fed.drafted)
-
-    # Rows after the path's end stay where they are (source = destination) and are overwritten by the next round.
-    places = torch.arange(depth + 1, device=device).expand(batch, -1)
-    on_path = places <= path.accepted[:, None]
-    source = torch.where(on_path, torch.cat([places[:, :1], path.nodes + 1], dim=1), places)  # verify rows
-    moved_from = slots_of(fed.tables, fed.context[:, None] + source, state.block_size)
-    moved_to = slots_of(fed.tables, fed.context[:, None] + places, state.block_size)
-    state.target_cache.move(moved_from.flatten(), moved_to.flatten())
-
-    flat = (torch.arange(batch, device=device)[:, None] * width + source.clamp(max=width - 1)).flatten()
-    if sampler.wants_logprobs:
-        sampler.record_logprobs(logits[flat], path.tokens)
-    settled = TargetStates(final=states.final[flat], aux=None if states.aux is None else states.aux[flat])
-    return path.tokens, path.accepted, settled
-
-
 def _extend_drafter(
     state: DeviceState,
     rows: Tensor,
@@ -216,8 +171,8 @@ def _extend_drafter(
             state.drafts[rows, :depth] = drafts
             return deepest
         out = drafter(settled.tokens, drafter.fuse(states), positions, storage)
-        head, feature = out.head[settled.last_rows], out.feature[settled.last_rows]
-        return _draft_trees(state, drafter, rows, head, feature, depth, state.tree) if depth and state.tree else head
+        last = DraftStates(head=out.head[settled.last_rows], feature=out.feature[settled.last_rows])
+        return draft_trees(state, drafter, rows, settled.places.tables, last, depth) if depth else last.head
     except Exception as error:
         raise DrafterError(describe(error)) from error
 
@@ -233,64 +188,6 @@ def _sample_drafts(state: DeviceState, drafter: Drafter, rows: Tensor, head: Ten
     state.draft_probs[rows, step] = probs
     # The settled row is at length - 1 and predicts the token at length + 1.
     return choose(probs, uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
-
-
-def _draft_trees(
-    state: DeviceState, drafter: Drafter, rows: Tensor, head: Tensor, feature: Tensor, depth: int, shape: TreeShape
-) -> Tensor:
-    """Grow a tree for each row, level by level, from the drafter's states [batch, hidden] at the last settled row.
-
-    The rows of earlier levels are fed again with each level: attention is told who sees whom within one pass only,
-    and the drafter is small. They sit behind the settled rows and are overwritten by the next round.
-    """
-    assert state.drafter_cache is not None
-    batch, device = len(rows), rows.device
-    tables, length = state.block_tables[rows], state.length[rows]
-    head, feature = head[:, None], feature[:, None]  # [batch, frontier, hidden]
-    scores = torch.zeros(batch, 1, device=device)
-    tokens = depths = torch.zeros(batch, 0, dtype=torch.int64, device=device)  # of all rows drafted so far
-    features = feature[:, :0]
-    mask = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)  # which drafted row sees which
-    levels: list[Expansion] = []
-    for level in range(depth):
-        logprobs = drafter.full_vocab_logits(head).float().log_softmax(-1)  # [batch, frontier, vocab]
-        expansion = expand(scores, logprobs, shape.width)
-        levels.append(expansion)
-        if level + 1 == depth:
-            break
-        grown = expansion.frontier  # [batch, width]
-        origins = expansion.origins.gather(1, grown)
-        scores = expansion.scores.gather(1, grown)
-        mask = _with_children(mask, origins, previous=head.shape[1] if level else 0)
-        tokens = torch.cat([tokens, expansion.tokens.gather(1, grown)], dim=1)
-        features = torch.cat([features, feature.gather(1, origins[..., None].expand(-1, -1, feature.shape[-1]))], dim=1)
-        depths = torch.cat([depths, torch.full_like(grown, level)], dim=1)
-        stored = length[:, None] + torch.arange(tokens.shape[1], device=device)
-        slots = slots_of(tables, stored, state.block_size).flatten()
-        storage = state.storage(state.drafter_cache, tables, length, slots, tree_mask=mask, depths=depths)
-        out = drafter(tokens.flatten(), features.flatten(0, 1), (length[:, None] + depths).flatten(), storage)
-        head = out.head.view(batch, -1, out.head.shape[-1])[:, -grown.shape[1] :]
-        feature = out.feature.view(batch, -1, out.feature.shape[-1])[:, -grown.shape[1] :]
-    tree = rank(levels, shape.budget)
-    nodes = tree.tokens.shape[1]  # a shallower tree than the deepest may have fewer
-    state.tree_tokens[rows, :nodes] = tree.tokens
-    state.tree_parents[rows, :nodes] = tree.parents
-    state.tree_depths[rows, :nodes] = tree.depths
-    return head.flatten(1)
-
-
-def _with_children(mask: Tensor, origins: Tensor, *, previous: int) -> Tensor:
-    """Add the rows of `origins` [batch, width] to the mask [batch, n, n].
-
-    Each sees itself and what its origin, one of the `previous` rows of the last level, sees.
-    """
-    (batch, width), drafted = origins.shape, mask.shape[1]
-    inherited = mask.new_zeros(batch, width, drafted)
-    if drafted:
-        inherited = mask[:, drafted - previous :].gather(1, origins[..., None].expand(-1, -1, drafted))
-    own = torch.eye(width, dtype=torch.bool, device=mask.device).expand(batch, -1, -1)
-    above = torch.cat([mask, mask.new_zeros(batch, drafted, width)], dim=2)
-    return torch.cat([above, torch.cat([inherited, own], dim=2)], dim=1)
 
 
 @dataclass(frozen=True)

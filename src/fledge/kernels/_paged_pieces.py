@@ -11,7 +11,7 @@ from fledge.kernels._overlap import begin_overlapped, let_successor_in
 from fledge.kernels._triton import softmax_step, tl, triton
 
 
-@triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "row_blocks"])
+@triton.jit(do_not_specialize=["window", "batch", "num_queries", "num_keys", "slots", "min_split", "row_blocks"])
 def piece_kernel(
     attended,
     results,
@@ -22,6 +22,7 @@ def piece_kernel(
     window,
     batch,
     num_queries,
+    num_keys,
     slots,
     min_split,
     row_blocks,
@@ -29,7 +30,7 @@ def piece_kernel(
     key_strides,
     value_strides,
     table_stride,
-    tree_strides,
+    tree_batch_stride,
     depth_batch_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -39,7 +40,6 @@ def piece_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -54,12 +54,11 @@ def piece_kernel(
     query_batch_stride, query_stride, query_head_stride = query_strides
     key_block_stride, key_token_stride, key_head_stride = key_strides
     value_block_stride, value_token_stride, value_head_stride = value_strides
-    tree_batch_stride, tree_row_stride, tree_column_stride = tree_strides
     kv_head = tl.program_id(0) // row_blocks
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(1)
 
-    limits = (batch, num_queries, window, slots, min_split)
+    limits = (batch, num_keys, window, slots, min_split)
     numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
@@ -67,7 +66,7 @@ def piece_kernel(
         return
     first_unit, pieces = _units_of(sequence, numbers, cut)
     context = tl.load(lengths_ptr + sequence).to(tl.int32)
-    begin, span = _key_span(context, num_queries, window, BLOCK_N, WINDOW)
+    begin, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW)
     length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
     first = begin + (unit - first_unit) * length
     last = tl.minimum(first + length, begin + span)
@@ -84,15 +83,10 @@ def piece_kernel(
 
     depth = number
     if TREE:
-        column = tl.arange(0, BLOCK_Q)
-        tree_at = (
-            sequence * tree_batch_stride + number[:, None] * tree_row_stride + column[None, :] * tree_column_stride
-        )
-        in_tree = row_inside[:, None] & (column < num_queries)[None, :]
-        ancestor = tl.load(tree_ptr + tree_at, mask=in_tree, other=0).to(tl.int64)
-        ancestors = tl.sum(ancestor << column[None, :].to(tl.int64), axis=1)  # [rows] one bit for each query
+        ancestors = tl.load(tree_ptr + sequence * tree_batch_stride + number, mask=row_inside, other=0)  # bits
         if WINDOW:
-            depth = tl.load(depths_ptr + sequence * depth_batch_stride + number, mask=row_inside, other=0).to(tl.int32)
+            own_depth = depths_ptr + sequence * depth_batch_stride + num_keys - num_queries + number
+            depth = tl.load(own_depth, mask=row_inside, other=0).to(tl.int32)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -115,7 +109,7 @@ def piece_kernel(
         value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kv_inside, other=0.0)
 
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        own = key_number - context  # the key's number within this pass, negative before it
+        own = key_number - context  # the key's number after the context, negative before
         if TREE:
             bit = (ancestors[:, None] >> tl.maximum(own, 0)[None, :].to(tl.int64)) & 1
             visible = inside[None, :] & ((own < 0)[None, :] | (bit != 0))
@@ -142,13 +136,14 @@ def piece_kernel(
         tl.store(lse_ptr + partial_at, peak + tl.log2(total), mask=row_inside)
 
 
-@triton.jit(do_not_specialize=["window", "batch", "num_queries", "slots", "min_split", "num_rows"])
+@triton.jit(do_not_specialize=["window", "batch", "num_queries", "num_keys", "slots", "min_split", "num_rows"])
 def combine_kernel(
     results,
     lengths_ptr,
     window,
     batch,
     num_queries,
+    num_keys,
     slots,
     min_split,
     num_rows,
@@ -168,7 +163,7 @@ def combine_kernel(
     out_ptr, partial_ptr, lse_ptr = results
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
-    limits = (batch, num_queries, window, slots, min_split)
+    limits = (batch, num_keys, window, slots, min_split)
     numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
     first_unit, pieces = _units_of(sequence, numbers, cut)
     if pieces == 1:
@@ -215,10 +210,10 @@ def _cut(lengths_ptr, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WIND
 
     All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
     """
-    batch, num_queries, window, slots, min_split = limits
+    batch, num_keys, window, slots, min_split = limits
     sequence = tl.arange(0, BLOCK_B)
     context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
-    _, span = _key_span(context, num_queries, window, BLOCK_N, WINDOW)
+    _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW)
     span = tl.where(sequence < batch, span, 0)
     length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)
     pieces = tl.maximum((2 * span + length) // (2 * length), 1)  # to the nearest
@@ -226,9 +221,9 @@ def _cut(lengths_ptr, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WIND
 
 
 @triton.jit
-def _key_span(context, num_queries, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+def _key_span(context, num_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
     """Return the first key any query of a sequence sees, rounded down to a step, and the number of keys from it on."""
     begin = context * 0
     if WINDOW:
         begin = tl.maximum(context - window + 1, 0) // BLOCK_N * BLOCK_N
-    return begin, tl.maximum(context + num_queries - begin, 0)
+    return begin, tl.maximum(context + num_keys - begin, 0)

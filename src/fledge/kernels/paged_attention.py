@@ -43,7 +43,7 @@ def paged_attention(
     max_context: int | None = None,
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
-    query_depths: Tensor | None = None,
+    key_depths: Tensor | None = None,
     launch: SplitLaunch | None = None,
 ) -> Tensor:
     """Return the attention [batch, queries, heads, head_dim] of new tokens whose keys and values are stored already.
@@ -52,11 +52,11 @@ def paged_attention(
     any strides but 1 in the last dimension; `block_tables` [batch, max_blocks] int32; `context_lens` [batch] is the
     number of keys before this pass. Key n of a row lives in block `block_tables[row, n // block_size]`.
 
-    Chain: query i sees keys 0 to context_len + i. Tree, with `tree_mask` [batch or 1, queries, queries] bool: it
-    sees all keys before the pass, and key context_len + j if `tree_mask[i, j]`; at most 64 queries. With a
-    `sliding_window`, of those only keys at positions above its own minus the window; positions in a tree are
-    context_len + `query_depths` [batch or 1, queries]. A query that sees nothing (a context_len below zero says
-    "no row here") gets zeros.
+    Chain: query i sees keys 0 to context_len + i. Tree: the last of at most 64 keys after the context are the queries'
+    own; it sees the context, and key context_len + j if bit j of its `tree_mask` [batch or 1, queries] int64 is set.
+    `key_depths` [batch or 1, keys] are their positions less the context. With a `sliding_window`, of those only keys
+    at positions above its own minus the window. A query that sees nothing (a context_len below zero says "no row
+    here") gets zeros.
 
     `max_context` bounds `context_lens` on the host, by default by the width of the block table. Triton's only: on a CPU
     a storage uses `attend_blocks`, with a mask that is the same for all layers.
@@ -65,10 +65,12 @@ def paged_attention(
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     rows = queries * group
-    if tree_mask is not None:
-        assert queries <= 64, "a row of a tree mask is kept in 64 bits"
-        assert tree_mask.shape[-2:] == (queries, queries)
-        assert sliding_window is None or query_depths is not None, "a window in a tree needs the depths"
+    num_keys = queries  # after the context
+    if tree_mask is not None and key_depths is not None:
+        num_keys = key_depths.shape[1]
+        assert queries <= num_keys <= 64, "a row of a tree mask has 64 bits"
+        assert tree_mask.shape[1] == queries
+        assert tree_mask.stride(1) == key_depths.stride(1) == 1
     if max_context is None:
         max_context = block_tables.shape[1] * key_cache.shape[1]
     launch = launch or choose_launch(query, kv_heads)
@@ -76,7 +78,7 @@ def paged_attention(
     # The block in which a window begins is taken whole.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
     # Of one sequence, as `_cut` of the kernel has it.
-    most_pieces = max(1, (2 * (longest + queries) + launch.min_split) // (2 * launch.min_split))
+    most_pieces = max(1, (2 * (longest + num_keys) + launch.min_split) // (2 * launch.min_split))
     units = min(launch.slots + batch, batch * most_pieces)
     direct = most_pieces == 1
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -85,7 +87,7 @@ def paged_attention(
         partial = torch.empty(units, kv_heads, rows, head_dim, dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(units, kv_heads, rows, dtype=torch.float32, device=query.device)
     row_blocks = -(-rows // launch.block_m)
-    cut = (sliding_window or 0, batch, queries, launch.slots, launch.min_split)
+    cut = (sliding_window or 0, batch, queries, num_keys, launch.slots, launch.min_split)
     # Few compiled variants for all batch sizes.
     block_b = next(size for size in (1, 64, 512, next_power_of_two(batch)) if size >= batch)
     shared: dict[str, Any] = {
@@ -101,8 +103,8 @@ def paged_attention(
         (query, key_cache, value_cache),
         (out, partial, partial_lse),
         (block_tables, context_lens),
-        query if tree_mask is None else tree_mask.view(torch.uint8),
-        query if query_depths is None else query_depths,
+        query if tree_mask is None else tree_mask,
+        query if key_depths is None else key_depths,
         scale / math.log(2),
         *cut,
         row_blocks,
@@ -110,12 +112,11 @@ def paged_attention(
         key_cache.stride()[:3],
         value_cache.stride()[:3],
         block_tables.stride(0),
-        (0, 0, 0) if tree_mask is None else tree_mask.expand(batch, -1, -1).stride(),
-        0 if query_depths is None or query_depths.shape[0] == 1 else query_depths.stride(0),
+        0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
+        0 if key_depths is None or key_depths.shape[0] == 1 else key_depths.stride(0),
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_M=launch.block_m,
         BLOCK_D=max(16, next_power_of_two(head_dim)),
-        BLOCK_Q=next_power_of_two(queries) if tree_mask is not None else 1,
         TREE=tree_mask is not None,
         DIRECT=direct,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -169,27 +170,26 @@ def visible_keys(
     length: int,
     sliding_window: int | None,
     tree_mask: Tensor | None,
-    query_depths: Tensor | None,
+    key_depths: Tensor | None,
 ) -> Tensor:
-    """Return which keys each query sees, bool [batch, queries, length]."""
+    """Return which keys each query sees, bool [batch, queries, length]; `paged_attention` tells the arguments."""
     context = context_lens.long()[:, None]  # [batch, 1]
     key = torch.arange(length, device=context.device)
     steps = torch.arange(queries, device=context.device)
-    depths = steps[None] if query_depths is None else query_depths.long()
-    own = key - context  # [batch, length] the number of the key within this pass, negative before it
+    depths = steps[None] if key_depths is None else key_depths.long()
+    own = key - context  # [batch, length] the number of the key after the context, negative before it
     if tree_mask is None:
         visible = own[:, None] <= steps[:, None]
     else:
-        in_pass = (own >= 0) & (own < queries)
-        column = own.clamp(0, queries - 1)[:, None].expand(-1, queries, -1)
-        seen = tree_mask.expand(context.shape[0], -1, -1).gather(2, column)
-        visible = (own < 0)[:, None] | (seen & in_pass[:, None])
+        last = depths.shape[1] - 1
+        seen = (tree_mask[..., None] >> own.clamp(0, last)[:, None]) & 1
+        visible = (own < 0)[:, None] | ((seen != 0) & (own <= last)[:, None])
     if sliding_window is not None:
         key_position = key.expand(context.shape[0], -1)
         if tree_mask is not None:
-            own_depth = depths.expand(context.shape[0], -1).gather(1, own.clamp(0, queries - 1))
+            own_depth = depths.expand(context.shape[0], -1).gather(1, own.clamp(0, last))
             key_position = torch.where(own < 0, key_position, context + own_depth)
-        distance = (context + depths)[:, :, None] - key_position[:, None]
+        distance = (context + depths[:, -queries:])[:, :, None] - key_position[:, None]
         visible = visible & (distance < sliding_window)
     return visible
 

@@ -71,11 +71,14 @@ class SettledRound:
         return cls(tokens=rows.new_empty(len(rows) * width), last_rows=rows.new_empty(len(rows)), places=places)
 
 
-def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) -> OpenedRound:
-    """Gather the inputs of a round that verifies `verify` drafts of each row."""
+def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int, ahead: int = 0) -> OpenedRound:
+    """Gather the inputs of a round that verifies `verify` drafts of each row.
+
+    Neither it nor the drafts after it reach `ahead` tokens beyond the context, if they are no chains.
+    """
     if not runs_triton(rows):
         native = cpu_kernel("open_round", rows, state.drafts, state.block_tables)
-        return (native or open_round_reference)(rows, state, verify=verify, block_size=block_size)
+        return (native or open_round_reference)(rows, state, verify=verify, block_size=block_size, ahead=ahead)
     width, max_blocks = verify + 1, state.block_tables.shape[1]
     opened = OpenedRound.empty(rows, width=width, max_blocks=max_blocks)
     _open_kernel[(len(rows),)](
@@ -87,14 +90,17 @@ def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) 
         WIDTH=width,
         BLOCK=next_power_of_two(width),
         BLOCK_SIZE=block_size,
-        AHEAD=width + state.drafts.shape[1],  # the farthest that this round and the drafts after it reach
+        AHEAD=max(ahead, width + state.drafts.shape[1]),  # the farthest that this round and the drafts after it reach
         COPY=256,
         num_warps=1,
     )
     return opened
 
 
-def open_round_reference(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) -> OpenedRound:
+def open_round_reference(
+    rows: Tensor, state: RoundRows, *, verify: int, block_size: int, ahead: int = 0
+) -> OpenedRound:
+    del ahead  # tables are taken whole
     tables, context = state.block_tables[rows], state.length[rows]
     positions = context[:, None] + torch.arange(verify + 1, device=rows.device)
     return OpenedRound(

@@ -16,6 +16,7 @@ from fledge.kernels._triton import runs_triton
 from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
+from fledge.kernels.tree_ends import move_rows
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.config import KVCacheSpec
 
@@ -40,10 +41,9 @@ class PagedCache:
         self.values = torch.zeros(*rows, spec.value_dim, dtype=dtype, device=device)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy the rows of all layers from slots `source` [n] to slots `destination` [n]; all are read first."""
-        for side in (self.keys, self.values):
-            flat = side.flatten(1, 2)  # [layers, slots, kv_heads, head_dim]: a view
-            flat[:, destination] = flat[:, source]
+        """Move rows of all layers, from slots to slots [batch, n], as `move_rows` does."""
+        keys, values = (side.flatten(1, 2).flatten(2) for side in (self.keys, self.values))  # views
+        move_rows(keys, values, source, destination)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Make blocks as good as new: what is not a number must not be left where masked rows are multiplied."""
@@ -104,8 +104,9 @@ class RoundPass(PagedPass):
     """Storage for `batch` sequences with `rows` new tokens each, sequence by sequence."""
 
     rows: int
-    tree_mask: Tensor | None = None  # bool [batch, rows, rows]: which new rows see which, where they are no chain
-    depths: Tensor | None = None  # [batch, rows]: position of each new row less the context, with a tree mask
+    # Where they are no chain, of the tokens after the context, which may have been stored by passes before this one:
+    tree_mask: Tensor | None = None  # [batch, rows] int64: bit n is set if the row sees the n-th of them
+    depths: Tensor | None = None  # [batch or 1, keys]: their positions less the context; the rows are the last
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
@@ -125,14 +126,14 @@ class RoundPass(PagedPass):
             max_context=self.max_context,
             sliding_window=spec.sliding_window,
             tree_mask=self.tree_mask,
-            query_depths=self.depths,
+            key_depths=self.depths,
         )
         return mixed.view(stored.shape)
 
     @cached_property
     def _blocks_in_use(self) -> Tensor:
         """[batch, n]: as many columns of the block tables as the longest sequence has filled."""
-        longest = int(self.context_lens.max()) + self.rows
+        longest = int(self.context_lens.max()) + (self.rows if self.depths is None else self.depths.shape[1])
         return self.block_tables[:, : -(-longest // self.cache.block_size)]
 
     def _mask(self, window: int | None, group: int) -> Tensor:

@@ -14,6 +14,7 @@ from fledge.native.decoder import NativeTarget, lower_layers
 from fledge.native.drafter import lower_drafter
 from fledge.native.linear import pack_linears
 from fledge.native.rows import KERNELS
+from fledge.native.trees import KERNELS as TREE_KERNELS
 
 
 def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetModel, Drafter | None]:
@@ -25,7 +26,7 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
     if target.embed_tokens.weight.device.type != "cpu":
         return target, drafter
     pack_linears(*(model for model in (target, drafter) if model is not None))
-    register_cpu_kernels(KERNELS if compiled.library() is not None else {})
+    register_cpu_kernels({**KERNELS, **TREE_KERNELS} if compiled.library() is not None else {})
     layers = lower_layers(target.layers) if type(target) is TargetModel else None
     if layers is not None:
         target = NativeTarget(target, layers)

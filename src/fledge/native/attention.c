@@ -73,7 +73,7 @@ void finish_heads(const Pass *pass, const Heads *shape, int64_t layer, float *qk
 int64_t attention_scratch(const Pass *pass, const Heads *shape) {
     int64_t longest = 0;
     for (int64_t s = 0; s < pass->sequences; s++)
-        longest = larger(longest, pass->contexts[s] + rows_of(pass, s));
+        longest = larger(longest, pass->contexts[s] + (pass->tree ? pass->tree_keys : rows_of(pass, s)));
     return (QUERIES + OFFSET_FLOATS) * padded(longest) + LANES * padded(shape->head_dim);
 }
 
@@ -108,12 +108,12 @@ static void find_keys(const Tile *tile) {
 /* Whether new token `token` of a tree sees key `key`, which is not after the pass. */
 static int sees(const Tile *tile, int64_t token, int64_t key) {
     const Pass *pass = tile->pass;
-    int64_t context = pass->contexts[tile->sequence], own = key - context, rows = rows_of(pass, tile->sequence);
-    if (own >= 0 && !pass->tree[(tile->sequence * rows + token) * rows + own]) return 0;
+    int64_t context = pass->contexts[tile->sequence], own = key - context, keys = pass->tree_keys;
+    if (own >= 0 && !(pass->tree[tile->sequence * pass->rows + token] >> own & 1)) return 0;
     if (!tile->shape->window) return 1;
-    const int64_t *depths = pass->depths + tile->sequence * rows;
+    const int64_t *depths = pass->depths + tile->sequence * keys;
     int64_t position = own < 0 ? key : context + depths[own];
-    return context + depths[token] - position < tile->shape->window;
+    return context + depths[keys - pass->rows + token] - position < tile->shape->window;
 }
 
 /* LANES keys as the columns of turned [head_dim, LANES]; keys from `to` on are stood in for by the last. */
@@ -266,7 +266,7 @@ void attend(const Pass *pass, const Heads *shape, int64_t layer, const float *qk
                     .row = row,
                     .rows = smaller(most, rows - row),
                 };
-                int64_t last = pass->tree ? rows / group - 1 : token_of(&tile, tile.rows - 1);
+                int64_t last = pass->tree ? pass->tree_keys - 1 : token_of(&tile, tile.rows - 1);
                 tile.to = context < 0 ? 0 : context + last + 1;
                 if (shape->window) {
                     int64_t depth = token_of(&tile, 0);

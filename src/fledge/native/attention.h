@@ -14,8 +14,9 @@ typedef struct {
     const int64_t *contexts;     /* [sequences]: keys before this pass; negative: no sequence here */
     const int32_t *tables;       /* [sequences, table_stride]: blocks */
     int64_t table_stride;
-    const uint8_t *tree;         /* [sequences, rows, rows]: which new rows see which; NULL: a chain */
-    const int64_t *depths;       /* [sequences, rows]: positions in a tree less the context */
+    const int64_t *tree;         /* [sequences, rows]: bit n is set if the row sees key context + n; NULL: a chain */
+    int64_t tree_keys;           /* those keys; the rows' own are the last of them */
+    const int64_t *depths;       /* [sequences, tree_keys]: their positions less the context */
     float *keys, *values;        /* [layers, blocks, block_size, kv_heads, head_dim] */
     int64_t layer_stride, block_size;
     const float *frequencies;    /* [rotary_dim / 2] */

@@ -164,8 +164,8 @@ def pass_struct(tokens: int, rotation: Rotation, storage: PagedPass) -> Any:
         "slots": (storage.slots, torch.int64),
         "contexts": (storage.context_lens, torch.int64),
         "tables": (storage.block_tables, torch.int32),
-        "tree": (tree, torch.bool),
-        "depths": (depths, torch.int64),
+        "tree": (tree, torch.int64),
+        "depths": (depths if depths is None else depths.expand(len(storage.context_lens), -1), torch.int64),
         "frequencies": (rotation.inverse_frequencies, torch.float32),
     }
     return struct(
@@ -173,6 +173,7 @@ def pass_struct(tokens: int, rotation: Rotation, storage: PagedPass) -> Any:
         tokens=tokens,
         sequences=len(storage.context_lens),
         rows=rows,
+        tree_keys=0 if depths is None else depths.shape[1],
         table_stride=storage.block_tables.shape[1],
         keys=keys,
         values=values,

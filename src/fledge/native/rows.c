@@ -6,8 +6,6 @@
 
 #include "vectors.h"
 
-#define PADDING (-1)
-
 /* The first of the largest; as for torch, what is not a number is larger than any. */
 static int64_t argmax(const float *x, int64_t size) {
     vec peaks = (vec){0} - INFINITY;
@@ -35,6 +33,24 @@ void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64
     }
 }
 
+void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *indices) {
+    for (int64_t row = 0; row < rows; row++, x += size, values += count, indices += count) {
+        float least = -INFINITY; /* that a value must exceed once there are enough */
+        for (int64_t i = 0; i < size; i++) {
+            if (i >= count && !(x[i] > least)) continue;
+            float value = x[i] == x[i] ? x[i] : -INFINITY;
+            int64_t at = i < count ? i : count - 1;
+            for (; at > 0 && value > values[at - 1]; at--) {
+                values[at] = values[at - 1];
+                indices[at] = indices[at - 1];
+            }
+            values[at] = value;
+            indices[at] = i;
+            if (i >= count - 1) least = values[count - 1];
+        }
+    }
+}
+
 void fledge_accept(const int64_t *drafts, int64_t drafts_stride, const int64_t *choices, const int64_t *draft_lengths,
                    int64_t batch, int64_t places, int64_t *tokens, int64_t *accepted, int64_t *last) {
     for (int64_t row = 0; row < batch; row++) {
@@ -45,11 +61,6 @@ void fledge_accept(const int64_t *drafts, int64_t drafts_stride, const int64_t *
         accepted[row] = found;
         last[row] = choice[found];
     }
-}
-
-static int64_t slot_at(const int32_t *table, int64_t max_blocks, int64_t position, int64_t block_size) {
-    int64_t block = position / block_size;
-    return table[block < max_blocks ? block : max_blocks - 1] * block_size + position % block_size;
 }
 
 void fledge_open_round(const int64_t *rows, int64_t batch, int64_t width, int64_t block_size, const int64_t *last_token,

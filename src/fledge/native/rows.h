@@ -4,8 +4,18 @@
 
 #include <stdint.h>
 
+#define PADDING (-1)
+
 /* out [rows]: the first of the largest of each row, plus its offset if there are any. */
 void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64_t *offsets, int64_t *out,
                    int threads);
+
+/* values, indices [rows, count]: the largest of each row, equals in order; what is not a number is the smallest. */
+void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *indices);
+
+static inline int64_t slot_at(const int32_t *table, int64_t max_blocks, int64_t position, int64_t block_size) {
+    int64_t block = position / block_size;
+    return table[block < max_blocks ? block : max_blocks - 1] * block_size + position % block_size;
+}
 
 #endif

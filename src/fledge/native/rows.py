@@ -18,6 +18,15 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
     return out
 
 
+def first_largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    size = values.shape[-1]
+    found = torch.empty(*values.shape[:-1], count)
+    indices = torch.empty_like(found, dtype=torch.int64)
+    if count:
+        required().fledge_first_largest(values.contiguous(), values.numel() // size, size, count, found, indices)
+    return found, indices
+
+
 def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | None = None) -> ChainOutcome:
     batch, places = choices.shape
     outcome = ChainOutcome.empty(batch, places, choices.device)
@@ -25,7 +34,8 @@ def accept_chain(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | Non
     return outcome
 
 
-def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int) -> OpenedRound:
+def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int, ahead: int = 0) -> OpenedRound:
+    del ahead  # tables are taken whole
     max_blocks = state.block_tables.shape[1]
     opened = OpenedRound.empty(rows, width=verify + 1, max_blocks=max_blocks)
     required().fledge_open_round(
@@ -79,5 +89,5 @@ def settle_round(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (argmax_rows, accept_chain, open_round, settle_round)
+    function.__name__: function for function in (argmax_rows, first_largest, accept_chain, open_round, settle_round)
 }

@@ -305,26 +305,26 @@ def draft_tree(drafter: Tensor, root: int, *, width: int = 3, budget: int = 9) -
 
 
 def tree_round(state: State, trees: list[DraftTree]) -> Accepted:
-    """One tree for each sequence, verified with the histories and positions of its nodes."""
-    tokens, accepted = [], []
-    history, last = state.history, state.last.tolist()
-    for b, root in enumerate(last):
-        if state.emitted[b] >= LENGTH:
-            tokens.append(torch.full((DEPTH + 1,), -1))
-            accepted.append(torch.tensor(0))
+    """A tree for each sequence, verified with its nodes' histories and positions: those with one root at once."""
+    tokens = torch.full((len(state.seeds), DEPTH + 1), -1)
+    accepted = torch.zeros(len(state.seeds), dtype=torch.int64)
+    history, last = state.history, state.last
+    for root, tree in enumerate(trees):
+        busy = ((last == root) & (state.emitted < LENGTH)).nonzero()[:, 0]
+        if not len(busy):
             continue
-        tree = trees[root]
-        own = TokenHistory(
-            prompt_mask=history.prompt_mask[b : b + 1], output_counts=history.output_counts[b : b + 1]
-        ).after_tree(tree.tokens[None], visibility(tree.parents)[None])
-        contexts = torch.cat([torch.tensor([root]), tree.tokens])
+        own = TokenHistory(prompt_mask=history.prompt_mask[busy], output_counts=history.output_counts[busy]).after_tree(
+            tree.tokens.expand(len(busy), -1), visibility(tree.parents).expand(len(busy), -1, -1)
+        )
+        contexts = torch.cat([torch.tensor([root]), tree.tokens]).repeat(len(busy))
         depths = torch.cat([torch.tensor([0]), tree.depths])
         probs = distribution(TARGET[contexts], state.rows(contexts.numel()), history=own)
-        positions = len(PROMPT) + state.emitted[b] + depths
-        path = accept_tree(tree, choose(probs, uniform(state.seeds[b], positions, Stream.CHOICE)))
-        tokens.append(path.tokens)
-        accepted.append(path.accepted)
-    return Accepted(tokens=torch.stack(tokens), accepted=torch.stack(accepted))
+        positions = len(PROMPT) + state.emitted[busy, None] + depths
+        choices = choose(probs, uniform(state.seeds[busy, None], positions, Stream.CHOICE).flatten())
+        for b, chosen in zip(busy.tolist(), choices.view(len(busy), -1), strict=True):
+            path = accept_tree(tree, chosen)
+            tokens[b], accepted[b] = path.tokens, path.accepted
+    return Accepted(tokens=tokens, accepted=accepted)
 
 
 @pytest.mark.parametrize(("params", "sequences"), [(SHAPED, 2000), (GREEDY, 4)], ids=["shaped", "greedy"])

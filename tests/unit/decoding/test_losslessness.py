@@ -44,6 +44,7 @@ class Request:
     max_length: int | None
     eos_ids: tuple[int, ...]
 
+    @torch.inference_mode()
     def run(self, target: TargetModel, speculation: Speculation | None = None) -> list[Round]:
         return list(
             generate(
@@ -255,6 +256,7 @@ def exact_outputs(case: Case, table: np.ndarray, emitted: tuple[int, ...] = ()) 
     }
 
 
+@torch.inference_mode()
 def sample(case: Case, sequences: int = SEQUENCES) -> tuple[Counter[tuple[int, ...]], Counter[tuple[int, int]]]:
     """Run the loop once for each seed; return the outputs, and the rounds by (drafted, accepted)."""
     target = ToyTarget(TABLE)

@@ -210,8 +210,9 @@ def test_sampled_drafts_do_not_change_the_tokens_of_a_request_that_has_none() ->
     assert answers(engine, [quiet, loud])[0] == answer_of(quiet)[0]
 
 
-def test_seeded_answers_do_not_depend_on_depth_or_tree() -> None:
-    asks = [sampled(TEXT[:4], 16, seed=seed, top_p=0.9) for seed in range(4)]
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.3}])
+def test_seeded_answers_do_not_depend_on_depth_or_tree(settings: dict[str, float]) -> None:
+    asks = [sampled(TEXT[:4], 16, seed=seed, **settings) for seed in range(4)]
     expected = [answer_of(ask)[0] for ask in asks]
     assert len({tuple(tokens) for tokens in expected}) == 4
     for depth, tree in ((0, None), (1, None), (6, None), (3, TREE)):

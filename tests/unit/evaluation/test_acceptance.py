@@ -98,7 +98,7 @@ def test_drafters_are_exchanged_and_count_what_the_engine_counts(meter: Acceptan
         assert measured.tokens == sum(len(turn.answer_token_ids) for turn in found.turns)
         llm = LLM(
             pair / "target",
-            speculative_config={"model": str(pair / "full"), "num_speculative_tokens": depth},
+            speculative_config={"model": str(pair / "full"), "num_speculative_tokens": depth, "adaptive": False},
             device="cpu",
         )
         outputs = llm.chat([[USER], [AND]], SamplingParams(temperature=0.0, max_tokens=6))
@@ -149,7 +149,9 @@ def test_measurements_and_answers_survive_json(meter: AcceptanceMeter) -> None:
 
 def test_a_miss_counts_where_its_right_token_is_known(pair: Path) -> None:
     llm = LLM(
-        pair / "target", speculative_config={"model": str(pair / "full"), "num_speculative_tokens": 3}, device="cpu"
+        pair / "target",
+        speculative_config={"model": str(pair / "full"), "num_speculative_tokens": 3, "adaptive": False},
+        device="cpu",
     )
     (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=9))
     rounds = output.outputs[0].rounds

@@ -154,11 +154,11 @@ def paged_cache(
     return caches[:, 0], caches[:, 1], tables.to(device)
 
 
-def random_tree(queries: int) -> tuple[Tensor, Tensor]:
-    """Return the visibility [queries, queries] and the depths [queries] of a random tree; row 0 is the root."""
-    mask = torch.eye(queries, dtype=torch.bool)
-    depths = torch.zeros(queries, dtype=torch.int64)
-    for node in range(1, queries):
+def random_tree(rows: int) -> tuple[Tensor, Tensor]:
+    """Return the masks (bits) and the depths of a random tree, [rows] both; row 0 is the root."""
+    mask = 1 << torch.arange(rows)
+    depths = torch.zeros(rows, dtype=torch.int64)
+    for node in range(1, rows):
         parent = int(torch.randint(0, node, ()))
         mask[node] |= mask[parent]
         depths[node] = depths[parent] + 1
@@ -177,17 +177,23 @@ def paged_attention(
     block_size: int = 16,
     window: int | None = None,
     tree: str | None = None,
+    before: int = 0,
     max_context: int | None = None,
     launch: SplitLaunch | None = None,
 ) -> None:
-    """`tree` is None, "shared" (one tree for the batch) or "each". A context of -queries says "no row here"."""
-    keys, values, tables = paged_cache([c + queries for c in contexts], kv_heads, head_dim, block_size, dtype, device)
+    """`tree` is None, "shared" (one tree for the batch) or "each"; `before` of its rows are stored already.
+
+    A context of -queries says "no row here".
+    """
+    stored = before + queries
+    keys, values, tables = paged_cache([c + stored for c in contexts], kv_heads, head_dim, block_size, dtype, device)
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(len(contexts), queries, heads, head_dim, dtype=dtype, device=device)
     mask = depths = None
     if tree is not None:
-        trees = [random_tree(queries) for _ in range(len(contexts) if tree == "each" else 1)]
+        trees = [random_tree(stored) for _ in range(len(contexts) if tree == "each" else 1)]
         mask, depths = (torch.stack(side).to(device) for side in zip(*trees, strict=True))
+        mask = mask[:, before:].contiguous()
     bound = max(0, *contexts) if max_context is None else max_context
     scale = 1 / math.sqrt(head_dim)
     actual = paged_attention_triton(
@@ -200,7 +206,7 @@ def paged_attention(
         max_context=bound,
         sliding_window=window,
         tree_mask=mask,
-        query_depths=depths,
+        key_depths=depths,
         launch=launch,
     )
     expected = paged_attention_reference(
@@ -213,7 +219,7 @@ def paged_attention(
         max_context=max(0, *contexts),
         sliding_window=window,
         tree_mask=mask,
-        query_depths=depths,
+        key_depths=depths,
     )
     close(actual, expected.to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))
     for row, context in enumerate(contexts):

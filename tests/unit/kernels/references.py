@@ -46,12 +46,13 @@ def paged_attention_reference(
     max_context: int,
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
-    query_depths: Tensor | None = None,
+    key_depths: Tensor | None = None,
 ) -> Tensor:
     queries = query.shape[1]
-    blocks = block_tables[:, : -(-(max_context + queries) // key_cache.shape[1])]
+    stored = queries if key_depths is None else key_depths.shape[1]
+    blocks = block_tables[:, : -(-(max_context + stored) // key_cache.shape[1])]
     keys = blocks.shape[1] * key_cache.shape[1]
-    visible = visible_keys(context_lens, queries, keys, sliding_window, tree_mask, query_depths)
+    visible = visible_keys(context_lens, queries, keys, sliding_window, tree_mask, key_depths)
     mask = visible.repeat_interleave(query.shape[2] // key_cache.shape[2], dim=1)
     mixed = attend_blocks(query, key_cache, value_cache, blocks, mask, scale)
     return mixed.masked_fill(~visible.any(-1)[..., None, None], 0.0)

@@ -94,6 +94,13 @@ def test_paged_attention_tree_of_64_in_several_row_blocks():
     cases.paged_attention([20], 64, 2, 1, 16, torch.float32, CPU, tree="each", launch=MANY_SPLITS)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+def test_paged_attention_over_rows_that_earlier_passes_stored(window):
+    for tree in ("shared", "each"):
+        cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, before=9)
+    cases.paged_attention([20], 30, 2, 1, 16, torch.float32, CPU, tree="each", before=34, launch=MANY_SPLITS)
+
+
 def test_paged_attention_does_not_depend_on_the_bound():
     """A graph is captured for the longest context and replayed for short ones."""
     for bound in (50, 1000, 131072):

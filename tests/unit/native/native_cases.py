@@ -147,7 +147,7 @@ class Case:
             storage.context_lens,
             max_context=int(storage.context_lens.max()),
             tree_mask=storage.tree_mask,
-            query_depths=storage.depths,
+            key_depths=storage.depths,
             **common,
         )
         return mixed.reshape(len(qkv), -1)
@@ -196,7 +196,7 @@ def make_case(shape: Shape, contexts: list[int], rows: list[int], *, tree: bool 
     if tree:
         count = rows[0]
         parents = [[int(torch.randint(-1, i, ())) if i else -1 for i in range(count)] for _ in contexts]
-        tree_mask = torch.eye(count, dtype=torch.bool).repeat(len(contexts), 1, 1)
+        tree_mask = (1 << torch.arange(count)).repeat(len(contexts), 1)
         depths = torch.zeros(len(contexts), count, dtype=torch.int64)
         for s, own in enumerate(parents):
             for node, parent in enumerate(own):

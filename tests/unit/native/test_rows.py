@@ -15,13 +15,15 @@ from fledge.kernels.argmax import argmax_rows, argmax_rows_reference
 from fledge.kernels.round_ends import open_round, settle_round
 from fledge.native import rows as native
 from fledge.native.library import library
+from fledge.native.trees import KERNELS as TREE_KERNELS
+from tests.unit.kernels import tree_cases
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    register_cpu_kernels(native.KERNELS)
+    register_cpu_kernels({**native.KERNELS, **TREE_KERNELS})
     yield
     register_cpu_kernels({})
 
@@ -97,3 +99,20 @@ def test_what_the_library_does_not_take() -> None:
     with torch.no_grad():
         assert cpu_kernel("argmax_rows", x.clone().requires_grad_()) is native.argmax_rows
     assert torch.equal(argmax_rows(x.half()), x.half().argmax(-1))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("rows", "vocab", "count"), [(4, 9, 9), (5, 1024, 8), (4, 4200, 20)])
+def test_the_best_few(rows: int, vocab: int, count: int) -> None:
+    assert cpu_kernel("first_largest", torch.zeros(1)) is not None
+    tree_cases.top_rows(rows, vocab, count, torch.float32, "cpu", run=lambda function: function)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("width", "budget", "depth", "vocab"),
+    [(3, 9, 3, 20), (8, 32, 5, 40), (4, 63, 6, 3), (5, 2, 5, 11), (64, 63, 2, 99)],
+)
+def test_trees(width: int, budget: int, depth: int, vocab: int) -> None:
+    assert cpu_kernel("grow_trees", torch.zeros(1)) is not None
+    tree_cases.trees(width, budget, depth, vocab, "cpu", run=lambda function: function)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.round_ends import DraftPlaces
+from fledge.kernels.top_rows import top_rows
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.linear import Linear
 from fledge.layers.paged_cache import PagedPass
@@ -109,6 +110,17 @@ class Drafter(nn.Module):
     def likeliest(self, head: Tensor) -> Tensor:
         """[n, hidden] -> [n]: the token, by its id in the target's vocabulary, that each row likes best."""
         return argmax_rows(self.logits(head), None if self.vocabulary is None else self.vocabulary.d2t)
+
+    def likeliest_few(self, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """[n, hidden] -> [n, count] both: log-probabilities and target ids of the tokens each row likes best."""
+        logits, offsets = self.distinct_logits(head)
+        return top_rows(logits, count, offsets)
+
+    def distinct_logits(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[*lead, hidden] -> [*lead, n]: logits with one place for each token; what to add to a place for its id."""
+        if self.vocabulary is None or self.vocabulary.has_copies:
+            return self.full_vocab_logits(head), None
+        return self.logits(head), self.vocabulary.d2t
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.vocabulary is None else self.vocabulary.to_target(draft_ids)

@@ -1,5 +1,7 @@
 """The draft vocabulary: the frequent part of the target's, so that the drafter's head is small."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,11 @@ class DraftVocabulary(nn.Module):
     def target_ids(self) -> Tensor:
         """[draft_vocab]: the target id of each draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether several draft ids mean the same token, as in an enlarged pair. Asks the device, once."""
+        return len(self.target_ids.unique()) < len(self.d2t)
 
     @property
     def in_draft(self) -> Tensor:

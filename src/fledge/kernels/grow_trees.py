@@ -1,0 +1,325 @@
+"""Growing draft trees, one launch a level, and ranking them, one launch: `decoding/tree.py` for a batch, on tables.
+
+    candidates   [ level 0: width | level 1: width * width | ... ]    numbered in this order; parents are such numbers
+    frontier     the best `width` of the last level, best first, which the drafter reads next
+    tree         the best `budget` of all candidates, renumbered in order: parents before children
+
+Equal scores go by number. Scores are sums of what `top_rows` gives, never NaN. Whom a row sees is kept in bits: those
+of a frontier row are for the rows that were drafted before it, those of a tree's row for the rows of the tree.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.round_ends import slots_of
+from fledge.kernels.top_rows import NOTHING, best_keys, first_largest, index_of, keys_of
+
+
+class TreeRows(Protocol):
+    """What is known of the trees of all requests, a row for each."""
+
+    tree_tokens: Tensor  # [requests, max_nodes], as the next two
+    tree_parents: Tensor  # -1: the root
+    tree_depths: Tensor
+    tree_masks: Tensor  # [requests, max_nodes + 1]: bit n is set if the row sees row n; row 0 is the root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """All candidates of growing trees, level after level."""
+
+    tokens: Tensor  # [batch, candidates] int64, as parents and depths
+    parents: Tensor  # numbers of candidates; -1: the root
+    depths: Tensor
+    scores: Tensor  # [batch, candidates] float32
+
+    @classmethod
+    def empty(cls, batch: int, candidates: int, device: torch.device) -> "Candidates":
+        tokens, parents, depths = (torch.empty(batch, candidates, dtype=torch.int64, device=device) for _ in range(3))
+        return cls(tokens=tokens, parents=parents, depths=depths, scores=torch.empty_like(tokens, dtype=torch.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """The rows that the drafter reads next, sequence by sequence; all int64."""
+
+    numbers: Tensor  # [batch, width] among the candidates
+    masks: Tensor  # [batch, width] bit n is set if the row sees drafted row n
+    tokens: Tensor  # [batch * width], as the rest
+    origins: Tensor  # the row of the last frontier, in the flat layout, that each continues
+    positions: Tensor
+    slots: Tensor
+
+    @classmethod
+    def empty(cls, length: Tensor, width: int) -> "Frontier":
+        """Room for a kernel to write to: `width` rows of each tree."""
+        numbers, masks = (length.new_empty(len(length), width) for _ in range(2))
+        tokens, origins, positions, slots = (length.new_empty(len(length) * width) for _ in range(4))
+        return cls(numbers=numbers, masks=masks, tokens=tokens, origins=origins, positions=positions, slots=slots)
+
+
+class TreeLevel(NamedTuple):
+    """Which level it is, and what came before it."""
+
+    number: int  # 0 is that of the root's children
+    start: int  # candidates of the levels before
+    drafted: int  # rows that the drafter has read after the settled ones
+    width: int  # of its frontier; 0 if nobody reads on
+
+
+def grow_trees(
+    candidates: Candidates,
+    frontier: Frontier | None,
+    best: tuple[Tensor, Tensor],
+    level: TreeLevel,
+    *,
+    length: Tensor,
+    tables: Tensor,
+    block_size: int,
+) -> Frontier:
+    """Write the candidates of a level and return those that the drafter reads next.
+
+    `best` is what `top_rows` found after each row of the last frontier, [batch * rows, count] both; None is the root,
+    one row for each tree. The rows it returns will lie behind the `length` [batch] settled and the drafted ones.
+    """
+    logprobs, tokens = best
+    if not runs_triton(logprobs):
+        grow = cpu_kernel("grow_trees", *best, length, tables) or grow_trees_reference
+        made: Frontier = grow(candidates, frontier, best, level, length=length, tables=tables, block_size=block_size)
+        return made
+    batch, count = len(length), logprobs.shape[1]
+    rows = logprobs.shape[0] // batch
+    made = Frontier.empty(length, level.width)
+    _grow_kernel[(batch,)](
+        logprobs,
+        tokens,
+        candidates.tokens,
+        candidates.parents,
+        candidates.depths,
+        candidates.scores,
+        tokens if frontier is None else frontier.numbers,
+        tokens if frontier is None else frontier.masks,
+        made.numbers,
+        made.masks,
+        made.tokens,
+        made.origins,
+        made.positions,
+        made.slots,
+        length,
+        tables,
+        candidates.tokens.shape[1],
+        level.start,
+        level.number,
+        level.drafted,
+        tables.shape[1],
+        ROWS=rows,
+        COUNT=count,
+        BLOCK=next_power_of_two(rows * count),
+        WIDTH=level.width,
+        WIDTH_BLOCK=next_power_of_two(level.width),
+        BLOCK_SIZE=block_size,
+        ROOT=frontier is None,
+        num_warps=1 if rows * count <= 128 else 4,
+    )
+    return made
+
+
+def grow_trees_reference(
+    candidates: Candidates,
+    frontier: Frontier | None,
+    best: tuple[Tensor, Tensor],
+    level: TreeLevel,
+    *,
+    length: Tensor,
+    tables: Tensor,
+    block_size: int,
+) -> Frontier:
+    logprobs, tokens = best
+    batch, count = len(length), logprobs.shape[1]
+    rows = logprobs.shape[0] // batch
+    part = slice(level.start, level.start + rows * count)
+    if frontier is None:
+        numbers, masks = (torch.full((batch, 1), fill, device=tokens.device) for fill in (-1, 0))
+        scores = logprobs
+    else:
+        numbers, masks = frontier.numbers, frontier.masks
+        scores = candidates.scores.gather(1, numbers)[..., None] + logprobs.view(batch, rows, count)
+        scores = scores.flatten(1)
+    candidates.scores[:, part] = scores
+    candidates.tokens[:, part] = tokens.view(batch, -1)
+    candidates.parents[:, part] = numbers.repeat_interleave(count, dim=1)
+    candidates.depths[:, part] = level.number + 1
+    _, chosen = first_largest(scores, level.width)
+    origins, place = chosen // count, level.drafted + torch.arange(level.width, device=tokens.device)
+    return Frontier(
+        numbers=chosen + level.start,
+        masks=masks.gather(1, origins) | (1 << place),
+        tokens=tokens.view(batch, -1).gather(1, chosen).flatten(),
+        origins=(origins + torch.arange(batch, device=tokens.device)[:, None] * rows).flatten(),
+        positions=(length + level.number).repeat_interleave(level.width),
+        slots=slots_of(tables, length[:, None] + place, block_size).flatten(),
+    )
+
+
+def rank_trees(rows: Tensor, state: TreeRows, candidates: Candidates, *, nodes: int, depth: int) -> None:
+    """Keep the best `nodes` candidates of each tree, at most 63 of `depth` levels, in the state's `rows` [batch]."""
+    if not runs_triton(rows):
+        rank = cpu_kernel("rank_trees", rows, candidates.scores) or rank_trees_reference
+        rank(rows, state, candidates, nodes=nodes, depth=depth)
+        return
+    count = candidates.tokens.shape[1]
+    _rank_kernel[(len(rows),)](
+        rows,
+        candidates.tokens,
+        candidates.parents,
+        candidates.depths,
+        candidates.scores,
+        state.tree_tokens,
+        state.tree_parents,
+        state.tree_depths,
+        state.tree_masks,
+        state.tree_tokens.stride(0),
+        state.tree_masks.stride(0),
+        COUNT=count,
+        BLOCK=next_power_of_two(count),
+        NODES=nodes,
+        NODE_BLOCK=next_power_of_two(nodes),
+        DEPTH=depth,
+        num_warps=4 if count <= 1024 else 8,
+    )
+
+
+def rank_trees_reference(rows: Tensor, state: TreeRows, candidates: Candidates, *, nodes: int, depth: int) -> None:
+    batch, count = candidates.tokens.shape
+    kept = first_largest(candidates.scores, nodes)[1].sort(dim=-1).values  # back in order of number: parents first
+    place = torch.arange(nodes, device=rows.device)
+    places = torch.full((batch, count + 1), -1, device=rows.device)
+    places.scatter_(1, kept, place.expand(batch, -1))  # by number; that of the root, -1, is the last of all
+    parents = places.gather(1, candidates.parents.gather(1, kept) % (count + 1))
+    state.tree_tokens[rows, :nodes] = candidates.tokens.gather(1, kept)
+    state.tree_parents[rows, :nodes] = parents
+    state.tree_depths[rows, :nodes] = candidates.depths.gather(1, kept)
+    masks = torch.ones(batch, nodes + 1, dtype=torch.int64, device=rows.device)  # all see the root
+    masks[:, 1:] += 1 << (place + 1)
+    own = masks.clone()
+    for _ in range(depth - 1):  # each time one step further up
+        masks[:, 1:] = own[:, 1:] | masks.gather(1, parents + 1)
+    state.tree_masks[rows, : nodes + 1] = masks
+
+
+@triton.jit(do_not_specialize=["start", "level", "drafted"])
+def _grow_kernel(
+    logprobs_ptr,
+    top_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    scores_ptr,
+    numbers_ptr,
+    masks_ptr,
+    new_numbers_ptr,
+    new_masks_ptr,
+    new_tokens_ptr,
+    new_origins_ptr,
+    new_positions_ptr,
+    new_slots_ptr,
+    length_ptr,
+    tables_ptr,
+    candidates,
+    start,
+    level,
+    drafted,
+    max_blocks,
+    ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROOT: tl.constexpr,
+):
+    tree = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < ROWS * COUNT
+    score = tl.load(logprobs_ptr + tree * (ROWS * COUNT) + place, mask=inside, other=0.0)
+    parent = tl.full([BLOCK], -1, tl.int64)
+    if not ROOT:
+        parent = tl.load(numbers_ptr + tree * ROWS + place // COUNT, mask=inside, other=0)
+        score += tl.load(scores_ptr + tree * candidates + parent, mask=inside, other=0.0)
+    at = tree * candidates + start + place
+    tl.store(tokens_ptr + at, tl.load(top_ptr + tree * (ROWS * COUNT) + place, mask=inside, other=0), mask=inside)
+    tl.store(parents_ptr + at, parent, mask=inside)
+    tl.store(depths_ptr + at, tl.zeros([BLOCK], tl.int64) + level + 1, mask=inside)
+    tl.store(scores_ptr + at, score, mask=inside)
+    if WIDTH > 0:
+        best = best_keys(tl.where(inside, keys_of(score, place), NOTHING), WIDTH, WIDTH_BLOCK)
+        row = tl.arange(0, WIDTH_BLOCK)
+        kept = row < WIDTH
+        chosen = tl.where(kept, index_of(best), 0).to(tl.int64)
+        origin = chosen // COUNT
+        mask = tl.full([WIDTH_BLOCK], 1, tl.int64) << (drafted + row).to(tl.int64)
+        if not ROOT:
+            mask |= tl.load(masks_ptr + tree * ROWS + origin, mask=kept, other=0)
+        length = tl.load(length_ptr + tree)
+        stored = length + drafted + row
+        block = tl.minimum(stored // BLOCK_SIZE, max_blocks - 1)
+        number = tl.load(tables_ptr + tree * max_blocks + block, mask=kept, other=0).to(tl.int64)
+        to = tree * WIDTH + row
+        tl.store(new_numbers_ptr + to, chosen + start, mask=kept)
+        tl.store(new_masks_ptr + to, mask, mask=kept)
+        tl.store(new_tokens_ptr + to, tl.load(top_ptr + tree * (ROWS * COUNT) + chosen, mask=kept, other=0), mask=kept)
+        tl.store(new_origins_ptr + to, tree * ROWS + origin, mask=kept)
+        tl.store(new_positions_ptr + to, length + level + tl.zeros([WIDTH_BLOCK], tl.int64), mask=kept)
+        tl.store(new_slots_ptr + to, number * BLOCK_SIZE + stored % BLOCK_SIZE, mask=kept)
+
+
+@triton.jit
+def _rank_kernel(
+    rows_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    scores_ptr,
+    tree_tokens_ptr,
+    tree_parents_ptr,
+    tree_depths_ptr,
+    tree_masks_ptr,
+    tree_stride,
+    masks_stride,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NODES: tl.constexpr,
+    NODE_BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """What is kept is held in order of score; a node's place is how many of the others have lower numbers."""
+    tree = tl.program_id(0).to(tl.int64)
+    state_row = tl.load(rows_ptr + tree)
+    number = tl.arange(0, BLOCK)
+    score = tl.load(scores_ptr + tree * COUNT + number, mask=number < COUNT, other=0.0)
+    best = best_keys(tl.where(number < COUNT, keys_of(score, number), NOTHING), NODES, NODE_BLOCK)
+    inside = tl.arange(0, NODE_BLOCK) < NODES
+    kept = tl.where(inside, index_of(best), COUNT)  # numbers; those of no node come after all others
+    place = tl.sum((kept[None, :] < kept[:, None]).to(tl.int32), axis=1)
+    at = tree * COUNT + kept
+    parent = tl.load(parents_ptr + at, mask=inside, other=-1).to(tl.int32)  # a number
+    # [node, other] of which the other is the node's parent: each node climbs one step at a time.
+    own = tl.full([NODE_BLOCK], 1, tl.int64) << (place + 1).to(tl.int64)
+    mask = own + 1  # and the root
+    is_parent = kept[None, :] == parent[:, None]
+    new_parent = tl.sum(tl.where(is_parent, place[None, :] + 1, 0), axis=1) - 1
+    above = parent
+    for _ in range(DEPTH - 1):
+        is_above = kept[None, :] == above[:, None]
+        mask |= tl.sum(tl.where(is_above, own[None, :], 0), axis=1)
+        above = tl.sum(tl.where(is_above, parent[None, :] + 1, 0), axis=1) - 1
+    to = state_row * tree_stride + place
+    tl.store(tree_tokens_ptr + to, tl.load(tokens_ptr + at, mask=inside, other=0), mask=inside)
+    tl.store(tree_parents_ptr + to, new_parent.to(tl.int64), mask=inside)
+    tl.store(tree_depths_ptr + to, tl.load(depths_ptr + at, mask=inside, other=0), mask=inside)
+    tl.store(tree_masks_ptr + state_row * masks_stride + place + 1, mask, mask=inside)
+    tl.store(tree_masks_ptr + state_row * masks_stride, tl.full([], 1, tl.int64))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -35,6 +36,7 @@ def serve(
     enable_auto_tool_choice: bool = False,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    structured_outputs_config: str | None = None,
     allow_client_templates: bool = False,
     cors_origin: list[str] | None = None,
     root_path: str = "",
@@ -55,6 +57,9 @@ def serve(
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
     template = None if chat_template is None else _read_template(chat_template)
     EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
+    listener, source = _bind(host, port), model or TARGET
+    pair = source if speculation is None else f"{source} with {speculation.model}"
+    print(f"starting: {pair}, for port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
 
     try:
         from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
@@ -66,7 +71,6 @@ def serve(
         message = f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
         raise ConfigError(message) from None
     set_up_logging(log_format)
-    source = model or TARGET
     directory = resolve(source)
     settings = ServeOptions(
         served_model_names=tuple(served_model_name or (source,)),
@@ -75,6 +79,7 @@ def serve(
         chat_template_name=None if chat_template is None else Path(chat_template).stem,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        disable_any_whitespace=_disables_any_whitespace(structured_outputs_config),
         allow_client_templates=allow_client_templates,
         cors_origins=tuple(_origins(cors_origin or [])),
         root_path=root_path.rstrip("/"),
@@ -98,12 +103,15 @@ def serve(
 
     def ready(bound: int) -> None:
         shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{settings.root_path}"
-        names = f"serving {settings.model_name} at {shown} (page: {shown}/, API: {shown}/v1)"
-        print(names, file=sys.stderr, flush=True)
+        info = process.info
+        depth = f", {info.max_depth} drafts deep at most" if speculation is not None else ", without a drafter"
+        machine = f"{info.device} in {info.dtype}, room for {info.kv_capacity:,} tokens of KV cache"
+        names = f"serving {pair}{depth}, at {shown} (page: {shown}/, API: {shown}/v1) as {settings.model_name}"
+        print(f"{names}, on {machine}", file=sys.stderr, flush=True)
         if host not in ("127.0.0.1", "localhost", "::1") and not keys:
             print("warning: anybody who can reach this address can use the server; see --api-key", file=sys.stderr)
 
-    status = run(service, host=host, port=port, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, on_ready=ready)
+    status = run(service, listener, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, on_ready=ready)
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
@@ -117,6 +125,35 @@ def _speculation(model: str | None, config: str | None) -> SpeculativeConfig | N
     if model is None:
         return SpeculativeConfig(model=DRAFTERS["EAGLE-3.1"], num_speculative_tokens=BUNDLED_DEPTH)
     return None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the address before anything is loaded; whoever calls there is refused until the server listens."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.bind(address)
+        except OSError:  # perhaps by connections of a server that is gone; two that both say so could share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host}, port {port}: {reason}; see --host and --port") from None
+    return listener
+
+
+def _disables_any_whitespace(config: str | None) -> bool:
+    """Read vLLM's JSON for structured outputs: of its fields, white space is the one that means something here."""
+    try:
+        values = json.loads(config or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    disabled = values.get("disable_any_whitespace", False) if isinstance(values, dict) else None
+    if not isinstance(disabled, bool):
+        raise ConfigError("--structured-outputs-config: expected JSON such as {\"disable_any_whitespace\": true}")
+    return disabled
 
 
 def _origins(given: list[str]) -> list[str]:

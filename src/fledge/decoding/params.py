@@ -46,11 +46,13 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     n: int = 1  # answers to give
     logprobs: int | None = None  # likeliest tokens to report with each token's log-probability; None: no logprobs
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which are then never taken from the cache
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        fewest = 1 if self.prompt_logprobs is None else 0  # who asks of the prompt may want nothing else
         checked: dict[str, object] = {
             "temperature": _number("temperature", self.temperature, low=0.0),
             "top_p": _number("top_p", self.top_p, low=0.0, high=1.0, low_excluded=True),
@@ -62,10 +64,11 @@ class SamplingParams:
             "logit_bias": _logit_bias(self.logit_bias),
             "seed": _seed(self.seed),
             "n": _integer("n", self.n, low=1, high=MAX_ANSWERS),
-            "logprobs": None
-            if self.logprobs is None
-            else _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS),
-            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=1),
+            **{
+                name: None if (asked := getattr(self, name)) is None else _integer(name, asked, low=0, high=MAX_LOGPROBS)
+                for name in ("logprobs", "prompt_logprobs")
+            },
+            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=fewest),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),

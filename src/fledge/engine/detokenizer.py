@@ -21,6 +21,7 @@ class Detokenizer:
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.stop_string: str | None = None  # the one that was found
         self.stop_reason: int | str | None = None
         self.finish_reason: str | None = None
@@ -49,6 +50,7 @@ class Detokenizer:
         unless that was asked for.
         """
         found = False
+        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         if self.stop_string is None:
             hidden = update.stop_token_id is not None and not self._params.include_stop_str_in_output
             last = len(update.token_ids)

@@ -25,7 +25,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthPolicy, make_policy
 from fledge.engine.device_state import DeviceState
-from fledge.engine.outputs import RequestUpdate, RoundRecord
+from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
 from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
 from fledge.engine.request import UNLIMITED, Phase, Request
@@ -96,6 +96,7 @@ class LLMEngine:
             model=model,
             drafter=None if config.speculative_config is None else config.speculative_config.model,
             device=str(self.device),
+            dtype=str(next(self.target.parameters()).dtype).removeprefix("torch."),
             vocab_size=state.vocab_size,
             eos_ids=tuple(eos_ids),
             max_model_len=state.max_length - state.lookahead,
@@ -276,6 +277,7 @@ class LLMEngine:
             self.runner.state.clear_blocks(self.block_manager.forget(request.table))
             return self._finish(request, "error", failure=NOT_FINITE)
         known = len(request.tokens)
+        told = request.wants_prompt_logprobs
         tokens = request.accept(result.tokens)
         request.first_token_at = request.first_token_at or now
         for tally in (request.acceptance, self._stats.acceptance):
@@ -298,6 +300,7 @@ class LLMEngine:
             drafted=result.drafted,
             accepted=result.accepted,
             logprobs=None if result.logprobs is None else result.logprobs[: len(tokens)],
+            prompt_logprobs=[TokenLogprobs(request.prompt[0], None), *request.prompt_logprobs] if told else None,
         )
         ended = request.finish_reason
         return update if ended is None else self._finish(request, ended, update, failure=request.failure)

@@ -5,6 +5,7 @@ It loads models, turns text into requests and tokens into text; the engine does 
 
 import gc
 import inspect
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -34,6 +35,7 @@ from fledge.models.target.decoder import TargetModel
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+_log = logging.getLogger("fledge.engine")
 
 
 class LLM:
@@ -45,6 +47,7 @@ class LLM:
         device = choose_device(config.device)
         # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
         dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
+        _log.info("loading the target from %s", directory)
         target = load_target(directory, dtype=dtype, device=device)
         tokenizer = load_tokenizer(directory)
         self._set_up(build_engine(target, tokenizer, config, model=str(model)), tokenizer, config.seed)
@@ -251,6 +254,10 @@ class _Job(NamedTuple):
     answers: dict[str, Detokenizer]  # by the engine's requests
 
     @property
+    def _first(self) -> Detokenizer:
+        return next(iter(self.answers.values()))
+
+    @property
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers.values())
 
@@ -259,6 +266,7 @@ class _Job(NamedTuple):
             request_id=self.request_id,
             prompt=self.text,
             prompt_token_ids=tuple(self.prompt_ids),
+            prompt_logprobs=None if (found := self._first.prompt_logprobs) is None else tuple(found),
             outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
             metrics=RequestMetrics.pooled([a.metrics for a in self.answers.values() if a.metrics is not None]),
         )
@@ -297,6 +305,7 @@ def build_engine(target: TargetModel, tokenizer: Any | None, config: EngineConfi
 
 
 def _load_drafter(config: SpeculativeConfig, target: TargetModel) -> Drafter:
+    _log.info("loading the drafter %s", config.model)
     drafter = load_drafter(resolve(config.model), target)
     found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
     if config.method not in (None, found):

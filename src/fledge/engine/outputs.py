@@ -14,8 +14,9 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities under the target's own distribution, before temperature and penalties."""
 
     token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens, best first
+    logprob: float | None  # None: of a prompt's first token, which follows nothing
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+    rank: int | None = None  # 1: no token was likelier
 
 
 class RoundRecord(NamedTuple):
@@ -83,6 +84,7 @@ class RequestUpdate(NamedTuple):
     drafted: int = 0  # drafts that were verified for it in this round
     accepted: int = 0  # of those; the first `accepted` of the tokens had been drafted
     logprobs: list[TokenLogprobs] | None = None  # one for each token, if asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # one for each of the prompt's, with the first update
     finish_reason: str | None = None  # "stop", "length", "error", or the reason it was aborted with
     stop_token_id: int | None = None  # the last token, where it is a stop id that ended the answer
     error: str | None = None  # with "error": why, in one line
@@ -109,6 +111,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of the prompt's tokens, if asked for
     outputs: tuple[CompletionOutput, ...]
     metrics: RequestMetrics
     finished: bool = True

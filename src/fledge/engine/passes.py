@@ -276,7 +276,7 @@ def run_prefill(state: DeviceState, inputs: PrefillInputs, sampler: Sampler, *, 
     final = states.final[inputs.ends]
     logits = state.target.logits(final)
     choices = sampler.choices(logits, inputs.lengths[:, None])
-    sampler.record_logprobs(logits, choices)
+    sampler.record_logprobs(logits, choices, states.final)
     first_tokens = torch.where(inputs.chooses != 0, choices, inputs.following[inputs.ends])
     inputs.following[inputs.ends] = first_tokens
     rows = inputs.settled_rows

@@ -28,6 +28,7 @@ class EngineInfo:
     model: str  # what it was loaded from
     drafter: str | None  # None: it does not speculate
     device: str
+    dtype: str  # that the target computes in
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_model_len: int

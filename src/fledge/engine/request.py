@@ -8,7 +8,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.block_manager import BlockTable
 from fledge.engine.constraint import TokenConstraint
-from fledge.engine.outputs import RequestMetrics, RoundRecord
+from fledge.engine.outputs import RequestMetrics, RoundRecord, TokenLogprobs
 
 UNLIMITED = 2**31 - 1
 
@@ -50,6 +50,7 @@ class Request:
     failures: int = 0  # steps with it in them that failed, and nobody knows why
     is_suspect: bool = False  # was in such a step, and has not been through a round since
 
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on, as far as read
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     rounds: list[RoundRecord] = field(default_factory=list)  # what `acceptance` counts, one by one
     drafts_expected: float = 0.0  # to be accepted of its latest drafts, by what is accepted of others'
@@ -100,6 +101,11 @@ class Request:
         return len(self.tokens) if self.chooses_first_token else len(self.tokens) - 1
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of its prompt are still to be told: with its first tokens they are."""
+        return self.params.prompt_logprobs is not None and self.chooses_first_token
+
+    @property
     def needs_host(self) -> bool:
         """Whether the host must see each round before the next: its choices depend on the tokens before."""
         p = self.params
@@ -113,6 +119,9 @@ class Request:
 
         An answer also ends where its constraint is complete: only an end of text could follow.
         """
+        if len(self.tokens) >= self.longest:  # nothing was asked for but to read the prompt
+            self.finish_reason = "length"
+            return []
         for count, token in enumerate(tokens, start=1):
             try:
                 if self.constraint is not None and self.failure is None:

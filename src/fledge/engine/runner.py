@@ -63,9 +63,11 @@ class PromptProgram(NamedTuple):
     def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
         return lay_out(state, chunks, tokens=self.tokens, rows=self.chunks)
 
-    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
         inputs = PrefillInputs.of(packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk)
-        sampler = HostSampler(on_host, state) if on_host else Sampler(state, inputs.rows, self.sampling)
+        sampler = Sampler(state, inputs.rows, self.sampling)
+        if on_host:
+            sampler = HostSampler([chunk.request for chunk in on_host], state, chunks=on_host)
         return run_prefill(state, inputs, sampler, depth=self.depth)
 
 
@@ -285,6 +287,12 @@ class Runner:
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
+            found = () if launch.prefill.logprobs is None else launch.prefill.logprobs.prompts
+            for chunk, part in zip(batch.chunks, found, strict=False):
+                if part is not None:
+                    tokens = chunk.request.prompt[chunk.start + 1 :][: len(part.chosen)]
+                    told = part.read(0, tokens, chunk.request.params.prompt_logprobs)
+                    chunk.request.prompt_logprobs[chunk.start :] = told or ()
         return results
 
     def _read(self, outcome: PassOutcome, entries: list[tuple[Request, bool, bool]], results: StepResults) -> None:
@@ -297,7 +305,8 @@ class Runner:
             kept = tokens[i][: accepted[i] + 1]
             is_finite = all(map(math.isfinite, health[i][: len(kept)]))
             if chose:
-                logprobs = None if outcome.logprobs is None else outcome.logprobs.of(request, i * width, kept)
+                top, found = request.params.logprobs, outcome.logprobs
+                logprobs = None if found is None else found.read(i * width, kept, top)
                 results.requests.append(
                     RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs)
                 )
@@ -324,11 +333,11 @@ class Runner:
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
         )
-        needs_host = any(chunk.chooses and chunk.request.needs_host for chunk in chunks)
+        needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
         if self.graphs is not None and not needs_host:
             outcome = self.graphs.prefill(program, chunks)
             if outcome is not None:
                 return outcome
-        outcome = program.run(self.state, program.inputs(self.state, chunks), requests if needs_host else ())
+        outcome = program.run(self.state, program.inputs(self.state, chunks), chunks if needs_host else ())
         self.state.reset_padding()
         return outcome

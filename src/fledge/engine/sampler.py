@@ -8,6 +8,7 @@ loop does.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Request
+from fledge.engine.scheduler import Chunk
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sample import sample_rows
+
+LOGPROB_ROWS = 256  # of a prompt at once: a row is as long as the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +32,35 @@ class LogprobsTensors:
     """Log-probabilities on the device: of the chosen tokens and of the likeliest ones."""
 
     chosen: Tensor  # [rows]
+    ranks: Tensor  # [rows]
     top_values: Tensor  # [rows, n]
     top_tokens: Tensor  # [rows, n]
+    prompts: Sequence["LogprobsTensors | None"] = ()  # of each chunk: of its tokens' successors in the prompt
 
-    def of(self, request: Request, first_row: int, tokens: list[int]) -> list[TokenLogprobs] | None:
-        """Read those of one request, whose tokens begin at `first_row`. Waits for the device."""
-        top = request.params.logprobs
+    @classmethod
+    def from_logits(cls, logits: Tensor, tokens: Tensor, top: int) -> "LogprobsTensors":
+        """Of `tokens` [rows], which follow where the logits [rows, vocab] are; padding there means nothing."""
+        logprobs = logits.float().log_softmax(-1)
+        best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+        chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
+        ranks = (logprobs > chosen).sum(-1) + 1
+        return cls(chosen=chosen.squeeze(1), ranks=ranks, top_values=best.values, top_tokens=best.indices)
+
+    @classmethod
+    def joined(cls, parts: Sequence["LogprobsTensors"]) -> "LogprobsTensors":
+        names = ("chosen", "ranks", "top_values", "top_tokens")
+        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return cls(**joined)
+
+    def read(self, first_row: int, tokens: Sequence[int], top: int | None) -> list[TokenLogprobs] | None:
+        """Return those of tokens whose rows begin at `first_row`; None if `top` is. Waits for the device."""
         if top is None:
             return None
         rows = slice(first_row, first_row + len(tokens))
-        chosen, values = self.chosen[rows].tolist(), self.top_values[rows, :top].tolist()
-        likeliest = self.top_tokens[rows, :top].tolist()
-        return [
-            TokenLogprobs(token=token, logprob=chosen[i], top=tuple(zip(likeliest[i], values[i], strict=True)))
-            for i, token in enumerate(tokens)
-        ]
+        values, likeliest = self.top_values[rows, :top].tolist(), self.top_tokens[rows, :top].tolist()
+        tops = [tuple(zip(*pair, strict=True)) for pair in zip(likeliest, values, strict=True)]
+        parts = zip(tokens, self.chosen[rows].tolist(), tops, self.ranks[rows].tolist(), strict=True)
+        return [TokenLogprobs(*part) for part in parts]
 
 
 class SamplingMode(StrEnum):
@@ -105,8 +123,11 @@ class Sampler:
         choice = uniform(seeds, positions, Stream.CHOICE)
         return accept, torch.where(draft_counts[:, None] > 0, residual, choice)
 
-    def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
-        """Keep the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them."""
+    def record_logprobs(self, logits: Tensor, tokens: Tensor, final: Tensor | None = None) -> None:
+        """Keep the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them.
+
+        `final` [tokens, hidden]: the target's states of the prompts' chunks, for those who ask of prompts.
+        """
 
 
 class HostSampler(Sampler):
@@ -116,7 +137,11 @@ class HostSampler(Sampler):
     """
 
     def __init__(
-        self, requests: Sequence[Request], state: DeviceState, drafts: Tensor | DraftTree | None = None
+        self,
+        requests: Sequence[Request],
+        state: DeviceState,
+        drafts: Tensor | DraftTree | None = None,
+        chunks: Sequence[Chunk] = (),
     ) -> None:
         rows = state.tensor([request.running_row for request in requests])
         super().__init__(state, rows, SamplingMode.FILTERED)  # there is always something to add to the argmax
@@ -134,7 +159,8 @@ class HostSampler(Sampler):
         self._history = _history(requests, state, drafts) if self._sampling.any_penalty else None
         self._forbidden = _forbidden(requests, state, depths, masks_of(requests, drafts))
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-        self._top = max(wanted, default=None)
+        self._chunks = chunks if any(chunk.prompt_rows for chunk in chunks) else ()
+        self._top = max(wanted, default=0 if self._chunks else None)
         self.wants_logprobs = self._top is not None
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
@@ -146,12 +172,28 @@ class HostSampler(Sampler):
     def probabilities(self, logits: Tensor) -> Tensor:
         return distribution(logits, self._sampling, history=self._history, forbidden=self._forbidden)
 
-    def record_logprobs(self, logits: Tensor, tokens: Tensor) -> None:
+    def record_logprobs(self, logits: Tensor, tokens: Tensor, final: Tensor | None = None) -> None:
         if self._top is not None:
-            logprobs = logits.float().log_softmax(-1)
-            best = logprobs.topk(min(self._top, logprobs.shape[-1]), dim=-1)
-            chosen = logprobs.gather(1, tokens.flatten().clamp(min=0)[:, None]).squeeze(1)  # padding is never read
-            self.logprobs = LogprobsTensors(chosen=chosen, top_values=best.values, top_tokens=best.indices)
+            found = LogprobsTensors.from_logits(logits, tokens.flatten(), self._top)
+            prompts = () if final is None else self._prompt_logprobs(final)
+            self.logprobs = replace(found, prompts=prompts)
+
+    def _prompt_logprobs(self, final: Tensor) -> list[LogprobsTensors | None]:
+        found: list[LogprobsTensors | None] = []
+        begin = 0
+        for chunk in self._chunks:
+            request, rows = chunk.request, chunk.prompt_rows
+            following = self._state.tensor(request.prompt[chunk.start + 1 : chunk.start + 1 + rows])
+            parts = [
+                LogprobsTensors.from_logits(self._state.target.logits(states), tokens, request.params.prompt_logprobs or 0)
+                for states, tokens in zip(
+                    final[begin : begin + rows].split(LOGPROB_ROWS), following.split(LOGPROB_ROWS), strict=True
+                )
+                if rows
+            ]
+            found.append(LogprobsTensors.joined(parts) if parts else None)
+            begin += chunk.end - chunk.start
+        return found
 
 
 def _history(requests: Sequence[Request], state: DeviceState, drafts: Tensor | DraftTree | None) -> TokenHistory:

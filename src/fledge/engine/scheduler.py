@@ -24,6 +24,12 @@ class Chunk:
     completes: bool  # no tokens are left after it
     chooses: bool  # it completes, and the next token is not known yet
 
+    @property
+    def prompt_rows(self) -> int:
+        """Its first so many tokens are followed by tokens of the prompt whose log-probabilities were asked for."""
+        request = self.request
+        return max(0, min(self.end, len(request.prompt) - 1) - self.start) if request.wants_prompt_logprobs else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledBatch:
@@ -157,11 +163,12 @@ class Scheduler:
         """
         if not self._free_rows or any(request.is_suspect for request in self.running):
             return False
-        table = self.block_manager.match(request.tokens[: request.prefill_end])
+        known = () if request.wants_prompt_logprobs else request.tokens[: request.prefill_end]
+        table = self.block_manager.match(known)
         cached = len(table.blocks) * self.block_manager.block_size
         if not self.block_manager.grow(table, len(request.tokens) + self.lookahead):
             self.block_manager.release(table)
-            self.block_manager.asked_tokens -= request.prefill_end
+            self.block_manager.asked_tokens -= len(known)
             self.block_manager.hit_tokens -= cached
             return False
         request.table, request.row = table, self._free_rows.pop()

@@ -82,6 +82,12 @@ def router(service: Service) -> APIRouter:
             refuse("tokens", f"allowed are 0 to {vocab_size - 1}")
         return JSONResponse({"prompt": await service.prompts.decode(asked.tokens)})
 
+    @routes.get("/tokenizer_info", tags=["tokens"])
+    async def tokenizer_info(request: Request) -> Response:
+        """Tell the tokenizer's settings and the chat template, for clients that tokenize through `/tokenize`."""
+        await service.keys.check(request)
+        return JSONResponse(service.prompts.tokenizer_info())
+
     def card(name: str) -> dict[str, Any]:
         return {
             "id": name,

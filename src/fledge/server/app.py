@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
@@ -125,18 +126,15 @@ class DrainingServer(uvicorn.Server):
 
 def run(
     service: Service,
+    listener: socket.socket,
     *,
-    host: str,
-    port: int,
     ssl_keyfile: str | None = None,
     ssl_certfile: str | None = None,
     on_ready: Callable[[int], None] = lambda _port: None,
 ) -> int:
-    """Serve until a signal comes; return the exit status. `on_ready` is called with the port once it listens."""
+    """Serve at a bound socket until a signal comes; return the exit status. `on_ready`: called once it listens."""
     config = uvicorn.Config(
         create_app(service),
-        host=host,
-        port=port,
         root_path=service.options.root_path,
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
@@ -146,5 +144,6 @@ def run(
         timeout_graceful_shutdown=CLOSING_SECONDS,
     )
     server = DrainingServer(config, service, on_ready)
-    server.run()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else its connections hold the port after a stop
+    server.run(sockets=[listener])
     return server.exit_status if server.started else 1

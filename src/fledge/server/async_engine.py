@@ -41,6 +41,7 @@ class TextDelta(NamedTuple):
     logprobs: list[TokenLogprobs]
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta
 
     @property
     def text(self) -> str:
@@ -280,13 +281,14 @@ class Generation:
                 concerned[number] = None
             for number in concerned:
                 text, told = self._texts[number], self._told[number]
-                new, logprobs = text.token_ids[told:], text.logprobs[told:]
+                new, logprobs, prompt = text.token_ids[told:], text.logprobs[told:], text.prompt_logprobs
+                text.prompt_logprobs = None  # told once
                 self._told[number] += len(new)
                 self.output_tokens += len(new)
                 left -= text.is_finished
                 if (pieces := text.release()) or new or text.is_finished:
                     stop_reason = text.stop_reason if text.is_finished else None
-                    yield number, TextDelta(pieces, new, logprobs, text.finish_reason, stop_reason)
+                    yield number, TextDelta(pieces, new, logprobs, text.finish_reason, stop_reason, prompt)
 
     async def _messages(self) -> list[RequestUpdate | RequestError]:
         """Return all that have come in; wait for the first one."""

@@ -281,6 +281,7 @@ def main(commands: int, outputs: int) -> None:
     except FledgeError as error:
         writer.send(error)
         return
+    _log.info("the models are loaded; measuring what their rounds cost")
     llm.engine.warm_up(plain=True)
     writer.send(llm.engine.info)
     EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()

@@ -21,6 +21,7 @@ class ServeOptions:
     chat_template_name: str | None = None  # for metrics
     tool_call_parser: str | None = None  # a name, "auto" or None
     reasoning_parser: str | None = None  # a name, "auto" or None
+    disable_any_whitespace: bool = False  # in structured JSON
     allow_client_templates: bool = False
     cors_origins: tuple[str, ...] = ()
     root_path: str = ""

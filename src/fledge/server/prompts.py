@@ -21,6 +21,7 @@ from fledge.server.protocol import ChatRequest, TokenizeRequest
 
 _T = TypeVar("_T")
 
+NO_TOKENIZER = "this model has no tokenizer: it takes and gives token ids only"
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_BYTES = 64 * 1024
 INLINE_CHARACTERS = 4000  # what is read in the event loop itself: a millisecond or two
@@ -30,6 +31,7 @@ _RESERVED = frozenset(
     sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask
     tokenizer_kwargs self raise_exception strftime_now""".split()  # noqa: SIM905
 )
+_PLAIN = (str, int, float, bool, type(None))
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -121,12 +123,21 @@ class Prompts:
         """Return the text of tokens, special ones included."""
         return await self._run(4 * len(token_ids), lambda tokenizer: str(tokenizer.decode(list(token_ids))))
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Return vLLM's answer: the tokenizer's class and settings as they were saved, and the chat template."""
+        if self.tokenizer is None:
+            raise RequestError(NO_TOKENIZER, code="no_tokenizer")
+        kept = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, _PLAIN)}
+        special = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items() if value}
+        named = {"tokenizer_class": type(self.tokenizer).__name__, "chat_template": self.chat_template}
+        return {**kept, **special, **named}
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, characters: int, work: Callable[[Any], _T]) -> _T:
         if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: it takes and gives token ids only", code="no_tokenizer")
+            raise RequestError(NO_TOKENIZER, code="no_tokenizer")
         if characters <= INLINE_CHARACTERS:
             return work(self.tokenizer)
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, self._pool_tokenizer)

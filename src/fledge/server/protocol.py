@@ -86,6 +86,7 @@ class SamplingRequest(ApiModel):
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
+    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -123,6 +124,13 @@ class SamplingRequest(ApiModel):
         """Likeliest tokens to give with each token; None: no log-probabilities."""
         return None
 
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same of the prompt's tokens."""
+        if self.prompt_logprobs is not None and self.stream:
+            refuse("prompt_logprobs", "cannot be streamed")
+        return self.prompt_logprobs
+
     def structured_fields(self) -> dict[str, Any]:
         """For `structured.read_format`."""
         guided = {f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")}
@@ -138,6 +146,7 @@ class SamplingRequest(ApiModel):
         Raises ConfigError, which names the field.
         """
         ours: dict[str, Any] = {"n": 1, "max_tokens": self.most_tokens, "logprobs": self.logprobs_wanted}
+        ours["prompt_logprobs"] = self.prompt_logprobs_wanted
         names = [field.name for field in fields(SamplingParams) if field.name not in ours]
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return SamplingParams(**{**defaults, **given, **ours})
@@ -186,6 +195,13 @@ class CompletionRequest(SamplingRequest):
     @property
     def logprobs_wanted(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        echoed = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        wanted = [self.logprobs or 0] if echoed else []
+        asked = super().prompt_logprobs_wanted
+        return max(wanted if asked is None else [asked, *wanted], default=None)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -70,20 +70,36 @@ def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, of
         "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
         "token_logprobs": [_finite(one.logprob) for one in logprobs],
         "tokens": tokens,
-        "top_logprobs": [  # the chosen token is among them, as at OpenAI
-            {texts(token)[0]: _finite(value) for token, value in ((one.token, one.logprob), *one.top)}
+        "top_logprobs": [  # the chosen token is among them, as at OpenAI; before a prompt's first there is nothing
+            None
+            if one.logprob is None
+            else {texts(token)[0]: _finite(value) for token, value in ((one.token, one.logprob), *one.top)}
             for one in logprobs
         ],
     }
 
 
-def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: for each token, by id, the likeliest ones and the token itself."""
+    found: list[dict[str, Any] | None] = []
+    for one in logprobs:
+        ranked = [(token, value, rank) for rank, (token, value) in enumerate(one.top, start=1)]
+        ranked += [] if one.token in dict(one.top) else [(one.token, one.logprob, one.rank)]
+        entries = {
+            str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": texts(token)[0]}
+            for token, value, rank in ranked
+        }
+        found.append(None if one.logprob is None else entries)
+    return found
+
+
+def _entry(token: int, logprob: float | None, texts: TokenTexts) -> dict[str, Any]:
     text, spelled = texts(token)
     return {"token": text, "logprob": _finite(logprob), "bytes": spelled}
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else LOWEST
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else LOWEST
 
 
 class Choice(ABC):
@@ -96,12 +112,20 @@ class Choice(ABC):
         self._request = request
         self._texts = texts
         self._untold: list[TextDelta] = []
+        self._prompt: list[TokenLogprobs] = []  # if asked for
         self._ending: dict[str, Any] = {"finish_reason": None}
 
     def take(self, delta: TextDelta) -> None:
         """Add what is new."""
         self._untold.append(delta)
+        self._prompt = delta.prompt_logprobs or self._prompt
         self._ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+
+    def prompt_logprobs(self) -> dict[str, Any]:
+        """Return vLLM's field of that name, if it was asked for."""
+        top = self._request.prompt_logprobs
+        prompt = [one._replace(top=one.top[:top]) for one in self._prompt]
+        return {} if top is None else {"prompt_logprobs": prompt_logprobs(prompt, self._texts)}
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -181,15 +205,20 @@ class CompletionChoice(Choice):
     def __init__(self, number: int, request: CompletionRequest, texts: TokenTexts, echo: str) -> None:
         super().__init__(number, request, texts)
         self._text = echo
+        self._echoes = bool(request.echo)
         self._offset = 0  # of the text whose log-probabilities have been told
 
     def take(self, delta: TextDelta) -> None:
+        if self._echoes and delta.prompt_logprobs is not None:
+            top = self._request.logprobs_wanted or 0
+            prompt = [one._replace(top=one.top[:top]) for one in delta.prompt_logprobs]
+            delta = delta._replace(logprobs=[*prompt, *delta.logprobs])
         super().take(delta)
         self._text += delta.text
 
     def whole(self) -> dict[str, Any]:
         text, self._text = self._text, ""
-        return self._entry("text", text)
+        return self._entry("text", text) | self.prompt_logprobs()
 
     def chunks(self) -> list[dict[str, Any]]:
         wanted = self._request.logprobs_wanted is not None or self._request.return_token_ids
@@ -220,7 +249,8 @@ class OpenAIResponse:
         async for number, delta in self.generation.deltas():
             self._choices[number].take(delta)
         choices = [choice.whole() for choice in self._choices]
-        return {**self._head, "object": self._whole_object, "choices": choices, "usage": self._usage()}
+        body = {**self._head, "object": self._whole_object, "choices": choices, "usage": self._usage()}
+        return body | (self._choices[0].prompt_logprobs() if isinstance(self._choices[0], ChatChoice) else {})
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""

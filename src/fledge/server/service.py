@@ -90,8 +90,6 @@ class Service:
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
         """Begin to complete prompts."""
         self._check(request, entry)
-        if request.echo and request.logprobs is not None:
-            refuse("echo", "log-probabilities are given for answers only, not for prompts")
         prompts = request.prompts
         if len(prompts) * request.answers > MAX_ANSWERS:
             refuse("prompt", f"found {len(prompts)} prompts, too many")
@@ -128,6 +126,7 @@ class Service:
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
+            grammar = replace(grammar, any_whitespace=not self.options.disable_any_whitespace)
             await self.engine.compile(grammar)
         if request.truncate_prompt_tokens is not None:
             prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]

@@ -28,8 +28,9 @@ from fledge.server.parsers import ReasoningParser
 from fledge.server.tool_parsers import ToolParser
 
 # Between JSON tokens: a space, or a new line and its indentation. Left free, a small model may put in white space for
-# ever, which is valid and useless.
-WHITESPACE = r"\x20|\x0D?\x0A(\x20{0,32}|\x09{0,8})"
+# ever, which is valid and useless. None at all but a space after ':' and ',' is vLLM's disable_any_whitespace.
+WHITESPACE = {"whitespace_pattern": r"\x20|\x0A(\x20{0,16}|\x09{0,8})"}
+NO_WHITESPACE = {"whitespace_flexible": False}
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a schema, an expression, a grammar or all choices
 MAX_CHOICES = 2048
 MAX_TOOLS = 128
@@ -56,6 +57,7 @@ class Grammar:
     param: str  # the request's field, for errors
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more of them, which the source calls @NAME
     markers: Mapping[str, str] = field(default_factory=dict)  # rules of the source for texts such as `<tool_call>`
+    any_whitespace: bool = True  # in JSON, within bounds
     reasoning_opened: bool | None = None  # free reasoning comes before, and the prompt opens it; None: it does not
 
 
@@ -106,7 +108,7 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
     if kind == "json_object":
         if value is not True:
             _refuse_grammar(param, "expected true")
-        return _json_schema({"type": "object"})
+        return {"json_schema": {"type": "object"}}
     if kind == "json":
         if isinstance(value, str):
             _check_size(param, value)
@@ -117,7 +119,7 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
         _check_size(param, value)
         if not isinstance(value, Mapping):
             _refuse_grammar(param, f"the schema must be an object, found {type(value).__name__}")
-        return _json_schema(value)
+        return {"json_schema": value}
     if kind == "choice":
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
         if not is_list or not value or not all(isinstance(choice, str) and choice for choice in value):
@@ -138,10 +140,13 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
         _refuse_grammar(param, f"neither Lark nor GBNF: {_one_line(error)}")
 
 
-def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a grammar with our way of writing JSON, which the schema's own `x-guidance` may overrule."""
+def _spaced(part: Mapping[str, Any], *, any_whitespace: bool) -> Mapping[str, Any]:
+    """Return a grammar with our way of writing JSON, which a schema's own `x-guidance` may overrule."""
+    schema = part.get("json_schema")
+    if schema is None:
+        return part
     own = schema.get("x-guidance")
-    options = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, Mapping) else {})}
+    options = {**(WHITESPACE if any_whitespace else NO_WHITESPACE), **(own if isinstance(own, Mapping) else {})}
     return {"json_schema": {**schema, "x-guidance": options}}
 
 
@@ -193,7 +198,7 @@ def call_grammar(parser: type[ToolParser], request: ToolRequest) -> Grammar | No
     """Return the grammar of answers that call what must be called, as the parser's models write it; None: no must."""
     if not request.must_call:
         return None
-    parts = {f"arguments_{number}": _json_schema(schema) for number, schema in enumerate(request.must_call.values())}
+    parts = {f"arguments_{number}": {"json_schema": schema} for number, schema in enumerate(request.must_call.values())}
     _check_size("tools", parts)
     lark = parser.grammar(list(request.must_call), parallel=request.parallel)
     return Grammar(source={"lark_grammar": lark}, parts=parts, markers=parser.markers, param="tools")
@@ -268,7 +273,8 @@ class GrammarCompiler:
         if grammar.markers:
             rules = [f"{name}: {self._marker(text)}" for name, text in grammar.markers.items()]
             source["lark_grammar"] = "\n".join([source["lark_grammar"], *rules])
-        grammars = [{**part, "name": name} for name, part in {"answer": source, **grammar.parts}.items()]
+        spaced = functools.partial(_spaced, any_whitespace=grammar.any_whitespace)
+        grammars = [{**spaced(part), "name": name} for name, part in {"answer": source, **grammar.parts}.items()]
         opened = grammar.reasoning_opened
         head = None if opened is None else self._after_reasoning(opened=opened)
         spelled = json.dumps(grammars, ensure_ascii=False)

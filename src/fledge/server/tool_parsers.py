@@ -236,7 +236,9 @@ class HermesParser(ToolParser):
             if call.is_call and call.is_bad:  # after what cannot be JSON, all up to the end marker is arguments
                 yield from self._pass_until((end,), self._arguments)
             elif call.is_call:
-                yield from self._skip(end)
+                found = yield from self._skip(end)
+                if found is None and end.startswith(self._buffer.lstrip()):
+                    self._buffer = ""  # the answer ends within the marker, which is nobody's content
 
 
 class Llama3Parser(ToolParser):

@@ -39,7 +39,7 @@ def test_answers_streams_and_batches(chat) -> None:
 def test_a_turn_of_an_agent(chat) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
-    bound = chat.bind_tools([get_weather], tool_choice="any")
+    bound = chat.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
     asked = bound.invoke(QUESTION)
     (call,) = asked.tool_calls
     assert call["args"]["unit"] in UNITS

@@ -35,6 +35,7 @@ def test_answers_and_streams(where) -> None:
 
 def test_tools(where) -> None:
     fields = {**where, "messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    fields["parallel_tool_calls"] = False  # so small a model would go on calling
     (call,) = litellm.completion(**fields, max_tokens=64).choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["unit"] in UNITS
     chunks = list(litellm.completion(**fields, max_tokens=64, stream=True))
@@ -55,5 +56,5 @@ def test_a_form(where) -> None:
 def test_errors_are_of_the_clients_own_kinds(where) -> None:
     with pytest.raises(litellm.exceptions.AuthenticationError):
         litellm.completion(**{**where, "api_key": "another"}, messages=HELLO)
-    with pytest.raises(litellm.exceptions.BadRequestError, match="temperature"):
-        litellm.completion(**where, messages=HELLO, temperature=9)
+    with pytest.raises(litellm.exceptions.BadRequestError, match="top_p"):
+        litellm.completion(**where, messages=HELLO, top_p=7)

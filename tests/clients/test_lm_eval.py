@@ -58,6 +58,7 @@ def evaluate(server: Server, directory: Path, task: str, documents: list[dict[st
         model="local-chat-completions" if chat else "local-completions",
         model_args={"model": server.model, "base_url": f"{server.v1}/{endpoint}", "max_length": 512, **options},
         tasks=[config],
+        task_manager=lm_eval.tasks.TaskManager(include_defaults=False),  # else it reads thousands of files first
         apply_chat_template=chat,
         bootstrap_iters=0,
         log_samples=True,

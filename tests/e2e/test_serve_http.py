@@ -252,7 +252,7 @@ def test_health_version_metrics_page_and_schema(http: httpx.Client) -> None:
     http.post(CHAT, json={"messages": HELLO, "max_tokens": 4})
     metrics = http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
-    assert "fledge:spec_decode_num_drafts_total" in metrics.text
+    assert "fledge_spec_decode_num_drafts_total" in metrics.text
     assert "<html" in http.get("/").text
     schema = http.get("/openapi.json").json()
     assert "/v1/chat/completions" in schema["paths"]

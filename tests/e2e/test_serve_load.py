@@ -192,7 +192,7 @@ def test_a_drafter_that_fails_is_given_up_and_every_stream_goes_on() -> None:
         metrics = httpx.get(serving.url + "/metrics").text
         assert httpx.get(serving.url + "/health").status_code == 200
     assert llm.engine.stats().drafter_failure == "RuntimeError: no kernel image is available"
-    assert re.search(r"^fledge:\S*fallback\S* 1.0$", metrics, re.MULTILINE)
+    assert re.search(r"^fledge_\S*fallback\S* 1.0$", metrics, re.MULTILINE)
     plain = make_llm(speculative=False)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     messages = [[{"role": "user", "content": f"Hello {number}"}] for number in range(6)]

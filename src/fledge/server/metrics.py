@@ -24,7 +24,7 @@ from fledge.engine.protocol import EngineStats
 from fledge.server.history import History, by_context, speed_up
 from fledge.server.prompts import Template
 
-PREFIX = "fledge:"
+PREFIX = "fledge_"  # vLLM writes "vllm:", but colons are for recording rules, and promtool says so
 RECENT_INTERVALS = 60  # two minutes: what verdicts and estimates are about
 MAX_TEMPLATES = 20
 PHASES = ("verify", "accept", "draft")
@@ -67,7 +67,13 @@ class Metrics(Collector):
         }
         for histogram in self._histograms.values():  # shown from the beginning, like these
             histogram.labels(model_name)
-        for name, labels in (("decode_turns", ("speculative", "plain")), ("spec_decode_phase_seconds", PHASES)):
+        # Prometheus sees no rise in what begins at 1: an alert would sleep through the first request refused.
+        for name, labels in {
+            "decode_turns": ("speculative", "plain"),
+            "spec_decode_phase_seconds": PHASES,
+            "request_success": ("stop", "length", "abort"),
+            "requests_rejected": ("queue_full", "draining", "unhealthy"),
+        }.items():
             for label in labels:
                 self._count(name, 0, label)
 

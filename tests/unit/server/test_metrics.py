@@ -30,7 +30,7 @@ def _samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
 
 
 def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return _samples(metrics).get((f"fledge:{name}", tuple(sorted(labels.items()))))
+    return _samples(metrics).get((f"fledge_{name}", tuple(sorted(labels.items()))))
 
 
 def test_counts_speculation_under_vllms_names():
@@ -55,7 +55,7 @@ def test_every_sample_carries_the_models_name():
         sample
         for family in text_string_to_metric_families(metrics.render().decode())
         for sample in family.samples
-        if sample.name.startswith("fledge:")
+        if sample.name.startswith("fledge_")
     ]
     assert ours
     assert all(sample.labels["model_name"] == "some/model" for sample in ours)

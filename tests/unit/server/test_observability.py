@@ -37,7 +37,7 @@ def test_the_grafana_dashboard_asks_only_for_metrics_that_exist():
     dashboard = _dashboard()
     queries = [target["expr"] for panel in _panels(dashboard) for target in panel.get("targets", [])]
     queries += [str(variable.get("definition", "")) for variable in dashboard["templating"]["list"]]
-    asked = {name for query in queries for name in re.findall(r"fledge:\w+", query)}
+    asked = {name for query in queries for name in re.findall(r"fledge_\w+", query)}
     assert len(asked) > 20
     assert asked <= _exposed_names()
 
@@ -45,7 +45,7 @@ def test_the_grafana_dashboard_asks_only_for_metrics_that_exist():
 def test_the_grafana_dashboard_shows_every_metric():
     dashboard = _dashboard()
     queries = " ".join(target["expr"] for panel in _panels(dashboard) for target in panel.get("targets", []))
-    exposed = {re.sub(r"_(bucket|sum|count)$", "", name) for name in _exposed_names() if name.startswith("fledge:")}
+    exposed = {re.sub(r"_(bucket|sum|count)$", "", name) for name in _exposed_names() if name.startswith("fledge_")}
     missing = {name for name in exposed if name not in queries}
     assert missing == set()
 
@@ -74,10 +74,10 @@ def test_the_grafana_dashboard_is_well_formed():
 
 def test_observability_md_documents_every_metric_and_no_other():
     text = (DOCS / "observability.md").read_text()
-    documented = set(re.findall(r"`fledge:(\w+?)(?:\{[^`]*\})?`", text))
+    documented = set(re.findall(r"`fledge_(\w+?)(?:\{[^`]*\})?`", text))
     exposed = {
-        re.sub(r"_(bucket|sum|count)$", "", name).removeprefix("fledge:").removesuffix("_total")
+        re.sub(r"_(bucket|sum|count)$", "", name).removeprefix("fledge_").removesuffix("_total")
         for name in _exposed_names()
-        if name.startswith("fledge:")
+        if name.startswith("fledge_")
     }
     assert {name.removesuffix("_total") for name in documented} == exposed

@@ -15,7 +15,7 @@ from typing import Any
 from fledge.evaluation.results import Tally
 
 _SAMPLE = re.compile(
-    r"^(?:vllm|fledge):spec_decode_num_(?P<what>drafts|draft_tokens_per_pos|accepted_tokens_per_pos)(?:_total)?"
+    r"^(?:vllm:|fledge_)spec_decode_num_(?P<what>drafts|draft_tokens_per_pos|accepted_tokens_per_pos)(?:_total)?"
     r"(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)",
     re.MULTILINE,
 )

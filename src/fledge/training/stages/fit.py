@@ -176,7 +176,7 @@ def _capture(context: StageContext) -> dict[str, Any]:
 
 
 CAPTURE = Stage(
-    name="capture", version=1, depends_on=("prepare", "regenerate"), settings=_capture_settings, run=_capture
+    name="capture", version=2, depends_on=("prepare", "regenerate"), settings=_capture_settings, run=_capture
 )
 
 
@@ -217,7 +217,8 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     states: HiddenStateStore | None = None
     if recipe.capture.mode == "offline":
         weights, ids = weights_digest(resolve(recipe.target.path)), config.aux_layer_ids
-        states = HiddenStateStore(context.inputs["capture"], store, target=weights, aux_layer_ids=ids)
+        mine = slice(workers.rank, None, workers.world)
+        states = HiddenStateStore(context.inputs["capture"], store, target=weights, aux_layer_ids=ids, verified=mine)
         ends = states.ends(workers.device)
     else:
         capture = open_target(recipe.target, workers.device)
@@ -303,7 +304,7 @@ def compute_dtype(fit: FitSection, device: torch.device) -> torch.dtype:
 
 STAGE = Stage(
     name="fit",
-    version=2,  # 2: resume.pt holds other fields
+    version=3,  # 3: resume.pt is sealed
     depends_on=("prepare", "regenerate", "vocab", "capture"),
     settings=_settings,
     run=_run,

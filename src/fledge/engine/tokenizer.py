@@ -22,9 +22,7 @@ def load_tokenizer(directory: Path) -> Any | None:
     except Exception as error:  # transformers raises whatever the file made it stumble over
         reason = str(error).strip().splitlines()
         if "trust_remote_code" in str(error):
-            reason = [
-                "it wants to run code of its own (auto_map), which Fledge never does; give a tokenizer.json alone"
-            ]
+            reason = ["it wants to run code of its own (auto_map), which Fledge never does; remove auto_map"]
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {(reason or [repr(error)])[0]}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: only fast tokenizers (tokenizer.json) are supported")

@@ -25,6 +25,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
+from fledge.checkpoints.contract import identity_findings
+from fledge.checkpoints.drafter import raise_errors
+from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import stop_ids, vocab_size, weights_digest
 from fledge.devices import DTYPES, choose_device
@@ -192,7 +195,9 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     fit = {name: value for name, value in asdict(recipe.fit).items() if name not in _FREE}
     drafter = asdict(recipe.drafter)
     if recipe.drafter.init_from is not None:
-        drafter["init_from"] = weights_digest(resolve(recipe.drafter.init_from))
+        earlier = read_drafter(resolve(recipe.drafter.init_from))
+        raise_errors(earlier, list(identity_findings(earlier, resolve(recipe.target.path))))
+        drafter["init_from"] = weights_digest(earlier.directory)
     return {"target": target_identity(recipe), "drafter": drafter, "fit": fit}
 
 
@@ -224,7 +229,15 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
         capture = open_target(recipe.target, workers.device)
         ends = capture.ends
     drafter = make_drafter(
-        recipe.drafter, config, target, ends, vocabulary, device=workers.device, seed=fit.seed, compute=compute
+        recipe.drafter,
+        config,
+        target,
+        ends,
+        vocabulary,
+        device=workers.device,
+        seed=fit.seed,
+        compute=compute,
+        target_directory=resolve(recipe.target.path),
     )
     parameters = sum(p.numel() for p in drafter.parameters())
     drafted = None if vocabulary is None else vocabulary.target_ids.tolist()

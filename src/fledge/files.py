@@ -152,11 +152,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Like json.loads, and values that are nested too deeply are a JSONDecodeError too."""
+    """Like json.loads, and what Python cannot hold is a JSONDecodeError too: deep nesting, thousands of digits."""
     try:
         return json.loads(text)
-    except RecursionError:
-        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except (RecursionError, ValueError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        raise json.JSONDecodeError(reason, "", 0) from None
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

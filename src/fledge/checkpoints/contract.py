@@ -32,7 +32,8 @@ def check(
 ) -> list[Finding]:
     """Every finding about a checkpoint, and about its fit with `target` where one is given. Errors come first.
 
-    With the target's directory, also whether it is the one that the drafter was trained for. Reads the weights once, to look for values that are not finite.
+    With the target's directory, also whether it is the one that the drafter was trained for. Reads the weights once,
+    to look for values that are not finite.
     """
     config = checkpoint.config
     tensors = list(_tensor_findings(checkpoint))

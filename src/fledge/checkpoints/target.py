@@ -66,6 +66,10 @@ def load_target(
             stacklevel=2,
         )
     files = TensorFiles(directory)
+    layers = (config.layer_at(i).experts for i in range(config.num_layers))
+    if (parts := sum(1 if experts is None else experts.num_experts for experts in layers)) > len(files.infos):
+        what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
+        raise CheckpointError(f"{directory}: {what}; fetch the complete checkpoint")
     names = {family.our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
     if config.tied_head:
         names.pop("lm_head.weight", None)

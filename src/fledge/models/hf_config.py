@@ -13,7 +13,7 @@ from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
-MAX_LAYERS = 1000
+MAX_LAYERS, MAX_INTEGER = 1000, 2**31 - 1
 DTYPES = ("float32", "float16", "bfloat16")
 _ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
     "linear": (),
@@ -57,8 +57,8 @@ class ConfigFields:
 
     def integer(self, field: str, default: int = _MISSING, *, minimum: int = 1) -> int:
         value: int = self._get(field, default, int, f"an integer of at least {minimum}")
-        if value < minimum:
-            raise self.error(field, value, f"an integer of at least {minimum}")
+        if not minimum <= value <= MAX_INTEGER:
+            raise self.error(field, value, f"an integer from {minimum} to {MAX_INTEGER}")
         return value
 
     def number(self, field: str, default: float = _MISSING) -> float:

@@ -100,12 +100,12 @@ def identity_findings(checkpoint: DrafterCheckpoint, target: Path) -> Iterator[F
     made_for = (checkpoint.provenance or {}).get("target")
     if not isinstance(made_for, dict):
         return
-    here, name = identify_target(target), made_for.get("name") or "another target"
-    for finding_name, field in (("tokenizer-differs", "vocabulary_digest"), ("target-differs", "weights_digest")):
+    here, whose = identify_target(target), made_for.get("name") or "another target"
+    for name, field in (("tokenizer-differs", "vocabulary_digest"), ("target-differs", "weights_digest")):
         if made_for.get(field) and here[field] and made_for[field] != here[field]:
             classes = [f"{one['architecture']} " if one.get("architecture") else "" for one in (made_for, here)]
             found, expected = f"{classes[0]}{made_for[field]}", f"{classes[1]}{here[field]}"
-            yield finding(finding_name, file=PROVENANCE_FILE, name=name, made_for=found, target=expected)
+            yield finding(name, file=PROVENANCE_FILE, whose=whose, made_for=found, target=expected)
 
 
 def _rope_difference(rope: RopeConfig, other: RopeConfig) -> str:

@@ -48,8 +48,7 @@ class LLM:
         target = load_target(directory, dtype=dtype, device=device)
         tokenizer = load_tokenizer(directory)
         engine = build_engine(target, tokenizer, config, model=str(model), directory=directory)
-        self._set_up(engine, tokenizer, config.seed)
-        self._directory = directory
+        self._set_up(engine, tokenizer, config.seed, directory)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Any | None = None, *, seed: int = 0) -> "LLM":
@@ -58,10 +57,10 @@ class LLM:
         llm._set_up(engine, tokenizer, seed)
         return llm
 
-    def _set_up(self, engine: Engine, tokenizer: Any | None, seed: int) -> None:
+    def _set_up(self, engine: Engine, tokenizer: Any | None, seed: int, directory: Path | None = None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self._directory: Path | None = None  # of the target
+        self._directory = directory  # of the target
         self.max_model_len = engine.info.max_model_len
         self.eos_ids = engine.info.eos_ids
         self._seeds = random.Random(seed)  # for requests that bring none

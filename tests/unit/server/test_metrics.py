@@ -1,6 +1,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families

@@ -96,6 +96,7 @@ def test_a_second_start_skips_everything(run: Path) -> None:
     assert done.stderr.count("up to date") == 6
     assert "depth 2" in done.stdout
     assert "--speculative-config" in done.stdout
+    assert "  fledge serve " in done.stdout
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 

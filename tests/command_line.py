@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 import warnings
@@ -21,6 +22,7 @@ def fledge(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedP
         contextlib.redirect_stderr(stderr),
         mock.patch.object(sys, "argv", ["fledge", *arguments]),
         mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        mock.patch.dict(os.environ),
         warnings.catch_warnings(),
     ):
         try:

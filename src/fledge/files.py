@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from fledge.errors import DataError, FledgeError
 
+SEAL_BYTES = hashlib.sha256().digest_size
 _DAMAGE = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)  # of compressed files
 
 
@@ -27,7 +28,14 @@ def cache_directory() -> Path:
     if given := os.environ.get("FLEDGE_CACHE"):
         return Path(given).expanduser()
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fledge"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "fledge"
+    except RuntimeError:  # a container's user that nobody has named
+        own = Path(tempfile.gettempdir()) / f"fledge-{os.getuid()}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        if own.is_symlink() or own.stat().st_uid != os.getuid():
+            raise FledgeError(f"{own}: belongs to somebody else; set HOME or FLEDGE_CACHE") from None
+        return own
 
 
 def remove_temporaries(directory: Path) -> None:
@@ -41,17 +49,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; what is written there takes the name when the block ends without an error.
 
     Two processes may write the same file at once: each has a name of its own, and the last one to finish stays. The
-    content is on the disk before the name is, even if the machine stops. Modes follow the umask, as for any new file.
+    content is on the disk before the name is, even if the machine stops. Modes follow the umask, as for any new file,
+    whatever mode the writer has in mind (safetensors: 0600).
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp{path.suffix}", dir=path.parent)
     os.close(descriptor)
     temporary = Path(name)
     try:
-        temporary.unlink()  # mkstemp's mode is 0600; whoever writes creates the file anew
+        temporary.unlink()  # mkstemp's mode is 0600
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say whose
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -79,6 +94,25 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
         new.rename(path)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def seal(path: Path) -> None:
+    """Append the SHA-256 of a file to it: `check_seal` then tells damage, however the content is read."""
+    with path.open("r+b") as file:
+        sha = hashlib.file_digest(file, "sha256")
+        file.seek(0, os.SEEK_END)
+        file.write(sha.digest())
+
+
+def check_seal(path: Path, advice: str) -> None:
+    """Raise DataError for a file that is not as `seal` left it."""
+    sha, left = hashlib.sha256(), path.stat().st_size - SEAL_BYTES
+    with path.open("rb") as file:
+        while left > 0 and (part := file.read(min(left, 1 << 20))):
+            sha.update(part)
+            left -= len(part)
+        if file.read() != sha.digest():
+            raise DataError(f"{path}: damaged, its content does not have the digest that it ends with; {advice}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -111,10 +145,21 @@ def json_line(value: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return a JSON object, or None where there is none that can be read."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Like json.loads, and what Python cannot hold is a JSONDecodeError too: deep nesting, thousands of digits."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except (RecursionError, ValueError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        raise json.JSONDecodeError(reason, "", 0) from None
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -125,7 +170,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         with opened as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, json.loads(line)
+                    yield number, parse_json(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
         raise DataError(f"{path}, line {number}: not a JSON value ({reason}); mend or remove the line") from None

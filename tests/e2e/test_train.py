@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fledge import LLM, SamplingParams
+from fledge.files import SEAL_BYTES
 from fledge.training.data.examples import TokenStore
 from tests.command_line import fledge
 from tests.tiny_training import MAX_POSITIONS, ROPE_THETA, finished_run, weights
@@ -89,6 +90,7 @@ def test_a_second_start_skips_everything(run: Path) -> None:
     assert done.stderr.count("up to date") == 6
     assert "depth 2" in done.stdout
     assert "--speculative-config" in done.stdout
+    assert "  fledge serve " in done.stdout
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
@@ -122,7 +124,7 @@ def test_offline_states_take_the_bytes_that_the_plan_names(run: Path) -> None:
     stage = json.loads(done.stdout)["stages"]["capture"]
     assert stage["summary"]["bytes"] == planned
     shards = [path for path in Path(stage["directory"]).rglob("*") if path.suffix == ".bin"]
-    assert sum(path.stat().st_size for path in shards) == planned
+    assert sum(path.stat().st_size - SEAL_BYTES for path in shards) == planned
 
 
 @pytest.mark.parametrize(

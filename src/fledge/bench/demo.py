@@ -63,7 +63,11 @@ class Demo:
     def _transformers(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """transformers' own loop on the same weights, greedy."""
         weight = self.llms[PLAIN].target.embed_tokens.weight
-        model = AutoModelForCausalLM.from_pretrained(resolve(TARGET), dtype=weight.dtype).to(weight.device).eval()
+        model = (
+            AutoModelForCausalLM.from_pretrained(resolve(TARGET), dtype=weight.dtype, trust_remote_code=False)
+            .to(weight.device)
+            .eval()
+        )
         options = {"max_new_tokens": self.params.max_tokens, "do_sample": False}
 
         @torch.inference_mode()

@@ -8,12 +8,14 @@ drafter that accepts less than it should. Here each of them is a finding with a 
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.drafter_config import D2T, EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER, T2D, as_outputs
-from fledge.checkpoints.reading import DrafterCheckpoint
+from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
+from fledge.checkpoints.target import identify_target
 from fledge.checkpoints.weights import stored_shapes
 from fledge.layers.config import RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
@@ -25,10 +27,13 @@ from fledge.models.target import FAMILIES
 INFLATED = "fledge_inflated"
 
 
-def check(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> list[Finding]:
+def check(
+    checkpoint: DrafterCheckpoint, target: TargetConfig | None = None, target_directory: Path | None = None
+) -> list[Finding]:
     """Every finding about a checkpoint, and about its fit with `target` where one is given. Errors come first.
 
-    Reads the weights once, to look for values that are not finite.
+    With the target's directory, also whether it is the one that the drafter was trained for. Reads the weights once,
+    to look for values that are not finite.
     """
     config = checkpoint.config
     tensors = list(_tensor_findings(checkpoint))
@@ -39,6 +44,8 @@ def check(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> 
         findings += [*_aux_findings(config, target), *_target_findings(checkpoint, target)]
     elif config.architecture is Architecture.EAGLE3 and config.aux_layer_ids is None:
         findings.append(finding("aux-ids-omitted", default="(2, L//2, L-3) of an L-layer target"))
+    if target_directory is not None:
+        findings += identity_findings(checkpoint, target_directory)
     return sorted(findings, key=lambda found: found.severity != "error")
 
 
@@ -86,6 +93,19 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
     if reference and reference.architectures and architecture not in reference.architectures:
         found, made_for = list(reference.architectures), reference.name_or_path or "another target"
         yield finding("verifier-differs", found=found, expected=architecture, target=made_for)
+
+
+def identity_findings(checkpoint: DrafterCheckpoint, target: Path) -> Iterator[Finding]:
+    """Whether a target's directory is that of the target which the drafter's provenance names."""
+    made_for = (checkpoint.provenance or {}).get("target")
+    if not isinstance(made_for, dict):
+        return
+    here, whose = identify_target(target), made_for.get("name") or "another target"
+    for name, field in (("tokenizer-differs", "vocabulary_digest"), ("target-differs", "weights_digest")):
+        if made_for.get(field) and here[field] and made_for[field] != here[field]:
+            classes = [f"{one['architecture']} " if one.get("architecture") else "" for one in (made_for, here)]
+            found, expected = f"{classes[0]}{made_for[field]}", f"{classes[1]}{here[field]}"
+            yield finding(name, file=PROVENANCE_FILE, whose=whose, made_for=found, target=expected)
 
 
 def _rope_difference(rope: RopeConfig, other: RopeConfig) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ _PARTS = {"fusion": "fusion", "fc": "fusion", "layers": "layers", "norm": "norm"
 _PARTS |= {"embed_tokens": "embedding", "lm_head": "head"}
 
 
-def describe_drafter(checkpoint: DrafterCheckpoint, target: TargetConfig | None = None) -> dict[str, Any]:
+def describe_drafter(
+    checkpoint: DrafterCheckpoint, target: TargetConfig | None = None, target_directory: Path | None = None
+) -> dict[str, Any]:
     config = checkpoint.config
-    findings = check(checkpoint, target)
+    findings = check(checkpoint, target, target_directory)
     stated, ids = config.aux_layer_ids is not None, (config.resolved(target) if target else config).aux_layer_ids
     sound = not any(finding.severity == "error" for finding in findings)
     return {

@@ -40,6 +40,7 @@ def load_drafter(
     directory: Path,
     target: TargetModel | TargetConfig,
     *,
+    target_directory: Path | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Drafter:
@@ -47,11 +48,11 @@ def load_drafter(
 
     By default both are those of a target model, or as stored on the CPU if only the target's config is known; in the
     latter case the caller must `share_with` the model later. Errors of the contract raise; warnings are issued as
-    `CheckpointWarning`.
+    `CheckpointWarning`. With `target_directory` it is also checked that the drafter was trained for what lies there.
     """
     model, target_config = (target, target.config) if isinstance(target, TargetModel) else (None, target)
     checkpoint = read_drafter(directory)
-    _raise_errors(checkpoint, findings := check(checkpoint, target_config))
+    raise_errors(checkpoint, findings := check(checkpoint, target_config, target_directory))
     for finding in findings:
         warnings.warn(finding.message(directory), CheckpointWarning, stacklevel=2)
 
@@ -70,7 +71,7 @@ def load_drafter(
     return drafter.eval()
 
 
-def _raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
+def raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
     """Raise the first error among `findings`, in one line that says how many more there are."""
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
@@ -118,9 +119,10 @@ def convert_drafter(
     checkpoint = read_drafter(resolve(source))
     if checkpoint.weight_format is not DENSE:
         raise CheckpointError(f"{source}: quantised drafters are not converted; convert the unquantised one")
-    target_config = read_target_config(resolve(target)) if target else None
-    findings = check(checkpoint, target_config)
-    _raise_errors(checkpoint, [finding for finding in findings if not finding.fixed_by_convert])
+    target_directory = resolve(target) if target else None
+    target_config = read_target_config(target_directory) if target_directory else None
+    findings = check(checkpoint, target_config, target_directory)
+    raise_errors(checkpoint, [finding for finding in findings if not finding.fixed_by_convert])
     config, reference = checkpoint.config, checkpoint.target
     if target_config is not None:
         config = config.resolved(target_config)
@@ -132,7 +134,7 @@ def convert_drafter(
         tensors[D2T] = tensors[D2T].to(torch.int64)
     fields = write_config(config, to, reference, num_speculative_tokens)
     _write_drafter(destination, config, fields, tensors, {**(checkpoint.provenance or {}), **provenance})
-    remaining = check(read_drafter(destination), target_config)
+    remaining = check(read_drafter(destination), target_config, target_directory)
     names = {finding.name for finding in remaining}
     return [finding for finding in findings if finding.name not in names], remaining
 

@@ -11,7 +11,7 @@ from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.tensors import TensorFiles, write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
-from fledge.files import digest, file_digest
+from fledge.files import digest, file_digest, read_json
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, write_layers
 from fledge.models.target import FAMILIES
@@ -66,6 +66,10 @@ def load_target(
             stacklevel=2,
         )
     files = TensorFiles(directory)
+    layers = (config.layer_at(i).experts for i in range(config.num_layers))
+    if (parts := sum(1 if experts is None else experts.num_experts for experts in layers)) > len(files.infos):
+        what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
+        raise CheckpointError(f"{directory}: {what}; fetch the complete checkpoint")
     names = {family.our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
     if config.tied_head:
         names.pop("lm_head.weight", None)
@@ -138,6 +142,28 @@ def weights_digest(directory: Path) -> str:
                 sha.update(file.read(_SAMPLE_BYTES))
             parts.append([path.name, size, sha.hexdigest()])
     return digest(parts)
+
+
+def identify_target(directory: Path) -> dict[str, str | None]:
+    """What tells a target from others, for the provenance of its drafters; None for what it does not have."""
+    declared = (read_json(directory / "config.json") or {}).get("architectures")
+    file = directory / "tokenizer.json"
+    return {
+        "architecture": str(declared[0]) if isinstance(declared, list) and declared else None,
+        "weights_digest": weights_digest(directory),
+        "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
+        "vocabulary_digest": _vocabulary_digest(file),
+    }
+
+
+def _vocabulary_digest(file: Path) -> str | None:
+    """Follows from which id means which text, however a tokenizer.json is written; None where it does not say."""
+    values = read_json(file) or {}
+    model, added = values.get("model"), values.get("added_tokens")
+    if not isinstance(model, dict) or not model.get("vocab"):
+        return None
+    special = [[one.get("id"), one.get("content")] for one in added or () if isinstance(one, dict)]
+    return digest([model["vocab"], sorted(special, key=str)])
 
 
 def stop_ids(directory: Path, tokenizer: Any = None) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The tensor files of a model directory, whatever their number and format, read one tensor at a time."""
 
-import json
+import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fledge.errors import CheckpointError
-from fledge.files import atomic_directory, write_json
+from fledge.errors import CheckpointError, describe
+from fledge.files import atomic_directory, atomic_path, parse_json, write_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_SHARD_NAME = re.compile(r"\w[\w.\- ]{0,254}", re.ASCII)
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"}
 _TORCH_NAMES |= {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
 _TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -93,12 +94,12 @@ def _find_files(directory: Path) -> list[Path]:
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"{index}: not a weight index (expected JSON with a 'weight_map' object)") from None
     for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: shard name '{name}' leaves the directory")
+        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
+            raise CheckpointError(f"{index}: shard name {name!r:.80} is not the plain name of a file beside it")
         if not (index.parent / name).is_file():
             raise CheckpointError(f"{index}: names shard '{name}', which is not there; the download is incomplete")
     return [index.parent / name for name in names]
@@ -130,7 +131,11 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], files: Mapping[s
     refuse_existing(directory)
     stored = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     with atomic_directory(directory) as temporary:
-        save_file(stored, temporary / _SINGLE, {"format": "pt"})
+        try:
+            with atomic_path(temporary / _SINGLE) as file:
+                save_file(stored, file, {"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(f"{directory}: cannot be written: {describe(error)}") from None
         for name, values in files.items():
             write_json(temporary / name, values)
 

@@ -31,7 +31,7 @@ def weight_format(fields: ConfigFields, files: TensorFiles | None = None) -> Wei
     quantization = fields.nested("quantization_config")
     if quantization is None:
         for name, info in files.infos.items() if files else ():
-            if len(info.shape) > 1 and info.dtype not in DENSE_DTYPES:
+            if info.dtype not in DENSE_DTYPES and (len(info.shape) > 1 or name.endswith((".weight", ".bias"))):
                 raise CheckpointError(
                     f"{info.file}: tensor '{name}' is {info.dtype}, and config.json has no quantization_config that "
                     "says how to read it; only unquantised float32, float16 and bfloat16 weights need none"

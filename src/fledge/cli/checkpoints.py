@@ -28,10 +28,11 @@ def inspect(
     from fledge.checkpoints.target import read_target_config  # noqa: PLC0415
     from fledge.checkpoints.tensors import TensorFiles  # noqa: PLC0415
 
-    target_config = read_target_config(resolve(target)) if target else None
+    target_directory = resolve(target) if target else None
+    target_config = read_target_config(target_directory) if target_directory else None
     directory = resolve(checkpoint)
     if is_drafter(directory):
-        description = describe_drafter(read_drafter(directory), target_config)
+        description = describe_drafter(read_drafter(directory), target_config, target_directory)
     elif target is not None:
         raise CheckpointError(f"{directory}: not an EAGLE drafter, so there is nothing to check against --target")
     else:

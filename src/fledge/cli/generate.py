@@ -50,6 +50,7 @@ def generate(
     from rich.console import Console  # noqa: PLC0415 - torch takes seconds, and --help should not
 
     from fledge import LLM, SamplingParams  # noqa: PLC0415
+    from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -72,12 +73,15 @@ def generate(
         total = _total(outputs, time.perf_counter() - started)
         print(json.dumps({"outputs": [_as_dict(output) for output in outputs], "total": total}))
         return
-    total = _total(list(_answer_in_turn(llm, encoded, params)), time.perf_counter() - started)
+    outputs = list(_answer_in_turn(llm, encoded, params))
+    total = _total(outputs, time.perf_counter() - started)
     lines = [f"{total['tokens']} tokens, {total['tokens_per_second']:.1f} tokens/s"]
     if total["acceptance_length"] is not None:
         rates = ", ".join(f"{rate:.0%}" for rate in total["rate_by_depth"])
         lines.append(f"acceptance length {total['acceptance_length']:.2f} over {total['rounds']} rounds")
         lines.append(f"accepted by depth: {rates}")
+    if AcceptanceStatistics.merge(output.metrics.acceptance for output in outputs).is_hopeless:
+        lines.append("hardly any draft stands: another target's drafter? See `fledge inspect DRAFTER --target TARGET`")
     Console(stderr=True, highlight=False).print("\n" + "\n".join(lines), style="dim")
 
 

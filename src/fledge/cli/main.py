@@ -1,5 +1,6 @@
 """The `fledge` command: its verbs, and how errors and warnings reach a person."""
 
+import os
 import sys
 import warnings
 
@@ -55,6 +56,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 def run() -> None:
     """Entry point. A user's mistake is one line and exit status 2, never a traceback."""
     warnings.showwarning = _show_warning
+    os.environ["PYTHONSAFEPATH"] = "1"  # Python children import nothing from the working directory
     try:
         app()
     except FledgeError as error:
@@ -66,3 +68,8 @@ def run() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; Python would complain about it at exit
         sys.exit(141)
+    except OSError as error:  # a full disk and the like: what was being written is not there
+        if error.strerror is None:
+            raise
+        print(f"error: {error.filename or 'input or output'}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)

@@ -1,6 +1,5 @@
 """`fledge serve`: an OpenAI-compatible server. Takes the command line of `vllm serve`."""
 
-import json
 import os
 import socket
 import sys
@@ -13,7 +12,7 @@ from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.cli.command import engine_options, options
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
-from fledge.files import read_json
+from fledge.files import parse_json, read_json
 
 BUNDLED_DEPTH = 5
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -167,7 +166,7 @@ def _origins(given: list[str]) -> list[str]:
     found: list[str] = []
     for value in given:
         try:
-            listed = json.loads(value) if value.startswith("[") else [value]
+            listed = parse_json(value) if value.startswith("[") else [value]
         except ValueError:
             listed = None
         if not isinstance(listed, list) or not all(isinstance(origin, str) and origin for origin in listed):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fledge.checkpoints.source import bundled_directory
-from fledge.errors import FledgeError
+from fledge.errors import ConfigError, FledgeError
+from fledge.files import write_text
 
 if TYPE_CHECKING:
     from fledge.training.pipeline import RunReport
@@ -22,13 +23,17 @@ GRACE_SECONDS = 5.0
 
 def train(
     recipe: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE", help="The recipe, a YAML file. recipes/eagle3.1.yaml explains every key."),
-    ],
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a recipe in the package, such as eagle3.1."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe, for example fit.lr=2e-4.")
     ] = None,
     *,
+    init: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write RECIPE (eagle3.1: every key explained) to FILE, to be changed there."),
+    ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Only say what the run would take: tokens, disk, memory, time.")
     ] = False,
@@ -50,8 +55,16 @@ def train(
     """
     first = os.environ.get("RANK", "0") == "0"
     try:
-        from fledge.training.recipe import Recipe  # noqa: PLC0415
+        from fledge.training.recipe import Recipe, recipe_text  # noqa: PLC0415
 
+        if init is not None:
+            if init.exists():
+                raise ConfigError(f"--init: {init} already exists; choose another name")
+            write_text(init, recipe_text(recipe or Path("eagle3.1")))
+            print(f"{init}: set target.path and data.sources in it, then: fledge train {init} --plan", file=sys.stderr)
+            return
+        if recipe is None:
+            raise ConfigError("name a recipe: a file, or eagle3.1; `fledge train --init my.yaml` writes one to change")
         loaded = Recipe.load(recipe, overrides or ())
         if plan:
             if first:
@@ -130,5 +143,6 @@ def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
     console.print(f"The drafter is in {drafter} ({summary['best']}; README.md is its model card).")
     console.print("Serve it:", style="bold")
     console.print(f"  vllm serve {directory} --speculative-config '{config}'", markup=False)
-    serve = f"  fledge generate --target {target} --drafter {drafter} --depth {depth} --chat 'Hello'"
-    console.print(serve, markup=False)
+    console.print(f"  fledge serve {target} --speculative-config '{config}'", markup=False)
+    console.print("Or try it:", style="bold")
+    console.print(f"  fledge generate --target {target} --drafter {drafter} --depth {depth} --chat Hello", markup=False)

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
+
 
 @dataclass(kw_only=True)
 class AcceptanceStatistics:
@@ -83,6 +85,11 @@ class AcceptanceStatistics:
     def conditional_rate_by_depth(self) -> tuple[float | None, ...]:
         """The same among rounds in which all earlier drafts stood; None at a depth that no round reached."""
         return tuple(a / r if r else None for a, r in zip(self.accepted_by_depth, self.reached_by_depth, strict=True))
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Of many first drafts hardly one stood: a drafter of this target does better on any text."""
+        return self.rounds >= HOPELESS_ROUNDS and self.accepted_by_depth[0] < HOPELESS_RATE * self.rounds
 
     def to_dict(self) -> dict[str, int | float | list[int] | list[float] | list[float | None] | None]:
         """Return the figures as JSON values."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fledge.errors import ConfigError, refuses_unknown_names
+from fledge.files import parse_json
 
 MAX_DEPTH = 16
 DEFAULT_DEPTH = 3
@@ -73,7 +74,7 @@ class SpeculativeConfig:
     @classmethod
     def from_json(cls, text: str) -> "SpeculativeConfig":
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"speculative_config: not valid JSON: {error}") from None
         return cls.from_dict(values)

@@ -59,7 +59,8 @@ class LLM:
         _log.info("loading the target from %s", directory)
         target = load_target(directory, dtype=dtype, device=device)
         tokenizer = load_tokenizer(directory)
-        self._set_up(build_engine(target, tokenizer, config, model=str(model)), tokenizer, config.seed)
+        engine = build_engine(target, tokenizer, config, model=str(model), directory=directory)
+        self._set_up(engine, tokenizer, config.seed, directory)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Any | None = None, *, seed: int = 0) -> "LLM":
@@ -68,9 +69,10 @@ class LLM:
         llm._set_up(engine, tokenizer, seed)
         return llm
 
-    def _set_up(self, engine: Engine, tokenizer: Any | None, seed: int) -> None:
+    def _set_up(self, engine: Engine, tokenizer: Any | None, seed: int, directory: Path | None = None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self._directory = directory  # of the target
         self.max_model_len = engine.info.max_model_len
         self.eos_ids = engine.info.eos_ids
         self._seeds = random.Random(seed)  # for requests that bring none
@@ -114,7 +116,7 @@ class LLM:
         alone = replace(config, speculative_config=None)
         try:
             wanted = replace(alone, speculative_config=speculation)
-            self.engine = build_engine(target, self.tokenizer, wanted, model=model)
+            self.engine = build_engine(target, self.tokenizer, wanted, model=model, directory=self._directory)
         except FledgeError:
             self.engine = build_engine(target, self.tokenizer, alone, model=model)
             raise
@@ -348,14 +350,17 @@ def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
     return given
 
 
-def build_engine(target: TargetModel, tokenizer: Any | None, config: EngineConfig, *, model: str) -> LLMEngine:
-    """Build an engine around a loaded target: load the drafter, if one is named, and capture the graphs."""
+def build_engine(
+    target: TargetModel, tokenizer: Any | None, config: EngineConfig, *, model: str, directory: Path | None = None
+) -> LLMEngine:
+    """Build an engine around a target loaded from `directory`: load the drafter, if any, and capture the graphs."""
     limit = target.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len: found {config.max_model_len!r}, allowed is 2 to {limit} (the target's positions)"
         )
-    drafter = None if config.speculative_config is None else _load_drafter(config.speculative_config, target)
+    speculation = config.speculative_config
+    drafter = None if speculation is None else _load_drafter(speculation, target, directory)
     own_end = None if tokenizer is None else tokenizer.eos_token_id
     eos_ids = sorted({*target.config.eos_ids, *(() if own_end is None else (own_end,))})
     engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids)
@@ -366,9 +371,9 @@ def build_engine(target: TargetModel, tokenizer: Any | None, config: EngineConfi
     return engine
 
 
-def _load_drafter(config: SpeculativeConfig, target: TargetModel) -> Drafter:
+def _load_drafter(config: SpeculativeConfig, target: TargetModel, directory: Path | None) -> Drafter:
     _log.info("loading the drafter %s", config.model)
-    drafter = load_drafter(resolve(config.model), target)
+    drafter = load_drafter(resolve(config.model), target, target_directory=directory)
     found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
     if config.method not in (None, found):
         raise ConfigError(

@@ -18,9 +18,11 @@ def load_tokenizer(directory: Path) -> Any | None:
     if not any((directory / name).is_file() for name in _FILES):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory))
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)  # None: it would ask
     except Exception as error:  # transformers raises whatever the file made it stumble over
         reason = str(error).strip().splitlines()
+        if "trust_remote_code" in str(error):
+            reason = ["it wants to run code of its own (auto_map), which Fledge never does; remove auto_map"]
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {(reason or [repr(error)])[0]}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: only fast tokenizers (tokenizer.json) are supported")

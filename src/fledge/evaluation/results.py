@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
-from fledge.files import read_bytes, write_text
+from fledge.files import parse_json, read_bytes, write_text
 from fledge.records import Record, decode
 
 SCHEMA = 1
@@ -195,7 +195,7 @@ def check_writable(option: str, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read what `write_results` wrote; ConfigError names the key of a damaged file."""
     try:
-        values = json.loads(read_bytes(path))
+        values = parse_json(read_bytes(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fledge.errors import CheckpointError
+from fledge.files import parse_json
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
+MAX_LAYERS, MAX_INTEGER = 1000, 2**31 - 1
 DTYPES = ("float32", "float16", "bfloat16")
 _ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
     "linear": (),
@@ -30,7 +32,7 @@ class ConfigFields:
     @classmethod
     def from_file(cls, path: Path) -> "ConfigFields":
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file; a model directory needs a config.json") from None
         except OSError as error:
@@ -47,10 +49,16 @@ class ConfigFields:
     def error(self, field: str, found: object, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: field '{field}' is {found!r}, expected {expected}")
 
+    def layers(self, default: int = _MISSING) -> int:
+        """The number of layers: at most `MAX_LAYERS`, for a model is built before its weights are found missing."""
+        if (layers := self.integer("num_hidden_layers", default)) > MAX_LAYERS:
+            raise self.error("num_hidden_layers", layers, f"at most {MAX_LAYERS}")
+        return layers
+
     def integer(self, field: str, default: int = _MISSING, *, minimum: int = 1) -> int:
         value: int = self._get(field, default, int, f"an integer of at least {minimum}")
-        if value < minimum:
-            raise self.error(field, value, f"an integer of at least {minimum}")
+        if not minimum <= value <= MAX_INTEGER:
+            raise self.error(field, value, f"an integer from {minimum} to {MAX_INTEGER}")
         return value
 
     def number(self, field: str, default: float = _MISSING) -> float:

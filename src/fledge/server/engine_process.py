@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -118,8 +119,11 @@ class EngineProcess:
     def _start(self, commands: int, outputs: int) -> Any:
         """Start the child with its ends of the pipes; return what can be polled, waited for and killed."""
         # Not with -m: the messages' classes would be those of `__main__` there, and others here.
-        code = f"from fledge.server.engine_process import main; main({commands}, {outputs})"
-        child = subprocess.Popen([sys.executable, "-c", code], pass_fds=[commands, outputs], stdin=subprocess.DEVNULL)
+        # With -P: what lies in the working directory, a checkpoint's perhaps, is not code of ours.
+        here = str(Path(__file__).parents[2])
+        code = f"import sys; sys.path.append({here!r}); from fledge.server.engine_process import main; "
+        command = [sys.executable, "-P", "-c", f"{code}main({commands}, {outputs})"]
+        child = subprocess.Popen(command, pass_fds=[commands, outputs], stdin=subprocess.DEVNULL)
         os.close(commands)
         os.close(outputs)
         return child

@@ -176,17 +176,25 @@ class SpeculationNote(NamedTuple):
 
 
 def explain(
-    seen: HistoryInterval, costs: CostTable, *, has_drafter: bool = True, fallback: bool = False
+    seen: HistoryInterval,
+    costs: CostTable,
+    *,
+    has_drafter: bool = True,
+    fallback: bool = False,
+    lifetime: AcceptanceStatistics | None = None,
 ) -> list[SpeculationNote]:
-    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why."""
+    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why.
+
+    `lifetime` is all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
+    """
     if not has_drafter or fallback:
         return [_note("failed" if has_drafter else "no_drafter")]
     acceptance = seen.acceptance
     length = acceptance.acceptance_length
-    if length is None:
-        return [_note("only_plain" if seen.rounds.total() else "idle")]
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
-    dead = [_note("dead_drafter", rate=rates[0])] if is_certain and rates[0] < 0.05 else []
+    dead = dead_drafter(acceptance if is_certain or lifetime is None else lifetime)
+    if length is None:
+        return [*dead, _note("only_plain" if seen.rounds.total() else "idle")]
     estimate = speed_up(seen, costs)
     value, break_even = estimate.value, estimate.break_even
     if value is None or break_even is None:
@@ -199,6 +207,11 @@ def explain(
     is_too_deep = is_certain and 0 < useful < len(rates) and break_even >= PAYS
     depth = [_note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
     return [verdict, *dead, *_batch(length, costs, estimate), *_slow_parts(seen, break_even), *depth]
+
+
+def dead_drafter(acceptance: AcceptanceStatistics) -> list[SpeculationNote]:
+    """The note about a drafter that looks like another target's, if this one does."""
+    return [_note("dead_drafter", rate=acceptance.rate_by_depth[0])] if acceptance.is_hopeless else []
 
 
 def _note(which: str, **figures: Any) -> SpeculationNote:

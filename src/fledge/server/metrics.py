@@ -5,6 +5,7 @@ scrapes; the rest are prometheus_client's counters and histograms.
 """
 
 import itertools
+import logging
 import threading
 import time
 from bisect import bisect_left
@@ -21,8 +22,10 @@ from prometheus_client.registry import Collector
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
-from fledge.server.history import History, by_context, speed_up
+from fledge.server.history import History, by_context, dead_drafter, speed_up
 from fledge.server.prompts import Template
+
+_log = logging.getLogger("fledge.server")
 
 PREFIX = "fledge_"  # vLLM writes "vllm:", but colons are for recording rules, and promtool says so
 RECENT_INTERVALS = 60  # two minutes: what verdicts and estimates are about
@@ -50,6 +53,7 @@ class Metrics(Collector):
         self.finished = 0  # requests
         self.rejected = 0
         self.lock = threading.Lock()
+        self._warned = False  # of a drafter that looks like another target's
         self._templates: set[Template] = set()
         # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
         self._token_gaps = [0] * (len(_TOKEN_GAP_EDGES) + 1)
@@ -92,6 +96,9 @@ class Metrics(Collector):
                 return
             tally = stats.acceptance.tally - before.acceptance.tally
             interval.acceptance.tally.update(tally)
+            for note in [] if self._warned else dead_drafter(stats.acceptance):
+                self._warned = True
+                _log.warning("%s", note.text)
             rounds = stats.rounds[-fresh:]
             turns, drafted = sum(report.batch for report in rounds), tally.total()
             plain = max(0, turns - drafted)
@@ -182,6 +189,7 @@ class Metrics(Collector):
             "spec_decode_num_accepted_tokens_per_pos": dict(enumerate(accepted)),
             "spec_decode_num_draft_tokens_per_pos": dict(enumerate(drafted)),
             "kv_cache_usage_perc": kv_use(stats),
+            "spec_decode_hopeless": float(stats.acceptance.is_hopeless),
             "spec_decode_fallback": float(stats.drafter_failure is not None),
             "server_info": {self.version: 1.0},
             "spec_decode_fallback_ratio": recent.fallback_ratio,

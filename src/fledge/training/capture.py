@@ -24,7 +24,7 @@ from fledge.devices import DTYPES
 from fledge.errors import CheckpointError, CheckpointWarning, describe
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields, read_rope
+from fledge.models.hf_config import MAX_LAYERS, ConfigFields, read_rope
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import DocumentLayout, TttStorage
@@ -207,12 +207,14 @@ def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig
         norm_eps=float(number("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6)),
         rope=_rope(config, directory),
     )
+    if (layers := number("num_hidden_layers", "n_layer")) > MAX_LAYERS:
+        raise CheckpointError(f"{directory / 'config.json'}: {layers} layers, expected at most {MAX_LAYERS}")
     eos = getattr(config, "eos_token_id", None)
     dtype = str(getattr(whole, "dtype", None) or getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return TargetConfig(
         family=config.model_type,
         layer=layer,
-        num_layers=number("num_hidden_layers", "n_layer"),
+        num_layers=layers,
         vocab_size=number("vocab_size"),
         max_positions=number("max_position_embeddings", "n_positions", "max_seq_len", default=4096),
         tied_head=bool(getattr(whole, "tie_word_embeddings", False)),

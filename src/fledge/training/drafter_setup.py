@@ -77,6 +77,7 @@ def make_drafter(
     device: torch.device | str,
     seed: int,
     compute: torch.dtype = torch.float32,
+    target_directory: Path | None = None,
 ) -> Drafter:
     """Build the drafter in float32 on `device`, with all that it borrows. The same seed gives the same on any device.
 
@@ -97,7 +98,7 @@ def make_drafter(
             head, ids = ends.head_weight, None if drafter.vocabulary is None else drafter.vocabulary.target_ids
             drafter.lm_head.weight.copy_(head if ids is None else head[ids.to(head.device)])
         if section.init_from is not None:
-            _load_weights(drafter, resolve(section.init_from), target)
+            _load_weights(drafter, resolve(section.init_from), target, target_directory)
     drafter = drafter.to(device)
     if not config.own_embedding:
         drafter.embed_tokens = BorrowedEmbedding(ends.embedding_weight.to(device), compute)
@@ -122,11 +123,11 @@ def _initialise(drafter: Drafter, seed: int) -> None:
             nn.init.ones_(parameter)
 
 
-def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig) -> None:
+def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig, target_directory: Path | None) -> None:
     """Go on from a checkpoint of the same shape. Its draft vocabulary may be another: rows move with their tokens."""
     # The contract knows the families that we serve; for any other the rest of it holds all the same.
     known = target if target.family in FAMILIES else replace(target, family="llama")
-    earlier = load_drafter(directory, known)
+    earlier = load_drafter(directory, known, target_directory=target_directory)
     free = {"dtype", "max_positions", "draft_vocab_size", "own_embedding", "own_head"}
     for field in fields(DrafterConfig):
         found, wanted = getattr(earlier.config, field.name), getattr(drafter.config, field.name)

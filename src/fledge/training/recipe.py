@@ -170,16 +170,17 @@ class Recipe(Record):
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read a YAML file. Paths in it are relative to the file; those in overrides to the working directory."""
+        """Read a YAML file, or the recipe of the package that has this name.
+
+        Paths in a file are relative to it; those of a named recipe and in overrides to the working directory.
+        """
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            values = yaml.safe_load(recipe_text(path))
+        except (yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a mapping of sections")
-        values = _anchored(values, path.parent)
+        values = _anchored(values, path.parent)  # of a bare name: the working directory
         for override in overrides:
             _apply_override(values, override)
         recipe = decode(cls, values, str(path))
@@ -219,6 +220,19 @@ class Recipe(Record):
     def eval_depths(self) -> tuple[int, ...]:
         """Depths that `eval` measures: the trained one and beyond it."""
         return self.eval.depths or tuple(dict.fromkeys((self.fit.depth, min(2 * self.fit.depth, 16))))
+
+
+def recipe_text(path: Path) -> str:
+    """The text of a recipe: a file, or the name of one that comes with the package."""
+    shipped = {file.stem: file for file in Path(__file__).with_name("recipes").glob("*.yaml")}
+    named = path.name == str(path) and not path.is_file()
+    try:
+        return (shipped.get(path.name, path) if named else path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    except OSError as error:
+        known = f"; recipes by name: {', '.join(sorted(shipped))}" if named else ""
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{known}") from None
 
 
 # All other numbers must be above zero.

@@ -29,7 +29,7 @@ from torch.func import functional_call
 from fledge.checkpoints.drafter import save_drafter
 from fledge.devices import DTYPES
 from fledge.errors import ConfigError, FledgeError, describe
-from fledge.files import atomic_path, remove_temporaries
+from fledge.files import atomic_path, check_seal, remove_temporaries, seal
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.progress import Progress
@@ -344,8 +344,13 @@ class Trainer:
                 "sums": [tensor.cpu() for tensor in sums],
                 "log_bytes": self._log.position,  # what comes after them will be written again
             }
-            with atomic_path(self.directory / RESUME_FILE) as temporary:
-                torch.save(state, temporary)
+            try:
+                with atomic_path(self.directory / RESUME_FILE) as temporary:
+                    torch.save(state, temporary)
+                    seal(temporary)
+            except (OSError, RuntimeError) as error:  # torch.save raises the latter where the disk is full
+                reason = f"{self.directory / RESUME_FILE}: cannot be written ({describe(error)}); is the disk full?"
+                raise FledgeError(f"{reason} The state before it is kept") from None
         self.workers.wait()
 
     def _resume(self) -> int:
@@ -375,9 +380,10 @@ class Trainer:
 
 
 def read_resume_state(path: Path, key: str) -> dict[str, Any] | None:
-    """Return the state in a file; None if there is none. One of another recipe is refused."""
+    """Return the state in a file; None if there is none. One of another recipe, or damaged, is refused."""
     if not path.is_file():
         return None
+    check_seal(path, "remove it to start training again")
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler fails in many ways

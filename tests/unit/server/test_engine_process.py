@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,15 @@ def test_what_cannot_be_loaded_is_said_in_the_engines_words() -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         process.wait_until_ready()
     assert not process.is_alive
+
+
+def test_the_child_imports_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "safetensors.py").write_text("import os; open('was-run', 'w'); os._exit(7)")
+    monkeypatch.chdir(tmp_path)
+    process = start(max_model_len=10**9)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        process.wait_until_ready()
+    assert not (tmp_path / "was-run").exists()
 
 
 def test_the_child_ends_with_its_parent() -> None:

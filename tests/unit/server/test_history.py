@@ -183,3 +183,11 @@ def test_a_drafter_that_is_never_right_is_suspected_to_be_the_wrong_one():
         acceptance=_acceptance((3, 0, 99), (3, 1, 1)),
         costs=_costs((1, 0, 0.010), (1, 3, 0.016)),
     )
+
+
+def test_a_wrong_drafter_that_is_no_longer_used_is_still_told_of():
+    lifetime = _acceptance((3, 0, 99), (3, 1, 1))
+    notes = _explain(rounds={(1, 0): (100, 100)}, lifetime=lifetime)
+    assert [note.level for note in notes] == ["bad", "info"]
+    assert "fledge inspect" in notes[0].text
+    assert "fledge inspect" not in _texts(rounds={(1, 0): (100, 100)}, lifetime=_acceptance((3, 1, 100)))

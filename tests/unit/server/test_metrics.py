@@ -1,6 +1,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -258,3 +259,13 @@ def test_a_real_engine_is_reported_truly():
     assert times.queue_seconds is not None
     assert times.time_to_first_token is not None
     assert 0 <= times.queue_seconds <= times.time_to_first_token <= times.seconds
+
+
+def test_a_drafter_that_is_never_right_is_logged_once_and_shown(caplog: pytest.LogCaptureFixture):
+    metrics, stats = _metrics(), EngineStats(num_rounds=40)
+    assert _value(metrics, "spec_decode_hopeless") == 0
+    stats.acceptance.add(drafted=3, accepted=0, rounds=40)
+    for rounds in (40, 41):
+        metrics.on_stats(replace(stats, num_rounds=rounds))
+    assert _value(metrics, "spec_decode_hopeless") == 1
+    assert sum("fledge inspect DRAFTER" in record.message for record in caplog.records) == 1

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from fledge.errors import FledgeError
+from fledge.files import SEAL_BYTES
 from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.examples import TokenStore, collate, packed_rows
@@ -73,7 +74,7 @@ def test_bytes_are_announced_before_they_are_written(directory: Path, store: Tok
     size = store.total_tokens * 4 * 32 * 4
     assert f"{size:,} bytes of hidden states" in said
     shards = sorted(directory.glob("shard-*.bin"))
-    assert sum(path.stat().st_size for path in shards) == size
+    assert sum(path.stat().st_size - SEAL_BYTES for path in shards) == size
     assert len(shards) > 2
 
 
@@ -127,6 +128,16 @@ def test_states_of_something_else_are_refused(directory: Path, store: TokenStore
         HiddenStateStore(directory, store, target="a target", aux_layer_ids=AUX)
 
 
+@pytest.mark.parametrize("name", ["shard-00001.bin", "target.safetensors"])
+def test_a_flipped_byte_is_noticed_when_it_is_opened(directory: Path, store: TokenStore, name: str) -> None:
+    fill(directory, store, FledgeCapture(make_target()))
+    content = bytearray((directory / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (directory / name).write_bytes(bytes(content))
+    with pytest.raises(FledgeError, match=rf"{name}: damaged, .*capture again"):
+        HiddenStateStore(directory, store, target="a target", aux_layer_ids=AUX).ends("cpu")
+
+
 def test_states_of_another_target_are_written_anew(directory: Path, store: TokenStore) -> None:
     fill(directory, store, FledgeCapture(make_target()))
     before = (directory / "shard-00000.bin").read_bytes()
@@ -155,7 +166,7 @@ def test_the_stage_writes_states_only_when_offline(recipe: Recipe) -> None:
     assert online["bytes"] == 0
     assert not list(directory.iterdir())
     summary = run_capture(offline(recipe))
-    assert summary["bytes"] == sum(path.stat().st_size for path in directory.glob("shard-*.bin")) > 0
+    assert summary["bytes"] == sum(path.stat().st_size - SEAL_BYTES for path in directory.glob("shard-*.bin")) > 0
     assert summary["aux_layer_ids"] == [2, 4, 5]
 
 

@@ -1,5 +1,7 @@
 """Recipes: what is read, what is refused in one line, and that the commented example lists every key."""
 
+import contextlib
+import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -7,10 +9,13 @@ from typing import Any, get_type_hints
 import pytest
 import yaml
 
+import fledge as fledge_package
 from fledge.errors import ConfigError
 from fledge.training.recipe import Recipe
+from tests.command_line import fledge
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+PACKAGE = Path(fledge_package.__file__).parent
 MINIMAL = "output: run\ntarget: {path: target}\ndata: {sources: [data.jsonl]}\n"
 
 
@@ -51,6 +56,25 @@ def test_the_example_lists_every_key_with_its_default() -> None:
             if f.name not in (written[section] or {}):
                 default = list(f.default) if isinstance(f.default, tuple) else f.default
                 assert complete[section][f.name] == default, f"{section}.{f.name}"
+
+
+def test_recipes_of_the_package_by_name(tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        assert Recipe.load(Path("eagle3.1")).output == str(tmp_path / "runs" / "eagle3.1")
+        with pytest.raises(ConfigError, match=r"eagle9: cannot be read: .*; recipes by name: eagle3.1, tiny"):
+            Recipe.load(Path("eagle9"))
+        assert fledge("train", "--init", "my.yaml", cwd=tmp_path).returncode == 0
+        assert Recipe.load(Path("my.yaml")) == Recipe.load(Path("eagle3.1"))
+    for arguments, says in ((("--init", "my.yaml"), "my.yaml already exists"), ((), "name a recipe")):
+        outcome = fledge("train", *arguments, cwd=tmp_path)
+        assert outcome.returncode == 2
+        assert says in outcome.stderr
+
+
+def test_recipes_are_in_the_wheel() -> None:
+    settings = tomllib.loads((RECIPES.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    shipped = {path.resolve() for pattern in settings["fledge"] for path in PACKAGE.glob(pattern)}
+    assert {path.resolve() for path in RECIPES.glob("*.yaml")} <= shipped
 
 
 def test_defaults_and_relative_paths(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from fledge.errors import FledgeError
+from fledge.files import seal
 from fledge.training.recipe import Recipe
 from fledge.training.trainer import read_resume_state
 from tests.fit_cases import make_inputs, run_fit
+from tests.unit.test_files import full_disk
 
 
 @pytest.fixture(name="recipe")
@@ -46,9 +48,22 @@ def test_another_key_and_damage_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "resume.pt"
     assert read_resume_state(path, "k") is None
     torch.save({"key": "k", "step": 3}, path)
+    seal(path)
     assert read_resume_state(path, "k") == {"key": "k", "step": 3}
     with pytest.raises(FledgeError, match="belongs to another recipe"):
         read_resume_state(path, "other")
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(FledgeError, match=r"cannot be read .* remove it to start training again"):
+    with pytest.raises(FledgeError, match=r"damaged, .* remove it to start training again"):
         read_resume_state(path, "k")
+
+
+def test_a_flipped_byte_and_a_full_disk_are_one_line(recipe: Recipe) -> None:
+    with full_disk(100_000), pytest.raises(FledgeError, match=r"cannot be written"):
+        run_fit(recipe)
+    run_fit(recipe)
+    path = Path(recipe.output) / "fit" / "resume.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # in the middle of a tensor: torch.load does not mind
+    path.write_bytes(bytes(content))
+    with pytest.raises(FledgeError, match=r"resume\.pt: damaged, .*; remove it to start training again"):
+        run_fit(recipe)

@@ -124,7 +124,7 @@ def read_config(
     return DrafterConfig(
         architecture=architecture,
         layer=layer,
-        num_layers=layers.integer("num_hidden_layers", 1) if is_speculators else fields.integer("num_hidden_layers"),
+        num_layers=layers.layers(1) if is_speculators else fields.layers(),
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         max_positions=max_positions,

@@ -1,6 +1,5 @@
 """`fledge bench serve`: OpenAI-compatible servers under load, side by side."""
 
-import json
 import os
 import re
 import sys
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.cli.command import numbers, options, run_bench, settings_of
 from fledge.errors import ConfigError
+from fledge.files import parse_json
 
 if TYPE_CHECKING:
     from fledge.bench.load.servers import ServerSpec
@@ -93,7 +93,7 @@ def _servers(
             raise ConfigError(f"--extra-body {text}: no server is called '{given}'; expected JSON, or NAME=JSON")
         try:
             for name in [given] if given else names:
-                bodies[name].update(**json.loads(value))
+                bodies[name].update(**parse_json(value))
         except (ValueError, TypeError):
             raise ConfigError(f"--extra-body: found {value!r}, expected a JSON object") from None
     common: dict[str, str] = {}

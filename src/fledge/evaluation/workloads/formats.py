@@ -17,7 +17,6 @@ turns, to be filled in by NVIDIA's prepare_data.py (NVIDIA/Model-Optimizer, exam
 """
 
 import fnmatch
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from huggingface_hub import errors as hub_errors
 
 from fledge.errors import ConfigError, DataError
 from fledge.evaluation.conversations import BadRecordError, Message, parse, refuse_surrogates, split_turns
-from fledge.files import read_json_lines
+from fledge.files import parse_json, read_json_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson", ".json", ".parquet")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # how such a turn begins
@@ -198,7 +197,7 @@ def _is_texts(value: Any) -> bool:
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
     """A list of records, or JSON lines under another name."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError):
         return read_json_lines(path)  # which says what is wrong, and where
     if isinstance(values, dict):  # {"data": [...]}, or a single record

@@ -36,7 +36,7 @@ class Family:
             family=self.name,
             layer=layer,
             layers=self.layers(fields, layer),
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=fields.layers(),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
             tied_head=fields.flag("tie_word_embeddings", False),
@@ -64,7 +64,7 @@ def window_of_all_layers(fields: ConfigFields) -> Windows:
     """The same window in every layer, where the config has one."""
     if "sliding_window" not in fields:
         return ()
-    return (fields.integer("sliding_window"),) * fields.integer("num_hidden_layers")
+    return (fields.integer("sliding_window"),) * fields.layers()
 
 
 def windows_of_upper_layers(fields: ConfigFields) -> Windows:
@@ -74,7 +74,7 @@ def windows_of_upper_layers(fields: ConfigFields) -> Windows:
     """
     if not fields.flag("use_sliding_window", False) or "sliding_window" not in fields:
         return ()
-    window, layers = fields.integer("sliding_window"), fields.integer("num_hidden_layers")
+    window, layers = fields.integer("sliding_window"), fields.layers()
     types = fields.values.get("layer_types")
     if types is None:
         first = fields.integer("max_window_layers", 28, minimum=0)

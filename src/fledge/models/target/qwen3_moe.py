@@ -22,7 +22,7 @@ def layer(fields: ConfigFields) -> LayerConfig:
 
 def layers(fields: ConfigFields, layer: LayerConfig) -> tuple[LayerConfig, ...]:
     step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers") or ()
-    sparse = [i not in dense and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers"))]
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(fields.layers())]
     return () if all(sparse) else tuple(layer if has else replace(layer, experts=None) for has in sparse)
 
 

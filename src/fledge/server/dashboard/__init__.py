@@ -71,7 +71,9 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     estimate = speed_up(window, stats.costs)
     seconds = history.interval_seconds
     has_failed = stats.drafter_failure is not None
-    notes = explain(window, stats.costs, has_drafter=metrics.has_drafter, fallback=has_failed)
+    notes = explain(
+        window, stats.costs, has_drafter=metrics.has_drafter, fallback=has_failed, lifetime=stats.acceptance
+    )
     return {
         "server": {
             "model": metrics.model_name,

@@ -8,6 +8,8 @@ offsets.bin      int64 [examples + 1]: where each example begins
 categories.bin   int32 [examples]: index into the names in index.json
 index.json       sizes, names and the digest of the content; written last
 
+The .bin files are sealed (`fledge.files.seal`): they end with a digest, which is checked when the store is opened.
+
 Conversations ("documents") share a row. Positions count from each document's own start, no document sees another one,
 and no shift crosses a boundary:
 
@@ -36,10 +38,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fledge.errors import DataError
-from fledge.files import atomic_directory, read_json, write_json
+from fledge.files import SEAL_BYTES, atomic_directory, check_seal, read_json, seal, write_json
 
 INDEX = "index.json"
-_FORMAT = 1
+_FORMAT = 2
 _TOKENS, _ANSWER, _OFFSETS, _CATEGORIES = "tokens.bin", "answer.bin", "offsets.bin", "categories.bin"
 _UINT16_VOCABULARY = 1 << 16
 _T = TypeVar("_T")
@@ -65,14 +67,17 @@ class TokenStore:
         examples, total = index["examples"], index["tokens"]
 
         def mapped(name: str, kind: Any, count: int) -> NDArray[Any]:
-            path = directory / name
-            expected, found = count * np.dtype(kind).itemsize, path.stat().st_size if path.is_file() else 0
-            if found != expected:
-                advice = f"remove {directory} and make it again"
+            path, advice = directory / name, f"remove {directory} and make it again"
+            found = path.stat().st_size - SEAL_BYTES if path.is_file() else 0
+            if found != (expected := count * np.dtype(kind).itemsize):
                 raise DataError(f"{path}: {found} bytes, expected {expected}: cut short; {advice}")
+            check_seal(path, advice)
             return np.memmap(path, dtype=kind, mode="r", shape=(count,)) if count else np.zeros(0, dtype=kind)
 
         self.tokens = mapped(_TOKENS, index["dtype"], total)
+        if total and (largest := int(self.tokens.max())) >= index["vocab_size"]:
+            what = f"token id {largest} is outside the vocabulary of {index['vocab_size']}"
+            raise DataError(f"{directory / _TOKENS}: {what}; remove {directory} and make it again")
         self.answer = mapped(_ANSWER, np.bool_, total)
         self.offsets = mapped(_OFFSETS, np.int64, examples + 1)
         self.category_ids = mapped(_CATEGORIES, np.int32, examples)
@@ -118,6 +123,10 @@ class TokenStore:
             yield writer
             np.array(writer.offsets, dtype=np.int64).tofile(temporary / _OFFSETS)
             np.array(writer.category_ids, dtype=np.int32).tofile(temporary / _CATEGORIES)
+            for file in (tokens, answer):
+                file.flush()
+            for name in (_TOKENS, _ANSWER, _OFFSETS, _CATEGORIES):
+                seal(temporary / name)
             write_json(temporary / INDEX, writer.index())
 
 
@@ -156,6 +165,7 @@ class TokenWriter:
             "examples": len(self),
             "tokens": self.offsets[-1],
             "answer_tokens": self.answer_tokens,
+            "vocab_size": self._vocab_size,
             "dtype": self._dtype.name,
             "categories": list(self._names),
             "digest": self._sha.hexdigest()[:16],

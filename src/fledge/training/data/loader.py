@@ -6,9 +6,11 @@ The states may be on disk, so that training needs no target: one row for each to
     shard-00000.bin ...         [tokens, (aux states + 1) * hidden], raw numbers: aux states side by side, then final
     target.safetensors          the target's embedding and head, which training needs too
 
-A shard gets its name when it is complete, so an interrupted capture goes on with the first one that is missing.
+A shard gets its name when it is complete, so an interrupted capture goes on with the first one that is missing. Shards
+and the target's ends are sealed (`fledge.files.seal`): a digest at their end, checked when they are opened.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from fledge.devices import DTYPES
 from fledge.errors import ConfigError, FledgeError
-from fledge.files import atomic_path, read_json, remove_temporaries, write_json
+from fledge.files import SEAL_BYTES, atomic_path, check_seal, read_json, remove_temporaries, seal, write_json
 from fledge.models.config import TargetConfig
 from fledge.models.target.decoder import TargetStates
 from fledge.progress import Progress
@@ -35,6 +36,7 @@ from fledge.training.capture import CaptureModel, TargetEnds
 from fledge.training.data.examples import PackedBatch, TokenStore, collate, map_tensors, packed_rows
 from fledge.training.recipe import FitSection
 
+_AGAIN = "capture again: --force capture"
 _HEADER, _ENDS = "states.json", "target.safetensors"
 _FREE_BYTES_TO_LEAVE = 1 << 30
 # Where in the data a step begins: epoch and row. Epochs follow each other without a gap, so steps have all their rows.
@@ -68,7 +70,7 @@ class StateFormat(Record):
         """Each shard's file, its tokens, and whether it is whole."""
         sizes = np.diff(store.offsets[list(self.shards)]).tolist()
         files = [(directory / f"shard-{i:05}.bin", tokens) for i, tokens in enumerate(sizes)]
-        return [(f, n, f.is_file() and f.stat().st_size == self.bytes_of(n)) for f, n in files]
+        return [(f, n, f.is_file() and f.stat().st_size == self.bytes_of(n) + SEAL_BYTES) for f, n in files]
 
     def mapped(self, path: Path, tokens: int, mode: Any) -> np.memmap[Any, Any]:
         """A shard's numbers [tokens, width]."""
@@ -121,13 +123,16 @@ def write_states(
         tensors = {name: x for name, x in vars(ends).items() if x is not None and not (tied and name == "head_weight")}
         with atomic_path(directory / _ENDS) as temporary:
             save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temporary)
+            seal(temporary)
     with progress.task("capture", total=store.total_tokens) as advance:
         for (path, tokens, complete), examples in zip(shards, pairwise(form.shards), strict=True):
             if complete:
                 advance(tokens)
                 continue
             with atomic_path(path) as temporary:
-                out, done = form.mapped(temporary, tokens, "w+"), 0
+                with temporary.open("r+b") as file:  # writing to a map ends the process (SIGBUS) where the disk is full
+                    os.posix_fallocate(file.fileno(), 0, form.bytes_of(tokens))
+                out, done = form.mapped(temporary, tokens, "r+"), 0
                 for rows in _passes(store.lengths, *examples, batch_tokens):
                     batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
                     states = capture.states(batch.to(ends.head_weight.device), form.aux_layer_ids)
@@ -138,6 +143,7 @@ def write_states(
                     advance(len(numbers))
                 out.flush()
                 del out
+                seal(temporary)
 
 
 def _passes(lengths: np.ndarray, first: int, last: int, batch_tokens: int) -> list[list[tuple[int, ...]]]:
@@ -158,9 +164,18 @@ class HiddenStateStore:
     """States of a token store's examples, read from disk as rows of training want them."""
 
     def __init__(
-        self, directory: Path, store: TokenStore, *, target: str, aux_layer_ids: tuple[int, ...] | None
+        self,
+        directory: Path,
+        store: TokenStore,
+        *,
+        target: str,
+        aux_layer_ids: tuple[int, ...] | None,
+        verified: slice = slice(None),
     ) -> None:
-        """Open and check that these are the states of `store` from `target`, with the aux layers the drafter reads."""
+        """Open and check that these are the states of `store` from `target`, with the aux layers the drafter reads.
+
+        Reads all shards once, to find damage; where several processes open the same ones, `verified` is one's share.
+        """
         header = read_json(directory / _HEADER)
         if header is None:
             raise FledgeError(f"{directory / _HEADER}: missing; run the capture stage first")
@@ -172,10 +187,13 @@ class HiddenStateStore:
         self.form = StateFormat.from_dict(header, str(directory / _HEADER))
         self._directory, self._offsets = directory, store.offsets
         self._shards: list[np.ndarray] = []
-        for path, tokens, complete in self.form.shards_in(directory, store):
+        shards = self.form.shards_in(directory, store)
+        for path, tokens, complete in shards:
             if not complete:
                 raise FledgeError(f"{path}: missing or incomplete; run the capture stage again")
             self._shards.append(self.form.mapped(path, tokens, "r"))
+        for path, *_ in shards[verified]:
+            check_seal(path, _AGAIN)
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
         """States [rows, length, ...] on the CPU, laid out as `collate` lays out tokens; zeros at padding."""
@@ -196,8 +214,9 @@ class HiddenStateStore:
 
     def ends(self, device: torch.device | str) -> TargetEnds:
         """The target's embedding and head."""
-        with safe_open(str(self._directory / _ENDS), framework="pt") as file:
-            tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - not a dict
+        path = self._directory / _ENDS
+        check_seal(path, _AGAIN)
+        tensors = {name: x.to(device) for name, x in load(path.read_bytes()[:-SEAL_BYTES]).items()}
         return TargetEnds(**{"head_weight": tensors["embedding_weight"], **tensors})
 
 

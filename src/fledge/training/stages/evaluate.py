@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import read_target_config, weights_digest
+from fledge.checkpoints.target import identify_target, read_target_config
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, Measurement, TargetAnswers, TargetTurn
@@ -236,7 +236,6 @@ def _provenance(context: StageContext) -> dict[str, Any]:
     directory = resolve(recipe.target.path)
     template = getattr(load_tokenizer(directory), "chat_template", None)
     text = template if isinstance(template, str) or template is None else json.dumps(template, sort_keys=True)
-    file = directory / "tokenizer.json"
     return {
         **run_provenance(),
         "recipe": shown_recipe(recipe),
@@ -245,8 +244,7 @@ def _provenance(context: StageContext) -> dict[str, Any]:
         "summaries": {name: dict(manifest.summary) for name, manifest in manifests.items()},
         "target": {  # by name, and by the digests that another copy of it has too
             "name": base_model(recipe),
-            "weights_digest": weights_digest(directory),
-            "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
+            **identify_target(directory),
             "chat_template_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
         },
     }

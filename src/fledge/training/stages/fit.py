@@ -25,6 +25,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
+from fledge.checkpoints.contract import identity_findings
+from fledge.checkpoints.drafter import raise_errors
+from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import stop_ids, vocab_size, weights_digest
 from fledge.devices import DTYPES, choose_device
@@ -176,7 +179,7 @@ def _capture(context: StageContext) -> dict[str, Any]:
 
 
 CAPTURE = Stage(
-    name="capture", version=1, depends_on=("prepare", "regenerate"), settings=_capture_settings, run=_capture
+    name="capture", version=2, depends_on=("prepare", "regenerate"), settings=_capture_settings, run=_capture
 )
 
 
@@ -192,7 +195,9 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     fit = {name: value for name, value in asdict(recipe.fit).items() if name not in _FREE}
     drafter = asdict(recipe.drafter)
     if recipe.drafter.init_from is not None:
-        drafter["init_from"] = weights_digest(resolve(recipe.drafter.init_from))
+        earlier = read_drafter(resolve(recipe.drafter.init_from))
+        raise_errors(earlier, list(identity_findings(earlier, resolve(recipe.target.path))))
+        drafter["init_from"] = weights_digest(earlier.directory)
     return {"target": target_identity(recipe), "drafter": drafter, "fit": fit}
 
 
@@ -217,13 +222,22 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     states: HiddenStateStore | None = None
     if recipe.capture.mode == "offline":
         weights, ids = weights_digest(resolve(recipe.target.path)), config.aux_layer_ids
-        states = HiddenStateStore(context.inputs["capture"], store, target=weights, aux_layer_ids=ids)
+        mine = slice(workers.rank, None, workers.world)
+        states = HiddenStateStore(context.inputs["capture"], store, target=weights, aux_layer_ids=ids, verified=mine)
         ends = states.ends(workers.device)
     else:
         capture = open_target(recipe.target, workers.device)
         ends = capture.ends
     drafter = make_drafter(
-        recipe.drafter, config, target, ends, vocabulary, device=workers.device, seed=fit.seed, compute=compute
+        recipe.drafter,
+        config,
+        target,
+        ends,
+        vocabulary,
+        device=workers.device,
+        seed=fit.seed,
+        compute=compute,
+        target_directory=resolve(recipe.target.path),
     )
     parameters = sum(p.numel() for p in drafter.parameters())
     drafted = None if vocabulary is None else vocabulary.target_ids.tolist()
@@ -303,7 +317,7 @@ def compute_dtype(fit: FitSection, device: torch.device) -> torch.dtype:
 
 STAGE = Stage(
     name="fit",
-    version=2,  # 2: resume.pt holds other fields
+    version=3,  # 3: resume.pt is sealed
     depends_on=("prepare", "regenerate", "vocab", "capture"),
     settings=_settings,
     run=_run,

@@ -238,7 +238,7 @@ class Preparation:
 
 
 STAGE = Stage(
-    name="prepare", version=1, depends_on=(), settings=_settings, run=lambda context: Preparation(context).run()
+    name="prepare", version=2, depends_on=(), settings=_settings, run=lambda context: Preparation(context).run()
 )
 
 

@@ -231,4 +231,4 @@ def _assemble(context: StageContext) -> dict[str, Any]:
     }
 
 
-STAGE = Stage(name="regenerate", version=1, depends_on=("prepare",), settings=_settings, run=_run)
+STAGE = Stage(name="regenerate", version=2, depends_on=("prepare",), settings=_settings, run=_run)

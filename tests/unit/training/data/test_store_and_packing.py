@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.errors import DataError
-from fledge.files import remove_temporaries
+from fledge.files import SEAL_BYTES, remove_temporaries, seal
 from fledge.training.data.examples import TokenStore, collate, packed_rows
 
 EXAMPLES = [([1, 2, 3, 4], [0, 0, 1, 1], "a"), ([5, 6, 65535], [0, 1, 1], "b"), ([7, 8], [0, 1], "a")]
@@ -24,7 +24,7 @@ def write(directory: Path, examples: list[tuple[list[int], list[int], str]], voc
 @pytest.mark.parametrize(("vocab_size", "width"), [(65536, 2), (65537, 4)])
 def test_what_is_written_is_read(tmp_path: Path, vocab_size: int, width: int) -> None:
     store = write(tmp_path / "s", EXAMPLES, vocab_size)
-    assert (tmp_path / "s" / "tokens.bin").stat().st_size == 9 * width
+    assert (tmp_path / "s" / "tokens.bin").stat().st_size == 9 * width + SEAL_BYTES
     assert (len(store), store.total_tokens, store.answer_tokens) == (3, 9, 5)
     assert store.lengths.tolist() == [4, 3, 2]
     for i, (tokens, answer, category) in enumerate(EXAMPLES):
@@ -115,3 +115,16 @@ def test_the_first_drafted_position_after_the_prompt_is_taught(tmp_path: Path) -
     batch = collate(store, [(0,)], 8)
     assert batch.supervised(0).nonzero()[:, 1].tolist() == [1, 2, 3]
     assert batch.supervised(1).nonzero()[:, 1].tolist() == [0, 1, 2]
+
+
+def test_damage_and_ids_of_no_token_are_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "s", EXAMPLES[:1], vocab_size=100)
+    path = tmp_path / "s" / "tokens.bin"
+    content = path.read_bytes()
+    path.write_bytes(b"\xff\xff" + content[2:])
+    with pytest.raises(DataError, match=r"tokens\.bin: damaged, "):
+        TokenStore.open(tmp_path / "s")
+    path.write_bytes(b"\xff\xff" + content[2:-SEAL_BYTES])
+    seal(path)
+    with pytest.raises(DataError, match=r"tokens\.bin: token id 65535 is outside the vocabulary of 100; remove"):
+        TokenStore.open(tmp_path / "s")

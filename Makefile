@@ -14,8 +14,8 @@ test: lint
 	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests recipes benchmarks
-	$(BIN)/ruff format --check src tests recipes benchmarks
+	$(BIN)/ruff check src tests recipes benchmarks tools setup.py
+	$(BIN)/ruff format --check src tests recipes benchmarks tools setup.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -24,17 +24,16 @@ test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
 	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_parity
 
 format: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests recipes benchmarks
-	$(BIN)/ruff format src tests recipes benchmarks
+	$(BIN)/ruff check --fix src tests recipes benchmarks tools setup.py
+	$(BIN)/ruff format src tests recipes benchmarks tools setup.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# torch goes first and pinned: an unpinned one brings gigabytes of CUDA libraries to machines without a GPU.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# By hash where requirements.lock fits (tools/dependencies.py says where), by version elsewhere.
+$(VENV)/.ready: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,server]'
+	$(BIN)/python tools/dependencies.py install
 	touch $@
 
 # vLLM's optional companions are built against another torch and are not needed for text.

@@ -259,9 +259,7 @@ class Generation:
         """Take a message from the engine, or the error that ends everything."""
         if isinstance(message, RequestUpdate) and message.finish_reason == "error":
             error = message.error or "the request failed"
-            is_grammar = error.startswith(
-                CONSTRAINT_FAILURE
-            )  # too much for its parser, which shows with the first tokens
+            is_grammar = error.startswith(CONSTRAINT_FAILURE)  # too much for its parser
             status, code = (400, "invalid_grammar") if is_grammar else (500, "generation_failed")
             message = RequestError(error, status=status, code=code)
         self._inbox.put_nowait(message)

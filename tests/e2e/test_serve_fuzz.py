@@ -100,12 +100,13 @@ def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
         yield from places(child, *path, key)
 
 
-def changed(request: dict[str, Any], path: tuple[Any, ...], number: int) -> dict[str, Any]:
-    """Return a request with the odd value of this number in one place."""
-    made = copy.deepcopy(request)
-    holder = functools.reduce(lambda value, key: value[key], path[:-1], made)
-    holder[path[-1]] = list(odd_values(holder[path[-1]]))[number]
-    return made
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    return functools.reduce(lambda holder, key: holder[key], path, value)
+
+
+def put(request: dict[str, Any], fields: dict[str, Any], path: tuple[Any, ...], number: int) -> None:
+    """Put the odd value of this number, made of what a good request has there, into one place of a request."""
+    at(request, path[:-1])[path[-1]] = list(odd_values(at(fields, path)))[number]
 
 
 NUMBERS = range(len(list(odd_values(0))))
@@ -149,7 +150,9 @@ def test_something_odd_in_one_place(client: httpx.Client, address: str) -> None:
     for path in SPOTS[address]:
         good = needed | {path[0]: fields[path[0]]}
         for number in NUMBERS if len(path) == 1 else NUMBERS_INSIDE:
-            failure = check(client, address, changed(good, path, number))
+            request = copy.deepcopy(good)
+            put(request, fields, path, number)
+            failure = check(client, address, request)
             failures += [f"{path}: {failure}"] * (failure is not None)
     assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:20])
 
@@ -168,10 +171,10 @@ def test_something_odd_in_several_places(client: httpx.Client, address: str) -> 
     )
     @given(st.lists(st.tuples(st.sampled_from(SPOTS[address]), st.sampled_from(NUMBERS)), min_size=2, max_size=4))
     def holds(changes: list[tuple[tuple[Any, ...], int]]) -> None:
-        request = needed | {path[0]: fields[path[0]] for path, _ in changes}
+        request = copy.deepcopy(needed | {path[0]: fields[path[0]] for path, _ in changes})
         for path, number in changes:
             with contextlib.suppress(KeyError, IndexError, TypeError):  # an earlier one took the place away
-                request = changed(request, path, number)
+                put(request, fields, path, number)
         failure = check(client, address, request)
         assert failure is None, failure
 

@@ -21,8 +21,8 @@ pytest: $(VENV)/.ready
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests recipes benchmarks
-	$(BIN)/ruff format --check src tests recipes benchmarks
+	$(BIN)/ruff check src tests recipes benchmarks tools setup.py
+	$(BIN)/ruff format --check src tests recipes benchmarks tools setup.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -35,17 +35,16 @@ test-clients: $(VENV)/.ready $(CLIENTS_VENV)/.ready
 	FLEDGE_PYTHON=$(abspath $(BIN))/python $(CLIENTS_VENV)/bin/python -m pytest -m clients --confcutdir=tests/clients tests/clients
 
 format: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests recipes benchmarks
-	$(BIN)/ruff format src tests recipes benchmarks
+	$(BIN)/ruff check --fix src tests recipes benchmarks tools setup.py
+	$(BIN)/ruff format src tests recipes benchmarks tools setup.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# torch goes first and pinned: an unpinned one brings gigabytes of CUDA libraries to machines without a GPU.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# By hash where requirements.lock fits (tools/dependencies.py says where), by version elsewhere.
+$(VENV)/.ready: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,server]'
+	$(BIN)/python tools/dependencies.py install
 	touch $@
 
 # vLLM's optional companions are built against another torch and are not needed for text.

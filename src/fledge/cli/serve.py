@@ -1,5 +1,6 @@
 """`fledge serve`: an OpenAI-compatible server. Takes the command line of `vllm serve`."""
 
+import json
 import os
 import socket
 import sys

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 Masks = list[Tensor | None]  # one for each verify row of a request; None: everything is allowed, or nobody asks
+CONSTRAINT_FAILURE = "structured output: "  # how the error of a request begins whose constraint failed
 
 
 class TokenConstraint(Protocol):

@@ -7,7 +7,7 @@ from enum import StrEnum
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.block_manager import BlockTable
-from fledge.engine.constraint import TokenConstraint
+from fledge.engine.constraint import CONSTRAINT_FAILURE, TokenConstraint
 from fledge.engine.outputs import RequestMetrics, RoundRecord, TokenLogprobs
 
 UNLIMITED = 2**31 - 1
@@ -161,4 +161,4 @@ class Request:
 
     def fail_constraint(self, error: Exception) -> None:
         """Note why the constraint fails. The request then ends with its next tokens."""
-        self.failure = f"structured output: {str(error) or type(error).__name__}"
+        self.failure = f"{CONSTRAINT_FAILURE}{str(error) or type(error).__name__}"

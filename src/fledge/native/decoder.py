@@ -15,7 +15,8 @@ from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation
 from fledge.models.drafter.eagle3 import Eagle3FirstLayer
 from fledge.models.target.decoder import TargetModel, TargetStates
-from fledge.native.library import required, struct, struct_type
+from fledge.native.bindings import struct, struct_type
+from fledge.native.library import required
 from fledge.native.linear import PackedLinear
 
 

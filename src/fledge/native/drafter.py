@@ -14,8 +14,9 @@ from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import EagleDrafter
 from fledge.models.drafter.eagle3 import Eagle3Drafter, Eagle3FirstLayer
 from fledge.models.target.decoder import TargetStates
+from fledge.native.bindings import struct, struct_type
 from fledge.native.decoder import are_lowerable, is_lowerable_pass, lower_layers, pass_struct
-from fledge.native.library import required, struct, struct_type
+from fledge.native.library import required
 from fledge.native.linear import PackedLinear
 
 # `Kind` of program.c.

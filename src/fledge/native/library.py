@@ -1,39 +1,27 @@
-"""Compiling the C sources beside this file, once for each machine, and loading the result.
-
-What Python knows of structs and functions it reads from the same sources: nothing is declared twice.
-"""
+"""The compiled C sources: from the wheel, from the cache, or compiled now; tested, or not used."""
 
 import ctypes
 import functools
 import logging
 import os
 import platform
-import re
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
+import torch
 
 from fledge.files import atomic_path, cache_directory, digest
+from fledge.native.bindings import bind
+from fledge.native.compiler import COMPILE_SECONDS, FLAGS, compile_library, is_sealed, prebuilt_key, sources
+from fledge.native.selftest import check
 
-# GCC, tuned for AMD's processors, fuses a multiply-add in one loop and not in another, as it likes. A row would then
-# have other bits alone than in company; so it is told to fuse them all.
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "--param=avoid-fma-max-bits=0",
-    "-fno-math-errno",
-    "-std=gnu11",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-)
-_COMPILE_SECONDS = 120
-
-_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "int": ctypes.c_int, "float": ctypes.c_float}
+PREBUILT_DIRECTORY = Path(__file__).parent / "prebuilt"  # only in wheels
+_INSTRUCTIONS = "-march=native"
+_OTHERS_WRITE = 0o022
 
 _log = logging.getLogger("fledge.native")
 
@@ -48,101 +36,82 @@ def required() -> ctypes.CDLL:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, or None where torch has to do: the reason is logged, once."""
-    compiler, level = os.environ.get("CC", "cc"), logging.WARNING
+    level = logging.WARNING
     try:
         if os.environ.get("FLEDGE_NATIVE") == "0":
             level = logging.INFO  # who switched it off knows
             raise OSError("FLEDGE_NATIVE=0")
         if sys.platform != "linux":
             raise OSError(f"they have been tried on Linux only, this is {sys.platform}")
-        path = cache_directory() / "native" / f"{_key(compiler)}.so"
-        if not path.exists():
-            _compile(compiler, path)
-        # torch is loaded already, and with it the one OpenMP whose threads both use.
-        loaded = ctypes.CDLL(str(path))
+        prebuilt = PREBUILT_DIRECTORY / f"{torch.backends.cpu.get_cpu_capability().lower()}.so"
+        if not os.environ.get("CC") and is_sealed(prebuilt, prebuilt_key()):
+            return _tested(prebuilt)
+        return _from_cache(os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), "cc"))
     except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr.decode(errors="replace").strip() if isinstance(error, subprocess.CalledProcessError) else ""
-        reason = f"{compiler}: {said.splitlines()[0]}" if said else error
+        reason: object = error
+        if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
+            reason = f"{error.cmd[0]}: {error.stderr.decode(errors='replace').strip().splitlines()[0]}"
         _log.log(level, "CPU kernels of our own are not used, torch's are, which are slower: %s", reason)
         return None
-    for name, parameters in re.findall(r"^(?:void|int32_t) (fledge_\w+)\(([^)]*)\)", _declarations(), re.MULTILINE):
-        getattr(loaded, name).argtypes = [kind for part in parameters.split(",") for _, kind in _declared(part)]
-    for name in ("fledge_decode", "fledge_run", "fledge_draft"):
-        getattr(loaded, name).restype = _check_memory
+
+
+def _from_cache(compiler: str) -> ctypes.CDLL:
+    """Load this machine's own, compiled now where it is not there, not whole, or somebody else's to write."""
+    key = _key(compiler)
+    try:
+        path = _cache() / f"{key}.so"
+        is_good = _is_ours(path) and is_sealed(path, key)
+        if not is_good and not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"{path.parent} cannot be written")
+    except (OSError, RuntimeError) as error:  # the latter is for who has no home
+        _log.warning("CPU kernels are compiled for this process alone: %s", error)
+        with tempfile.TemporaryDirectory(prefix="fledge-native-") as private:  # what is loaded outlives its file
+            return _compiled(compiler, Path(private) / f"{key}.so", key)
+    return _tested(path) if is_good else _compiled(compiler, path, key)
+
+
+def _cache() -> Path:
+    """Return the directory of libraries, made if it is not there. PermissionError where others could put theirs in."""
+    directory = (cache_directory() / "native").resolve()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_uid == os.geteuid():
+        directory.chmod(directory.stat().st_mode & ~_OTHERS_WRITE)
+    if not _is_ours(directory):
+        raise PermissionError(f"{directory} belongs to another user, or others can write there")
+    return directory
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is there, is no link, and nobody but us and root can have changed it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & _OTHERS_WRITE
+
+
+def _compiled(compiler: str, path: Path, key: str) -> ctypes.CDLL:
+    with atomic_path(path) as made:  # another process may be doing the same
+        compile_library(compiler, made, key, _INSTRUCTIONS)
+        made.chmod(0o700)
+        return _tested(made)
+
+
+def _tested(path: Path) -> ctypes.CDLL:
+    loaded = bind(str(path))
+    check(loaded)
     return loaded
-
-
-def _check_memory(failed: int) -> None:
-    if failed:
-        raise MemoryError("no memory for the layers' scratch space")
-
-
-def _sources() -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.[ch]"))}
-
-
-@functools.cache
-def _declarations() -> str:
-    """The C sources without their comments."""
-    return re.sub(r"/\*.*?\*/", "", "\n".join(_sources().values()), flags=re.DOTALL)
-
-
-def _declared(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and type of each variable of a declaration, or of one parameter: `const float *keys, *values`."""
-    if found := re.fullmatch(r"(?:const )?(\w+) (.+)", text.strip(), re.DOTALL):
-        for name in found[2].split(","):
-            kind: Any = _Pointer if "*" in name else _TYPES.get(found[1]) or struct_type(found[1])
-            yield re.findall(r"\w+", name)[-1], kind
-
-
-class _Pointer(ctypes.c_void_p):
-    """What C takes by its address: as an argument a tensor, a struct, an array or nothing."""
-
-    @classmethod
-    def from_param(cls, value: Any) -> Any:
-        return ctypes.byref(value) if isinstance(value, ctypes.Structure) else super().from_param(_address(value))
-
-
-def _address(value: Any) -> Any:
-    """The address of a tensor or an array; anything else as it is."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return ctypes.addressof(value) if isinstance(value, ctypes.Array) else value
-
-
-@functools.cache
-def struct_type(name: str) -> type[Any]:
-    """Return the C struct of this name, for ctypes."""
-    found = re.search(rf"typedef struct {{([^}}]*)}} {name};", _declarations())
-    assert found is not None, name
-    fields = [
-        (field, ctypes.c_void_p if kind is _Pointer else kind)
-        for line in found[1].split(";")
-        for field, kind in _declared(line)
-    ]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-def struct(name: str, **fields: Any) -> Any:
-    """Return a C struct with these fields. Tensors and arrays go in by their addresses, and live as long as it does."""
-    made = struct_type(name)(**{field: _address(value) for field, value in fields.items()})
-    made.held = fields
-    return made
 
 
 def _key(compiler: str) -> str:
     """Name what the result depends on: the sources, the compiler, how it is called, the processor it is for."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_SECONDS).stdout
+    command = [*shlex.split(compiler), "--version"]
+    try:
+        version = subprocess.run(command, capture_output=True, check=True, timeout=COMPILE_SECONDS).stdout
+    except (FileNotFoundError, PermissionError):
+        raise OSError(f"no C compiler, '{compiler}' cannot be run: install gcc or set CC") from None
     wanted = ("model name", "flags", "Features", "CPU part")  # what -march=native may depend on: x86, x86, ARM, ARM
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     processor = [platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})]
-    return digest([_sources(), FLAGS, version.decode(errors="replace"), processor])
-
-
-def _compile(compiler: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sources = [str(source) for source in sorted(Path(__file__).parent.glob("*.c"))]
-    with atomic_path(path) as made:  # another process may be doing the same
-        command = [compiler, *FLAGS, *sources, "-o", str(made), "-lm"]
-        subprocess.run(command, capture_output=True, check=True, timeout=_COMPILE_SECONDS)
+    return digest([sources(), FLAGS, command[1:], version.decode(errors="replace"), processor])

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fledge.layers.linear import Linear
 from fledge.layers.mlp import SwiGLU
-from fledge.native.library import library, required, struct
+from fledge.native.bindings import struct
+from fledge.native.library import library, required
 
 # Prompts gain little, and oneDNN keeps compiled code for every number of rows it has met.
 MAX_ONEDNN_ROWS = 64

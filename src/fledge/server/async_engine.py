@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.constraint import CONSTRAINT_FAILURE
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import next_int64
 from fledge.engine.outputs import RequestMetrics, RequestUpdate, TextPiece, TokenLogprobs
@@ -271,7 +272,10 @@ class Generation:
     def put(self, message: RequestUpdate | RequestError) -> None:
         """Take a message from the engine, or the error that ends everything."""
         if isinstance(message, RequestUpdate) and message.finish_reason == "error":
-            message = RequestError(message.error or "the request failed", status=500, code="generation_failed")
+            error = message.error or "the request failed"
+            is_grammar = error.startswith(CONSTRAINT_FAILURE)  # too much for its parser
+            status, code = (400, "invalid_grammar") if is_grammar else (500, "generation_failed")
+            message = RequestError(error, status=status, code=code)
         self._inbox.put_nowait(message)
 
     def close(self, reason: str = "abort") -> None:

@@ -1,0 +1,132 @@
+"""Whether a library that was just loaded computes what torch does: a miscompiled one would change texts unnoticed."""
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.kernels.argmax import argmax_rows_reference
+from fledge.native.bindings import struct, struct_type
+
+# Odd sizes: every loop has a rest.
+_HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM = 40, 38, 4, 2, 12
+_CONTEXT, _ROWS, _BLOCK = 21, 7, 5
+_EPS = 1e-5
+
+
+def check(library: ctypes.CDLL) -> None:
+    """Raise OSError where results are not torch's, or where a row's bits depend on its company. Takes milliseconds."""
+    source = torch.Generator("cpu").manual_seed(0)
+    for is_bfloat16 in (False, True):
+        layer = _Layer(library, source, is_bfloat16)
+        cache = _random(source, 2, _CONTEXT + _ROWS, _KV_HEADS, _DIM)
+        stream = _random(source, _ROWS, _HIDDEN)
+        found = layer.natively(stream, cache.clone(), _CONTEXT)
+        if not torch.allclose(found, layer.by_torch(stream, cache), rtol=1e-4, atol=1e-4):
+            raise OSError("a decoder layer fails its self-test (miscompiled?)")
+        alone = [layer.natively(stream[i : i + 1], cache, _CONTEXT + i) for i in range(_ROWS)]
+        if not torch.equal(torch.cat(alone), found):
+            raise OSError("a row's bits depend on its company in the self-test (miscompiled?)")
+    logits = (3 * _random(source, 6, 45)).round()
+    logits[0, 44], logits[1, 7], logits[2], logits[3, 44] = 10, torch.nan, -torch.inf, torch.nan
+    chosen = torch.empty(len(logits), dtype=torch.int64)
+    library.fledge_argmax(logits, *logits.shape, None, chosen, torch.get_num_threads())
+    if not torch.equal(chosen, argmax_rows_reference(logits)):
+        raise OSError("the choice of the largest fails its self-test (miscompiled?)")
+    drafts, choices = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2, 9, 8], [4, 5, 6, 7]])
+    tokens, accepted, last = torch.empty_like(choices), torch.empty(2).long(), torch.empty(2).long()
+    library.fledge_accept(drafts, 3, choices, None, 2, 4, tokens, accepted, last)
+    if [*tokens[0], *accepted, *last] != [1, 2, 9, -1, 2, 3, 9, 7]:
+        raise OSError("the acceptance of drafts fails its self-test (miscompiled?)")
+
+
+def _random(source: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=source, dtype=torch.float32, device="cpu")  # whatever torch's defaults are now
+
+
+class _Layer:
+    """A decoder layer of random weights over one sequence, in C and in torch."""
+
+    def __init__(self, library: ctypes.CDLL, source: torch.Generator, is_bfloat16: bool) -> None:
+        self.library = library
+        qkv = (_HEADS + 2 * _KV_HEADS) * _DIM
+        shapes = {"qkv": (qkv, _HIDDEN), "output": (_HIDDEN, _HEADS * _DIM)}
+        shapes |= {"gate_up": (2 * _INNER, _HIDDEN), "down": (_HIDDEN, _INNER)}
+        random = {name: _random(source, *shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+        self.weights = {name: weight.bfloat16().float() if is_bfloat16 else weight for name, weight in random.items()}
+        self.bias = _random(source, qkv)
+        self.norms = {name: _random(source, _HIDDEN).abs() + 0.5 for name in ("input_norm", "post_norm")}
+        self.head_norms = {name: _random(source, _DIM).abs() + 0.5 for name in ("q_norm", "k_norm")}
+        self.frequencies = _random(source, _DIM // 2).abs()
+        self.scale = _DIM**-0.5
+        sizes = {"heads": _HEADS, "kv_heads": _KV_HEADS, "head_dim": _DIM, "rotary_dim": _DIM}
+        heads = struct("Heads", **sizes, window=0, eps=_EPS, scale=self.scale, **self.head_norms)
+        matrices = {name: self._packed(name, is_bfloat16) for name in shapes}
+        self.lowered = struct("Layer", heads=heads, eps=_EPS, **matrices, **self.norms)
+
+    def _packed(self, name: str, is_bfloat16: bool) -> Any:
+        weight = self.weights[name]
+        sizes = {"columns": weight.shape[0], "size": weight.shape[1]}
+        kind = {"halved": is_bfloat16, "paired": name == "gate_up", "bias": self.bias if name == "qkv" else None}
+        panels = self.library.panel_count(ctypes.byref(struct("Matrix", **sizes, **kind)))
+        count = panels * weight.shape[1] * 2 * self.library.fledge_lanes()
+        memory = torch.zeros(count, dtype=torch.int16 if is_bfloat16 else torch.float32)
+        packed = struct("Matrix", panels=memory, **sizes, **kind)
+        self.library.fledge_pack(packed, weight, memory)
+        return packed
+
+    def natively(self, stream: Tensor, cache: Tensor, context: int) -> Tensor:
+        """Return the stream after the layer; its keys and values are put into cache [2, tokens, KV heads, size]."""
+        rows, blocks = len(stream), -(-cache.shape[1] // _BLOCK)
+        table = torch.arange(blocks, dtype=torch.int32).flip(0)
+        padded = F.pad(cache, (0, 0, 0, 0, 0, blocks * _BLOCK - cache.shape[1]))
+        paged = padded.view(2, blocks, _BLOCK, _KV_HEADS, _DIM).flip(1)
+        positions = torch.arange(context, context + rows)
+        described = struct(
+            "Pass",
+            tokens=rows,
+            sequences=1,
+            rows=rows,
+            positions=positions,
+            slots=table[positions // _BLOCK] * _BLOCK + positions % _BLOCK,
+            contexts=torch.tensor([context]),
+            tables=table,
+            table_stride=blocks,
+            keys=paged[0],
+            values=paged[1],
+            layer_stride=0,
+            block_size=_BLOCK,
+            frequencies=self.frequencies,
+            magnitude=1.0,
+        )
+        layers, out = (struct_type("Layer") * 1)(self.lowered), stream.clone()
+        none = (ctypes.c_int64 * 0)()
+        threads = torch.get_num_threads()
+        self.library.fledge_decode(layers, 1, described, None, out, none, 0, None, None, 0.0, out, threads)
+        cache.copy_(paged.flip(1).flatten(1, 2)[:, : cache.shape[1]])
+        return out
+
+    def by_torch(self, stream: Tensor, cache: Tensor) -> Tensor:
+        rows = len(stream)
+        normed = F.rms_norm(stream, (_HIDDEN,), self.norms["input_norm"], _EPS)
+        heads = F.linear(normed, self.weights["qkv"], self.bias).view(rows, -1, _DIM)
+        query, key = self._turned(heads[:, :_HEADS], "q_norm"), self._turned(heads[:, _HEADS:-_KV_HEADS], "k_norm")
+        keys, values = (
+            torch.cat([old[:_CONTEXT], new]) for old, new in zip(cache, (key, heads[:, -_KV_HEADS:]), strict=True)
+        )
+        keys, values = (x.repeat_interleave(_HEADS // _KV_HEADS, dim=1).transpose(0, 1) for x in (keys, values))
+        seen = torch.ones(rows, _CONTEXT + rows, dtype=torch.bool).tril(_CONTEXT)
+        scores = (query.transpose(0, 1) @ keys.mT * self.scale).masked_fill(~seen, -torch.inf)
+        mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
+        stream = stream + F.linear(mixed, self.weights["output"])
+        normed = F.rms_norm(stream, (_HIDDEN,), self.norms["post_norm"], _EPS)
+        gate, up = F.linear(normed, self.weights["gate_up"]).chunk(2, dim=-1)
+        return stream + F.linear(F.silu(gate) * up, self.weights["down"])
+
+    def _turned(self, heads: Tensor, norm: str) -> Tensor:
+        angles = torch.arange(_CONTEXT, _CONTEXT + len(heads))[:, None, None] * self.frequencies
+        low, high = F.rms_norm(heads, (_DIM,), self.head_norms[norm], _EPS).chunk(2, dim=-1)
+        cosines, sines = angles.cos(), angles.sin()
+        return torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1)

@@ -17,7 +17,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from fledge.errors import DataError, FledgeError
+import yaml
+
+from fledge.errors import ConfigError, DataError, FledgeError
 
 _DAMAGE = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)  # of compressed files
 
@@ -115,6 +117,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping of names to values")
+    return values
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

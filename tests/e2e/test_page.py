@@ -147,6 +147,25 @@ def test_side_by_side_compares_the_same_prompt(page: Page, service: PageService)
     expect(page.locator(".column[data-mode=off] .message.user")).to_have_text("<b>Compare</b>")  # text, never markup
 
 
+def test_side_by_side_goes_on_with_one_conversation(page: Page, service: PageService):
+    """A normal turn, then one side by side, then one without: all of the same history, and all of it is shown."""
+    _open(page, service)
+    page.fill("#max-tokens", "12")
+    for mode in ("on", "both", "off"):
+        page.check(f"input[value={mode}]")
+        page.fill("#prompt", f"Turn {mode}")
+        page.press("#prompt", "Enter")
+        expect(page.locator("#send")).to_be_enabled(timeout=SLOW)
+    _, on, off, last = [body["messages"] for body in service.chats]
+    assert on == off
+    assert [one["content"] for one in on] == ["Turn on", "".join(ANSWER), "Turn both"]
+    assert [one["content"] for one in last[::2]] == ["Turn on", "Turn both", "Turn off"]
+    page.check("input[value=both]")
+    for mode in ("on", "off"):
+        expect(page.locator(f".column[data-mode={mode}] .message.user")).to_have_count(3)
+        expect(page.locator(f".column[data-mode={mode}] .message.assistant")).to_have_count(3)
+
+
 def test_stop_ends_the_stream_on_both_sides(page: Page):
     with PageService(token_s=0.1) as service:
         _open(page, service)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from fledge.errors import ConfigError
+from fledge.files import read_yaml
 from fledge.records import Record, decode
 
 
@@ -171,15 +172,7 @@ class Recipe(Record):
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
         """Read a YAML file. Paths in it are relative to the file; those in overrides to the working directory."""
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected a mapping of sections")
-        values = _anchored(values, path.parent)
+        values = _anchored(read_yaml(path), path.parent)
         for override in overrides:
             _apply_override(values, override)
         recipe = decode(cls, values, str(path))

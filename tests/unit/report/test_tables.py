@@ -44,21 +44,33 @@ def test_markdown_has_a_line_for_each_row_and_no_cell_ends_early():
 
 
 def test_a_terminal_shows_groups_once_and_nothing_is_taken_for_markup():
-    text = printed(TABLE.to_rich())
+    text = printed(TABLE.to_rich(100))
     assert text.count("chat, C=1") == text.count("chat, C=4") == 1
     assert "2.00x [1.50, 2.50]" in text
     assert "<i>" in text
 
 
 def test_a_wide_table_is_printed_in_parts_that_repeat_the_labels():
-    wide = Table.of("Wide", ("name", *(f"column {i}" for i in range(9))), [("row", *map(str, range(9)))])
+    wide = Table.of("Wide", ("name", *(f"column-{i}" for i in range(9))), [("row", *map(str, range(9)))])
     parts = wide.to_rich(width=50)
     assert [str(part.title) for part in parts] == ["Wide"] + ["Wide (more)"] * (len(parts) - 1)
     text = printed(parts, width=50)
     assert len(parts) > 1
-    assert all(text.count(f"column {i}") == 1 for i in range(9))
+    assert all(text.count(f"column-{i}") == 1 for i in range(9))
     assert text.count("row") == len(parts)
     assert max(map(len, text.splitlines())) <= 50
+
+
+def test_no_figure_is_cut_and_the_border_is_whole_at_80_columns():
+    """A heading is broken between words; intervals stay on one line; a name longer than the terminal is folded."""
+    header = ("contender", "tokens/s per user", "ratio", "tokens/s in all", "ratio", "acceptance length", "requests")
+    figures = ("1,445 [1,243, 1,690]", "2.14x [1.99, 2.31]") * 2 + ("2.75 [2.56, 2.95]", "1,024 (+36 failed)")
+    for name in ("EAGLE-3.1 K=3", "a-model-with-a-name-" * 6):
+        row = TableRow(cells=(name, *figures), group="a_workload_of_ours, concurrency 64")
+        text = printed(Table(title="Speed", header=header, rows=(row,)).to_rich(80), width=80)
+        assert "…" not in text
+        assert {line[-1] for line in text.splitlines() if line[0] != "S"} <= set("┓┃┩│┘┤")
+        assert all(figure in text for figure in figures)
 
 
 def test_a_page_has_all_of_it_escaped():

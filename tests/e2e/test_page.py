@@ -123,7 +123,7 @@ def test_a_thought_is_told_apart_and_marks_find_their_place(page: Page, service:
     page.fill("#prompt", THINK)
     page.press("#prompt", "Enter")
     expect(page.locator("#chat-status")).to_have_text("Done.", timeout=SLOW)
-    expect(page.locator(".message.assistant")).to_have_text("Hm.Yes")  # the marks of thinking are not shown
+    expect(page.locator(".message.assistant:visible")).to_have_text("Hm.Yes")  # the marks of thinking are not shown
     expect(page.locator("mark.thought.drafted")).to_have_text("Hm.")
     expect(page.locator("mark.own.drafted")).to_have_text("es")
     page.fill("#prompt", "Go on")
@@ -172,7 +172,7 @@ def test_stop_ends_the_stream_on_both_sides(page: Page):
         page.fill("#max-tokens", "10000")
         page.fill("#prompt", "Go on for ever")
         page.click("#send")
-        expect(page.locator(".message.assistant")).to_contain_text("speculative", timeout=SLOW)
+        expect(page.locator(".message.assistant:visible")).to_contain_text("speculative", timeout=SLOW)
         page.click("#stop")
         expect(page.locator("#chat-status")).to_have_text("Stopped.")
         expect(page.locator("#send")).to_be_enabled()
@@ -180,7 +180,7 @@ def test_stop_ends_the_stream_on_both_sides(page: Page):
         while service.dropped == 0 and time.monotonic() < limit:
             time.sleep(0.02)
         assert service.dropped == 1
-        expect(page.locator(".message.assistant")).to_contain_text("speculative")  # what came stays
+        expect(page.locator(".message.assistant:visible")).to_contain_text("speculative")  # what came stays
 
 
 def test_reconnects_to_a_restarted_server(page: Page, service: PageService):
@@ -214,7 +214,7 @@ def test_behind_a_prefix_with_a_key(page: Page):
         page.fill("#key", "secret")
         page.press("#key", "Enter")
         expect(page.locator("#connection")).to_have_class("live", timeout=SLOW)
-        expect(page.locator(".message.assistant")).to_contain_text("verifies.", timeout=SLOW)
+        expect(page.locator(".message.assistant:visible")).to_contain_text("verifies.", timeout=SLOW)
         page.reload()  # the key is kept for the tab
         expect(page.locator("#connection")).to_have_class("live", timeout=SLOW)
         expect(dialog).to_be_hidden()

@@ -1,9 +1,13 @@
 """One table, three ways to show it."""
 
+import shutil
+from dataclasses import replace
+
+import pytest
 from rich.console import Console
 
 from fledge.report.intervals import Interval
-from fledge.report.page import page_template
+from fledge.report.page import page_style, page_template, ratio_bar
 from fledge.report.tables import Table, TableCell, TableRow, figure_cell
 
 RATIO = figure_cell(Interval(value=2.0, low=1.5, high=2.5), "{:.2f}", unit="x")
@@ -85,3 +89,50 @@ def test_a_page_has_all_of_it_escaped():
         assert wanted in text
     assert text.count('scope="rowgroup"') == 2
     assert "<i>" not in text
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_no_column_of_a_page_is_cut_at_1200_pixels():
+    """The widest tables of docs/results: speeds with a bar, acceptance by category, and what differs where."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    ratio, speed = (
+        Interval(value=10.05, low=10.01, high=10.09),
+        figure_cell(Interval(value=1234.0, low=1111, high=1333)),
+    )
+    shown = figure_cell(ratio, "{:.2f}", unit="x", graphic=ratio_bar(ratio, 12.0))
+    name = TableCell(text="Fledge, EAGLE-3.1 depth 3", colour="red", badge="inflated: 8b")
+    header = ("contender", "tokens/s per user", "ratio", "tokens/s in all", "ratio", "acceptance length", "requests")
+    rates = "round costs, in plain steps", "tokens verified at once", "% accepted at depth 1, 2, …", "rounds"
+    categories = (
+        "writing roleplay reasoning math coding extraction stem humanities dialogue qa instructions long_context"
+    )
+    differ = "; ".join(f"mt_bench, C={i}: 12 of 240" for i in range(12))
+    tables = [
+        Table.of("", header, [[name, speed, shown, speed, replace(shown, graphic=""), speed, "1,440 (+36 failed)"]]),
+        Table.of(
+            "", ("contender", "acceptance length", *rates), [[name, speed, "1.23", "320", "71  52  40  31", "9,999"]]
+        ),
+        Table.of(
+            "",
+            ("drafter", "K", "T", *categories.split()),
+            [["fledgling-eagle3.1", "10", "1", *["2.58 ±0.12"] * 12]],
+            3,
+        ),
+        Table.of(
+            "", ("contender", "compared with no speculation", "different", "of these"), [[name, "999", "9", differ]]
+        ),
+    ]
+    table = page_template("fledge.report", "blocks.html.jinja").module.table
+    page = f"<!doctype html><style>{page_style()}</style><main>{''.join(map(str, map(table, tables)))}</main>"
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        tab = browser.new_page(viewport={"width": 1200, "height": 900})
+        tab.set_content(page)
+        found = tab.evaluate(
+            "[...document.querySelectorAll('.scroll')].map((one) => one.scrollWidth - one.clientWidth)"
+        )
+        browser.close()
+    assert found == [0] * 4

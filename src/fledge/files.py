@@ -17,7 +17,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from fledge.errors import DataError, FledgeError
+import yaml
+
+from fledge.errors import ConfigError, DataError, FledgeError
 
 SEAL_BYTES = hashlib.sha256().digest_size
 _DAMAGE = (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile)  # of compressed files
@@ -160,6 +162,19 @@ def parse_json(text: str | bytes) -> Any:
     except (RecursionError, ValueError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
         raise json.JSONDecodeError(reason, "", 0) from None
+
+
+def read_yaml(path: Path, text: str | None = None) -> dict[str, Any]:
+    """The settings in a YAML file; `text`, if it was read already."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8") if text is None else text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping of names to values")
+    return values
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -51,7 +51,7 @@ def test_inflate_then_measure_what_was_written(pair: Pair, tmp_path: Path) -> No
 def test_a_table_the_best_depth_and_where_the_results_are(pair: Pair, tmp_path: Path) -> None:
     done = fledge(*small_run(pair), "--depth", "1,2", "--note", "a quiet machine", "--out", "r.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "is the fastest per user" in done.stdout
+    assert " per user" in done.stdout
     assert "a quiet machine" in done.stdout
     assert "results: r.json" in done.stderr
     assert read_results(tmp_path / "r.json").status == "complete"

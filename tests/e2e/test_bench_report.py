@@ -50,6 +50,19 @@ def test_the_page_has_both_parts_and_the_notes(page: Path):
         assert wanted in text
 
 
+def test_files_of_one_title_and_who_is_spoken_of_can_be_told(files: Path):
+    done = fledge("bench", "report", "b.json", "slow.json", "eval.json", "--out", "x.html", cwd=files)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert " (b.json) " in said
+    assert " (slow.json) " in said
+    assert "EAGLE-3.1 K=3: Faster " in said  # whose acceptance length the next sentences tell
+    assert "the mean acceptance length of eagle-3.1 over workloads" in said
+    assert "its mean" not in said
+    text = (files / "x.html").read_text(encoding="utf-8")
+    assert text.count(" (b.json)</a>") == text.count(" (slow.json)</a>") == 1
+
+
 def test_markdown_goes_to_a_file_or_is_printed_alone(files: Path):
     done = fledge("bench", "report", "eval.json", "--out", "eval.html", "--markdown", "-", cwd=files)
     assert done.stdout.startswith("| acceptance length | coding | chat | maths |")

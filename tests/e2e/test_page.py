@@ -123,7 +123,7 @@ def test_a_thought_is_told_apart_and_marks_find_their_place(page: Page, service:
     page.fill("#prompt", THINK)
     page.press("#prompt", "Enter")
     expect(page.locator("#chat-status")).to_have_text("Done.", timeout=SLOW)
-    expect(page.locator(".message.assistant")).to_have_text("Hm.Yes")  # the marks of thinking are not shown
+    expect(page.locator(".message.assistant:visible")).to_have_text("Hm.Yes")  # the marks of thinking are not shown
     expect(page.locator("mark.thought.drafted")).to_have_text("Hm.")
     expect(page.locator("mark.own.drafted")).to_have_text("es")
     page.fill("#prompt", "Go on")
@@ -147,13 +147,32 @@ def test_side_by_side_compares_the_same_prompt(page: Page, service: PageService)
     expect(page.locator(".column[data-mode=off] .message.user")).to_have_text("<b>Compare</b>")  # text, never markup
 
 
+def test_side_by_side_goes_on_with_one_conversation(page: Page, service: PageService):
+    """A normal turn, then one side by side, then one without: all of the same history, and all of it is shown."""
+    _open(page, service)
+    page.fill("#max-tokens", "12")
+    for mode in ("on", "both", "off"):
+        page.check(f"input[value={mode}]")
+        page.fill("#prompt", f"Turn {mode}")
+        page.press("#prompt", "Enter")
+        expect(page.locator("#send")).to_be_enabled(timeout=SLOW)
+    _, on, off, last = [body["messages"] for body in service.chats]
+    assert on == off
+    assert [one["content"] for one in on] == ["Turn on", "".join(ANSWER), "Turn both"]
+    assert [one["content"] for one in last[::2]] == ["Turn on", "Turn both", "Turn off"]
+    page.check("input[value=both]")
+    for mode in ("on", "off"):
+        expect(page.locator(f".column[data-mode={mode}] .message.user")).to_have_count(3)
+        expect(page.locator(f".column[data-mode={mode}] .message.assistant")).to_have_count(3)
+
+
 def test_stop_ends_the_stream_on_both_sides(page: Page):
     with PageService(token_s=0.1) as service:
         _open(page, service)
         page.fill("#max-tokens", "10000")
         page.fill("#prompt", "Go on for ever")
         page.click("#send")
-        expect(page.locator(".message.assistant")).to_contain_text("speculative", timeout=SLOW)
+        expect(page.locator(".message.assistant:visible")).to_contain_text("speculative", timeout=SLOW)
         page.click("#stop")
         expect(page.locator("#chat-status")).to_have_text("Stopped.")
         expect(page.locator("#send")).to_be_enabled()
@@ -161,7 +180,7 @@ def test_stop_ends_the_stream_on_both_sides(page: Page):
         while service.dropped == 0 and time.monotonic() < limit:
             time.sleep(0.02)
         assert service.dropped == 1
-        expect(page.locator(".message.assistant")).to_contain_text("speculative")  # what came stays
+        expect(page.locator(".message.assistant:visible")).to_contain_text("speculative")  # what came stays
 
 
 def test_reconnects_to_a_restarted_server(page: Page, service: PageService):
@@ -195,7 +214,7 @@ def test_behind_a_prefix_with_a_key(page: Page):
         page.fill("#key", "secret")
         page.press("#key", "Enter")
         expect(page.locator("#connection")).to_have_class("live", timeout=SLOW)
-        expect(page.locator(".message.assistant")).to_contain_text("verifies.", timeout=SLOW)
+        expect(page.locator(".message.assistant:visible")).to_contain_text("verifies.", timeout=SLOW)
         page.reload()  # the key is kept for the tab
         expect(page.locator("#connection")).to_have_class("live", timeout=SLOW)
         expect(dialog).to_be_hidden()

@@ -23,7 +23,7 @@ from fledge.report.tables import Table
 PLAIN = "no speculation"
 TRANSFORMERS = "transformers"
 PROMPTS = (
-    "Write a Python function that returns the largest number in a list.",
+    "Write a Python function that counts the vowels in a string.",
     "What does the `map()` method of an array do?",
     "Tom has 3 boxes with 12 pencils each. He gives away 9 pencils. How many pencils does he have left?",
     "I would like to book a table for two at an Italian restaurant tonight.",

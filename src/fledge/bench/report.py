@@ -39,7 +39,7 @@ def print_results(summary: Summary, console: Console) -> None:
     """Tables, and under them whatever a reader must know before believing them."""
     has_latency = any(row.figures.ttft_ms or row.figures.tpot_ms for row in summary.rows.values())
     for table in [speed_table(summary), *([latency_table(summary)] if has_latency else [])]:
-        console.print(*table.to_rich())
+        console.print(*table.to_rich(console.width))
     for line in warnings(summary):
         console.print(Text(f"! {line}", style=WARNING), soft_wrap=True)
 
@@ -228,10 +228,12 @@ def print_verdicts(report: BenchReport, console: Console) -> None:
     """Warnings and sentences of every part."""
     marks = {"good": ("+ ", "green"), "bad": ("! ", "red"), "neutral": ("· ", "dim")}
     for summary in report.summaries:
-        console.print(Text(summary.results.title, style="bold"))
+        console.rule(Text(summary.results.title), align="left")
         for line in warnings(summary):
             console.print(Text(f"! {line}", style=WARNING))
-        sentences = [sentence for card in cards(summary) for sentence in card.sentences]
-        for sentence in [*sentences, *overall(summary)]:
-            mark, style = marks[sentence.tone]
-            console.print(Text(mark, style=style) + Text(sentence.text))
+        parts = [(f"{card.name}: {card.headline}", card.sentences) for card in cards(summary)]
+        for heading, sentences in [*parts, ("Side by side", overall(summary))]:
+            console.print(*([Text(heading, style="bold")] if sentences else ()))
+            for sentence in sentences:
+                mark, style = marks[sentence.tone]
+                console.print(Text(mark, style=style) + Text(sentence.text))

@@ -114,13 +114,20 @@ class Best(Record):
     load: Load
     drafter: str
     alike: tuple[str, ...]  # others that are not beyond noise slower
+    baseline: str | None
     over_baseline: Interval | None
 
     def __str__(self) -> str:
-        over = f", {times(self.over_baseline)} of no speculation" if self.over_baseline else ""
+        """Nothing is called the fastest that is not faster than the baseline beyond noise."""
+        said, over = f"{self.contender} is the fastest per user", self.over_baseline
+        if over and sign_of(over, around=1.0) > 0:
+            said += f", {times(over)} the speed of {self.baseline}"
+        elif over:
+            how = "measured once" if over.low is None else "no faster beyond noise"
+            how = "slower at best" if sign_of(over, around=1.0) < 0 else how
+            said = f"{how}, {times(over)} the speed of {self.baseline} per user with {self.contender}"
         alike = f"; not told apart from it: {', '.join(self.alike)}" if self.alike else ""
-        where = f"{self.workload}, {self.load}, {self.drafter}"
-        return f"{where}: {self.contender} is the fastest per user{over}{alike}"
+        return f"{self.workload}, {self.load}, {self.drafter}: {said}{alike}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,6 +367,7 @@ class Summary:
             load=load,
             drafter=drafter,
             alike=tuple(name for name in alike if name != best),
+            baseline=self.baseline if over else None,
             over_baseline=over.get(best),
         )
 

@@ -96,9 +96,10 @@ def convert(
     num_speculative_tokens: int = 3,
     as_json: bool = False,
 ) -> None:
-    """Write a drafter checkpoint in another format, repairing what is evidently meant.
+    """Write a drafter checkpoint in another format.
 
-    Refuses a checkpoint with contract errors that it cannot repair, and an existing destination.
+    Repairs what is evidently meant. Refuses a checkpoint with contract errors that it cannot repair, and an existing
+    destination.
     """
     from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
 

@@ -24,7 +24,10 @@ def demo(
     threads: int | None = None,
     as_json: bool = False,
 ) -> None:
-    """Answer a few questions with the bundled models, with and without speculation, and compare; transformers too."""
+    """See the bundled models answer with and without speculation.
+
+    Beside them, transformers is timed on the same questions.
+    """
     for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
         if value < 1:
             raise ConfigError(f"{name}: found {value}, allowed is 1 or more")
@@ -46,7 +49,7 @@ def demo(
         print(json.dumps(figures))
     else:
         caption = f"speed: against transformers; by drafting: against {PLAIN}"
-        console.print("", *table(figures).to_rich(), caption, sep="\n")
+        console.print("", *table(figures).to_rich(console.width), caption, sep="\n")
     if figures["identical"]:
         others = ", and from transformers" if figures["identical_to_transformers"] else ""
         console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters{others}.")

@@ -30,7 +30,7 @@ def drift(
     quiet: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Show whether drafters drift: an HTML report with pictures, and a verdict in plain words.
+    """Show whether drafters drift: a verdict in words, and a report.
 
     Real speculation is observed, depth by depth: where attention goes, how states grow, what is accepted. Then the same
     prompts come in other shapes. After Ctrl-C the same command goes on where it was.

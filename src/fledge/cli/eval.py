@@ -32,7 +32,7 @@ def evaluate(
     quiet: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Measure how many tokens a round of speculation yields: tables, with intervals.
+    """Measure how many tokens a round of speculation yields.
 
     The target answers the prompts first; its answers are the histories of later turns, and at temperature 0 what no
     drafter may change. Ctrl-C saves what was measured.
@@ -67,8 +67,7 @@ def evaluate(
         if not console.is_terminal:
             console.width = 160  # where no terminal says how many columns it has
         for table in report.tables(plus_minus):
-            for part in table.to_rich(console.width):
-                console.print(part)
+            console.print(*table.to_rich(console.width))
         console.print(report.lossless, markup=False)
         for path in filter(None, (out, markdown)):
             console.print(f"Written: {path}", markup=False, soft_wrap=True)

@@ -43,7 +43,10 @@ def generate(
     as_json: bool = False,
     engine: Mapping[str, Any],
 ) -> None:
-    """Generate text, with accepted draft tokens in colour, and say how the speculation went."""
+    """Generate text, with accepted draft tokens in colour.
+
+    Then say how the speculation went.
+    """
     speculation = read_speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
     requests = _read_requests(prompt, prompts, chat)
 

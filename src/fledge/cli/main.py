@@ -24,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich would cut the names of options at 80 columns
 )
 app.command()(demo)
 app.command()(generate)

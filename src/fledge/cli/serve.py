@@ -27,6 +27,7 @@ def serve(
     model: str | None = None,
     *,
     speculative_config: str | None = None,
+    config: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: list[str] | None = None,
@@ -51,8 +52,12 @@ def serve(
     threads: int | None = None,
     engine: Mapping[str, Any],
 ) -> None:
-    """Serve a model with OpenAI's API, and a page that shows whether speculation pays."""
+    """Serve a model with OpenAI's API and a page to watch it.
+
+    The page says whether speculation pays, and why not.
+    """
     del enable_auto_tool_choice  # vLLM's consent to read tool calls; here a request's `tools` is enough
+    del config  # `ServeCommand` has read it
     speculation = _speculation(model, speculative_config)
     keys = [*(api_key or ()), *filter(None, map(os.environ.get, ("FLEDGE_API_KEY", "VLLM_API_KEY")))]
     if log_format not in ("text", "json"):

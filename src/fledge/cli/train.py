@@ -46,9 +46,10 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Train a drafter for a target, in stages: prepare, regenerate, vocab, capture, fit, eval.
+    """Train a drafter for a target, in stages that can be resumed.
 
-    A stage is skipped if its output is there and matches the recipe. After Ctrl-C,
+    The stages are prepare, regenerate, vocab, capture, fit, eval. One is
+    skipped if its output is there and matches the recipe. After Ctrl-C,
     a crash or kill -9, the same command goes on where it was.
 
     With several GPUs: torchrun --nproc-per-node N -m fledge train RECIPE
@@ -133,7 +134,7 @@ def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
             for name, lengths in {**groups, **more}.items()
         ]
         header = [heading, *(f"depth {depth}" for depth in summary["by_depth"])]
-        console.print(*Table.of("Acceptance length (tokens per verification)", header, rows).to_rich())
+        console.print(*Table.of("Acceptance length (tokens per verification)", header, rows).to_rich(console.width))
     else:
         console.print(f"Not evaluated: {summary['reason']}.")
     target, depth, drafter = recipe.target.path, recipe.fit.depth, str(report.drafter)

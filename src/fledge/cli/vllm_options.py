@@ -1,15 +1,19 @@
 """The command line of `vllm serve`, read by `fledge serve`: which options are harmless, and who handles the others."""
 
+import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
 from fledge.engine.vllm_options import ALIASES, FOREIGN, note_on
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.files import read_yaml
 
 _SEVERAL_VALUES = {"--served-model-name", "--api-key"}
+_JSON = {"--speculative-config"}  # its keys may be given one by one: --speculative-config.model
 
 
 class ServeCommand(TyperCommand):
@@ -21,9 +25,55 @@ class ServeCommand(TyperCommand):
         flags = {name for is_flag, name in names if is_flag} | {"--help"}
         values = {name for is_flag, name in names if not is_flag}
         ours, notes = translate(args, values, flags)
+        files = [ours[i + 1] for i, word in enumerate(ours[:-1]) if word == "--config"]
+        if len(files) > 1:
+            raise ConfigError("--config: one file can be given")
+        settings = {_spelled(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
+        model = settings.pop("--model", None)
+        if settings:
+            ours, notes = translate([*_as_words(settings, ours, flags), *args], values, flags)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        return super().parse_args(ctx, _repeat_lists(ours))
+        rest = super().parse_args(ctx, _repeat_lists(ours))
+        if model is not None and ctx.params["model"] is None:
+            ctx.params["model"] = str(model)
+        return rest
+
+
+def _as_words(settings: Mapping[str, Any], given: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Options of a file as they are written on a command line, but for those that were given there."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is None or (name in given and name not in _JSON):
+            continue
+        if isinstance(value, bool):
+            off = f"--no-{name[2:]}"
+            words += [name] if value else [off] if off in flags else []
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            words.append(f"{name}={one if isinstance(one, str) else json.dumps(one)}")
+    return words
+
+
+def _spelled(name: str) -> str:
+    """The name of an option as it is listed: vLLM writes `_` for `-`, and has short ones."""
+    name = name.replace("_", "-") if name.startswith("--") else name
+    return ALIASES.get(name, name)
+
+
+def _set(values: dict[str, Any], path: str, text: str) -> None:
+    """`a.b` = text, which may be JSON; `a.b+` adds to a list."""
+    *above, key = path.split(".")
+    for one in above:
+        values = values.setdefault(one, {})
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if key.endswith("+"):
+        values.setdefault(key[:-1], []).append(value)
+    else:
+        values[key] = value
 
 
 def _repeat_lists(arguments: list[str]) -> list[str]:
@@ -49,19 +99,24 @@ def translate(
     """
     ours: list[str] = []
     notes: list[str] = []
-    rest = list(arguments)
+    rest, last = list(arguments), list[str]()
+    dotted: dict[str, list[tuple[str, str]]] = {}
     while rest:
         word = rest.pop(0)
         if word == "--":
-            return [*ours, word, *rest], notes
+            last, rest = [word, *rest], []
+            continue
         if not word.startswith("-") or word == "-":
             ours.append(word)
             continue
         name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-        name = ALIASES.get(name, name)
-        if name in own_flags:
+        name, dot, path = name.partition(".")
+        name = _spelled(name)
+        if dot and name in _JSON & set(own_values) and (equals or rest):
+            dotted.setdefault(name, []).append((path, value if equals else rest.pop(0)))
+        elif dot and name not in FOREIGN:
+            raise ConfigError(f"unknown option '{name}.{path}'. See fledge serve --help.")
+        elif name in own_flags:
             ours.append(name + equals + value)
         elif name in own_values:
             ours += [name, value] if equals else [name, *rest[:1]]
@@ -77,4 +132,13 @@ def translate(
         else:
             hint = nearest_name_hint(name, [*own_values, *own_flags, *FOREIGN])
             raise ConfigError(f"unknown option '{name}'.{hint if 'Did you' in hint else ' See fledge serve --help.'}")
-    return ours, notes
+    for name, keys in dotted.items():
+        whole = next((ours[i + 1] for i in range(len(ours) - 2, -1, -1) if ours[i] == name), "{}")
+        try:
+            values = json.loads(whole)
+            for path, value in keys:
+                _set(values, path, value)
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{name}.{path}: what is above it is no JSON object") from None
+        ours += [name, json.dumps(values)]
+    return [*ours, *last], notes

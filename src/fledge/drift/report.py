@@ -198,7 +198,7 @@ def print_report(report: DriftReport, page: Path) -> None:
         ]
         body.append([verdict.title, *shown])
     console = Console(highlight=False)
-    console.print(*Table.of("", header, body).to_rich())
+    console.print(*Table.of("", header, body).to_rich(console.width))
     marks = {"good": Text("+", "green"), "bad": Text("!", "red"), "neutral": Text("·", "dim")}
     parts = [(f"{one.title}: {one.headline}", one.sentences) for one in report.verdicts]
     parts += [("Side by side", report.comparison)] if report.comparison else []

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from markupsafe import Markup
+from rich.console import JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -87,15 +88,16 @@ class Table:
         text = [f"| {' | '.join(map(markdown_text, cells))} |" for cells in lines]
         return "\n".join([text[0], "|---" * len(self.header) + "|", *text[1:]])
 
-    def to_rich(self, width: int | None = None) -> list[RichTable]:
-        """For a terminal; with `width` in parts no wider than that, each with the labels."""
-        parts = [self] if width is None else list(self._parts(width))
-        return [part._rich(self.title if i == 0 else f"{self.title} (more)") for i, part in enumerate(parts)]
+    def to_rich(self, width: int) -> list[RichTable]:
+        """For a terminal of this width, in parts that fit, each with the labels. No figure is cut."""
+        parts = enumerate(self._parts(width))
+        return [part._rich(self.title if i == 0 else f"{self.title} (more)") for i, part in parts]
 
     def _rich(self, title: str) -> RichTable:
         table = RichTable(title=Text(title), title_justify="left")
-        for i, name in enumerate(self.header):
-            table.add_column(Text(name), justify="left" if i < self.labels else "right", no_wrap=i < self.labels)
+        for i, (name, widest) in enumerate(zip(self.header, self._widths, strict=True)):
+            side: JustifyMethod = "left" if i < self.labels else "right"
+            table.add_column(Text(name), justify=side, overflow="fold", max_width=widest)
         group = ""
         for row in self.rows:
             if row.group != group:
@@ -106,9 +108,16 @@ class Table:
             table.add_row(*texts, style=WARNING if row.is_partial else "")
         return table
 
+    @property
+    def _widths(self) -> list[int]:
+        """Of the columns: what is in them stays on one line, their headings may be broken between words."""
+        words = [[*name.split(), ""] for name in self.header]
+        words[0] += [row.group for row in self.rows]
+        columns = zip(words, *(row.texts for row in self.rows), strict=True)
+        return [max(map(len, [*words, *texts])) for words, *texts in columns]
+
     def _parts(self, width: int) -> Iterator["Table"]:
-        columns = zip(self.header, *(row.texts for row in self.rows), strict=True)
-        widths = [max(map(len, column)) + _BORDER for column in columns]
+        widths = [widest + _BORDER for widest in self._widths]
         labels, taken = list(range(self.labels)), list[int]()
         for i in range(self.labels, len(self.header)):
             if taken and 1 + sum(widths[j] for j in (*labels, *taken, i)) > width:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from fledge.errors import ConfigError
+from fledge.files import read_yaml
 from fledge.records import Record, decode
 
 
@@ -174,13 +175,7 @@ class Recipe(Record):
 
         Paths in a file are relative to it; those of a named recipe and in overrides to the working directory.
         """
-        try:
-            values = yaml.safe_load(recipe_text(path))
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected a mapping of sections")
-        values = _anchored(values, path.parent)  # of a bare name: the working directory
+        values = _anchored(read_yaml(path, recipe_text(path)), path.parent)  # of a bare name: the working directory
         for override in overrides:
             _apply_override(values, override)
         recipe = decode(cls, values, str(path))

@@ -284,6 +284,18 @@ def test_the_best_depth_is_named_with_those_it_cannot_be_told_from() -> None:
     assert line.endswith("not told apart from it: K=4")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0244, "w, C=1, d: slower at best, 0.82x [0.82, 0.82] the speed of none per user with K=3"),
+        (0.02, "w, C=1, d: no faster beyond noise, 1.00x [1.00, 1.00] the speed of none per user with K=3"),
+    ],
+)
+def test_nothing_slower_than_no_speculation_is_called_the_fastest(seconds: float, said: str) -> None:
+    (best,) = best_modes(results_with({"none": 0.02, "K=3": seconds}))
+    assert str(best) == said
+
+
 def test_no_best_where_a_contender_is_missing() -> None:
     whole = results_with({"none": 0.02, "K=3": 0.012, "K=5": 0.01})
     cut = [c if c.contender != "K=5" else replace(c, status="partial") for c in whole.cells]

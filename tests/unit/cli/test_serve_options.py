@@ -1,8 +1,10 @@
 """`fledge serve` with the command line of `vllm serve`: understood, noted or refused in one line."""
 
 import inspect
+import re
 import shlex
 import socket
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,98 @@ def test_refusals(words: list[str], said: str) -> None:
 )
 def test_what_is_left_for_us(words: list[str], ours: list[str]) -> None:
     assert translate(words, VALUES, FLAGS)[0] == ours
+
+
+def speculation_of(words: list[str]) -> SpeculativeConfig:
+    ours, _ = translate(words, VALUES, FLAGS)
+    return SpeculativeConfig.from_json(ours[len(ours) - 1 - ours[::-1].index("--speculative-config") + 1])
+
+
+def test_keys_of_the_speculative_config_can_be_given_one_by_one() -> None:
+    words = ["m", "--speculative-config.model", "d", "--speculative_config.num_speculative_tokens=4"]
+    found = speculation_of([*words, "-sc.num_speculative_tokens_per_batch_size+", "[1, 4, 3]", "--port", "1"])
+    assert (found.model, found.num_speculative_tokens) == ("d", 4)
+    assert found.num_speculative_tokens_per_batch_size == [[1, 4, 3]]
+    whole = ["--speculative-config", '{"model": "d", "num_speculative_tokens": 2}']
+    assert speculation_of(["--speculative-config.num_speculative_tokens", "5", *whole]).num_speculative_tokens == 5
+    for words, said in (
+        (["--speculative-config.model"], "unknown option '--speculative-config.model'"),
+        (["--host.name", "x"], "unknown option '--host.name'"),
+        (["--speculative-config", "[]", "--speculative-config.model", "x"], "no JSON object"),
+        (["--speculative-config.a", "1", "--speculative-config.a.b", "1"], "no JSON object"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            translate(words, VALUES, FLAGS)
+    assert translate(["--compilation-config.mode", "3", "m"], VALUES, FLAGS)[0] == ["m"]
+
+
+CONFIG = """
+model: some/model
+port: 8123
+served_model_name: [a, b]
+api-key: secret
+enable-prefix-caching: false
+enforce-eager: true
+tensor-parallel-size: 1
+speculative-config: {model: d, num_speculative_tokens: 2}
+"""
+
+
+def parsed(*words: str) -> dict[str, Any]:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    found: dict[str, Any] = command.make_context("serve", list(words)).params
+    return found
+
+
+def test_options_come_from_a_file_and_those_of_the_command_line_win(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(CONFIG)
+    found = parsed("--config", str(file), "--api-key", "other", "--speculative-config.num_speculative_tokens", "3")
+    assert (found["model"], found["port"], found["served_model_name"]) == ("some/model", 8123, ["a", "b"])
+    assert (found["api_key"], found["enable_prefix_caching"], found["enforce_eager"]) == (["other"], False, True)
+    assert SpeculativeConfig.from_json(found["speculative_config"]).num_speculative_tokens == 3
+    found = parsed("mine", f"--config={file}", "--port=9", "--enable-prefix-caching")
+    assert (found["model"], found["port"], found["enable_prefix_caching"]) == ("mine", 9, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "none.yaml: cannot be read: No such file"),
+        ("port: [", "not valid YAML"),
+        ("- a", "expected a mapping"),
+        ("prt: 1", "unknown option '--prt'. Did you mean '--port'?"),
+        ("tensor-parallel-size: 4", "several GPUs"),
+        ("port: many", "Invalid value for '--port'"),
+    ],
+)
+def test_a_file_of_options_that_is_wrong_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / ("none.yaml" if text is None else "server.yaml")
+    if text is not None:
+        file.write_text(text)
+    done = fledge("serve", "--config", str(file), cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def verbs(command: Any, *above: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield above, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from verbs(one, *above, name)
+
+
+@pytest.mark.parametrize(("words", "command"), list(verbs(typer.main.get_command(app))))
+def test_help_at_80_columns_has_every_name_in_full(
+    words: tuple[str, ...], command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = fledge(*words, "--help", cwd=tmp_path).stdout
+    names = {name for one in command.params for name in (*one.opts, *one.secondary_opts) if name.startswith("-")}
+    assert names <= set(re.split(r"[\s,/]+", said))
+    assert "…" not in said
+    assert not re.search(r"\w\.\.\.\n", said), "the list of verbs is cut"
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_every_refusal_is_a_sentence_and_every_option_of_vllms_does_something() -> None:

@@ -97,7 +97,7 @@ def test_a_card_states_means_best_and_worst_and_what_is_missing() -> None:
     assert (card.name, card.headline) == ("d", "Yields 2.00 tokens a round")
     assert card.tiles == (("2.00", "mean at K=2, T=0", "neutral"),)
     texts = [sentence.text for sentence in card.sentences]
-    assert texts[0] == "At temperature 0 its mean acceptance length over workloads is 2.00 drafting 2 ahead."
+    assert texts[0] == "At temperature 0 the mean acceptance length of d over workloads is 2.00 drafting 2 ahead."
     assert texts[1].endswith("it does best on a, 3.00 [3.00, 3.00], and worst on b, 1.00.")
     assert {sentence.section for sentence in card.sentences} == {"acceptance-1"}
     failed = replace(results, cells=(results.cells[0], replace(results.cells[1], status="failed", note="it broke")))

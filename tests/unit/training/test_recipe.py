@@ -143,7 +143,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(tmp_path: Path, override: s
         ("output: run", "'target' is missing"),
         ("output: run\ntarget: {}\ndata: {sources: [a]}", "'target.path' is missing"),
         (MINIMAL + "fitt: {}", "unknown key 'fitt'. Did you mean 'fit'?"),
-        ("- a\n- b", "expected a mapping of sections"),
+        ("- a\n- b", "expected a mapping"),
         ("output: [", "not valid YAML"),
         (MINIMAL.replace("[data.jsonl]", "[]"), "at least one file"),
     ],

@@ -9,7 +9,7 @@ from fledge.cli.bench.report import report
 from fledge.cli.bench.rounds import rounds
 from fledge.cli.bench.serve import serve
 
-bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
 bench.command()(rounds)
 bench.command()(offline)
 bench.command()(inflate)

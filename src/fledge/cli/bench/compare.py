@@ -21,7 +21,7 @@ def compare(
     show_all: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Say what changed from A to B beyond noise, what is missing, and what makes the two hard to compare.
+    """Say what changed from A to B beyond noise, and what is missing.
 
     Cells are matched by contender, workload and load. A change is one whose interval leaves out 1 and that is larger
     than the threshold. Results of different machines are compared by their ratios, each to its own baseline.
@@ -60,6 +60,6 @@ def compare(
         for line, style in lines:
             console.print(Text(f"! {line}", style=style))
         table = diff.table(show_all=show_all)
-        console.print(*(table.to_rich() if table.rows else ()), *diff.tally, sep="\n")
+        console.print(*(table.to_rich(console.width) if table.rows else ()), *diff.tally, sep="\n")
     if failures:
         leave(1, *(f"failed: {line}" for line in failures))

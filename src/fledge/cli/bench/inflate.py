@@ -20,7 +20,7 @@ def inflate(
     seed: int = 0,
     quiet: bool = False,
 ) -> None:
-    """Enlarge a trained Llama target and its EAGLE-3 drafters without changing what they say.
+    """Enlarge a Llama and its EAGLE-3 drafters; they say the same.
 
     Real acceptance can then be measured at the cost of a model of that size. In float32 the tokens are the same.
     """

@@ -37,7 +37,7 @@ def offline(
     quiet: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Measure no speculation against drafters, depths and trees in one engine, and find the best depth.
+    """Measure drafters, depths and trees against no speculation.
 
     So many requests are in flight at all times, and contenders take turns on the same prompts. Speed is that of the
     engine, without text and HTTP: `bench serve` measures those too.

@@ -1,9 +1,11 @@
 """`fledge bench report`: results as a page, as Markdown and as pictures."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from fledge.cli.command import options
 from fledge.errors import ConfigError
+from fledge.files import distinct_names
 
 
 @options("bench report")
@@ -20,7 +22,7 @@ def report(
     note_file: Path | None = None,
     quiet: bool = False,
 ) -> None:
-    """Turn results into one HTML page: a verdict in plain words, pictures, tables, warnings and where it disappoints.
+    """Turn results into one HTML page with a verdict in words.
 
     Several files become several parts of the page. Every figure comes with its interval; what is not whole is labelled.
     """
@@ -32,6 +34,10 @@ def report(
     from fledge.evaluation.results import read_results  # noqa: PLC0415
 
     several = [read_results(file) for file in files]
+    titles = [one.title for one in several]
+    for i, name in enumerate(distinct_names(files)):  # two of one title are told apart by their files
+        if titles.count(titles[i]) > 1:
+            several[i] = replace(several[i], title=f"{titles[i]} ({name})")
     try:
         paragraphs = note_file.read_text(encoding="utf-8").split("\n\n") if note_file else []
     except (OSError, UnicodeDecodeError) as error:

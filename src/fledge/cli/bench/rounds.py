@@ -19,7 +19,7 @@ def rounds(
     long_context: int = 0,
     enforce_eager: bool = False,
 ) -> None:
-    """Time whole-engine rounds of random models: a table, then one JSON line."""
+    """Time rounds of random models: a table, then one JSON line."""
     import torch  # noqa: PLC0415 - `fledge --help` must not import torch
     from rich.console import Console  # noqa: PLC0415
 
@@ -55,5 +55,5 @@ def rounds(
                 report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths))
     title = f"ms per round, {report['device']}, {precision}"
     table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
-    Console().print(*table.to_rich())
+    Console().print(*table.to_rich(Console().width))
     print(json.dumps({**report, "rounds": cells}))

@@ -42,7 +42,7 @@ def serve(
     quiet: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Load OpenAI-compatible servers (ours, vLLM, SGLang) with the same prompts, in turns, and compare them.
+    """Load OpenAI-compatible servers in turns, and compare them.
 
     Every request is streamed and timed. A server that fails is labelled, has no ratio, and makes the exit status 1.
     Prefix caches work as the servers have them: switch them off there to measure the reading of prompts.

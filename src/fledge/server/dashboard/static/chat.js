@@ -121,7 +121,7 @@ class Answer {
 
 export class Playground {
   constructor({ request, model }) {
-    Object.assign(this, { request, model, abort: null, history: { on: [], off: [] } });
+    Object.assign(this, { request, model, abort: null, history: [] }); // one conversation, whoever answers
     this.columns = Object.fromEntries([...document.querySelectorAll(".column")].map((column) => [column.dataset.mode, column]));
     this.status = byId("chat-status");
     byId("chat").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
@@ -149,7 +149,7 @@ export class Playground {
 
   clear() {
     this.abort?.abort();
-    this.history = { on: [], off: [] };
+    this.history = [];
     this.status.textContent = "";
     for (const column of Object.values(this.columns)) {
       column.querySelector(".log").replaceChildren();
@@ -173,15 +173,12 @@ export class Playground {
     this.busy(abort);
     this.status.textContent = "Writing…";
     prompt.value = "";
-    for (const mode of modes) {
-      this.history[mode].push({ role: "user", content: text });
-      message(this.columns[mode].querySelector(".log"), "user", text);
-      this.columns[mode].querySelector(".stats").textContent = mode === modes[0] ? "" : "waiting for its turn";
-    }
-    const sameBefore = JSON.stringify(this.history.on) === JSON.stringify(this.history.off);
+    this.history.push({ role: "user", content: text });
+    for (const column of Object.values(this.columns)) message(column.querySelector(".log"), "user", text);
+    for (const mode of modes) this.columns[mode].querySelector(".stats").textContent = mode === modes[0] ? "" : "waiting for its turn";
     const seed = Math.floor(Math.random() * 2 ** 31);
     const answers = [];
-    let outcome = "Done.";
+    let said = "", outcome = "Done.";
     for (const mode of modes) {
       const answer = new Answer(this.columns[mode]);
       try {
@@ -192,16 +189,19 @@ export class Playground {
         if (!abort.signal.aborted) message(answer.log, "error", `${answer.text ? "The answer broke off: " : ""}${error.message}`);
         if (!answer.text) answer.node.remove();
       }
-      if (answer.text) this.history[mode].push({ role: "assistant", content: answer.text });
-      else this.history[mode].pop();
+      said ||= answer.text; // where two differ, both go on from the first
       if (outcome !== "Done.") break;
     }
-    for (const mode of modes.slice(answers.length + 1)) this.history[mode].pop(); // its turn never came
+    if (said) this.history.push({ role: "assistant", content: said });
+    else this.history.pop();
+    for (const [mode, column] of Object.entries(this.columns)) {
+      if (!modes.includes(mode) && said) message(column.querySelector(".log"), "assistant", said);
+    }
     for (const mode of modes) {
       const stats = this.columns[mode].querySelector(".stats");
       if (stats.textContent.startsWith("waiting")) stats.textContent = "not run";
     }
-    this.status.textContent = answers.length === 2 ? compare(...answers, sameBefore) : outcome;
+    this.status.textContent = answers.length === 2 ? compare(...answers) : outcome;
     this.busy(null);
     prompt.focus({ preventScroll: true });
   }
@@ -213,7 +213,7 @@ export class Playground {
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
         model: this.model(),
-        messages: this.history[mode],
+        messages: this.history,
         temperature: Number(byId("temperature").value),
         max_tokens: Number(byId("max-tokens").value),
         seed,
@@ -236,16 +236,15 @@ export class Playground {
 }
 
 // Both answers have one seed, so only rounding can make them differ.
-function sameness(on, off, sameBefore) {
+function sameness(on, off) {
   if (on.text === off.text) return "The same text.";
-  if (!sameBefore) return "The texts differ, as the conversations did before.";
   let at = 0;
   while (on.text[at] === off.text[at]) at += 1;
-  return `The texts part at character ${at + 1}: rounding in low precision can tip the choice between two tokens about equally likely.`;
+  return `The texts part at character ${at + 1}: rounding in low precision can tip the choice between two tokens about equally likely. Both go on from the first.`;
 }
 
-function compare(on, off, sameBefore) {
-  const same = sameness(on, off, sameBefore);
+function compare(on, off) {
+  const same = sameness(on, off);
   if (!on.speed || !off.speed) return same;
   return `${(on.speed / off.speed).toFixed(2)}x as fast with speculation: ${on.speed.toFixed(1)} against ${off.speed.toFixed(1)} tokens/s. ${same}`;
 }

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
 from fledge.engine.outputs import RoundRecord
 from fledge.server.prompts import Template
@@ -143,12 +144,16 @@ class SpeedUp(NamedTuple):
     depth: int = 0
 
 
-def speed_up(seen: HistoryInterval, costs: CostTable) -> SpeedUp:
-    """Estimate the speed-up of the speculation rounds that were seen. Plain steps among them are left out."""
+def speed_up(seen: HistoryInterval, costs: CostTable, choice: DepthChoice | None = None) -> SpeedUp:
+    """Estimate the speed-up of the speculation rounds that were seen. Plain steps among them are left out.
+
+    Where they do not tell, `choice` does: what the controller expects of the depth it has chosen.
+    """
     speculative = {shape: count for shape, count in seen.rounds.items() if shape[1] > 0 and count > 0}
     total = sum(speculative.values())
+    expected = SpeedUp() if choice is None else SpeedUp(value=choice.speed_up, break_even=choice.cost)
     if total == 0:
-        return SpeedUp()
+        return expected
     rows = sum(batch * count for (batch, _), count in speculative.items())
     tokens_per_round = sum(seen.round_tokens[shape] for shape in speculative) / rows
     depth = max(speculative, key=lambda shape: speculative[shape])[1]
@@ -164,7 +169,7 @@ def speed_up(seen: HistoryInterval, costs: CostTable) -> SpeedUp:
             known_rounds += count
             known_rows += count * shape[0]
     if known_rounds < KNOWN_SHARE * total or spent <= 0:
-        return estimate
+        return estimate._replace(value=expected.value, break_even=expected.break_even)
     return estimate._replace(value=plain / spent, break_even=break_even / known_rows)
 
 
@@ -182,10 +187,12 @@ def explain(
     has_drafter: bool = True,
     fallback: bool = False,
     lifetime: AcceptanceStatistics | None = None,
+    choice: DepthChoice | None = None,
 ) -> list[SpeculationNote]:
     """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why.
 
     `lifetime` is all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
+    `choice` is the controller's, if it chooses the depth.
     """
     if not has_drafter or fallback:
         return [_note("failed" if has_drafter else "no_drafter")]
@@ -193,20 +200,33 @@ def explain(
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
     dead = dead_drafter(acceptance if is_certain or lifetime is None else lifetime)
+    chosen = [] if choice is None or not seen.rounds.total() else [_chosen(choice)]
     if length is None:
-        return [*dead, _note("only_plain" if seen.rounds.total() else "idle")]
-    estimate = speed_up(seen, costs)
+        return [*dead, *(chosen or [_note("only_plain" if seen.rounds.total() else "idle")])]
+    estimate = speed_up(seen, costs, choice)
     value, break_even = estimate.value, estimate.break_even
     if value is None or break_even is None:
-        return [_note("unknown", length=length, batch=estimate.batch), *dead]
+        return [*(chosen or [_note("unknown", length=length, batch=estimate.batch)]), *dead]
     name = "pays" if value >= PAYS else "loses" if value < LOSES else "hardly_pays"
     verdict = _note(name, value=value, per_round=estimate.tokens_per_round, break_even=break_even)
     if value >= PAYS:
-        return [verdict, *_slow_parts(seen, break_even)]
+        return [verdict, *chosen, *_slow_parts(seen, break_even)]
+    if chosen:  # what could be done about batch and depth is done
+        return [verdict, *chosen, *dead, *_slow_parts(seen, break_even)]
     useful = sum(rate >= 0.1 for rate in rates)
     is_too_deep = is_certain and 0 < useful < len(rates) and break_even >= PAYS
     depth = [_note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
     return [verdict, *dead, *_batch(length, costs, estimate), *_slow_parts(seen, break_even), *depth]
+
+
+def _chosen(choice: DepthChoice) -> SpeculationNote:
+    """What the controller does now, and why."""
+    which = "drafts" if choice.depth else "drafts_nothing"
+    if choice.tokens is None:
+        which = "measuring"
+    elif choice.reason in ("trial", "return"):
+        which = choice.reason
+    return _note(which, **choice._asdict())
 
 
 def dead_drafter(acceptance: AcceptanceStatistics) -> list[SpeculationNote]:

@@ -180,7 +180,7 @@ class Metrics(Collector):
             buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), itertools.accumulate(self._token_gaps), strict=True)
             gaps.add_metric((self.model_name,), list(buckets), self._token_gap_seconds)
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
-        estimate = speed_up(recent, stats.costs)
+        estimate = speed_up(recent, stats.costs, stats.choice)
         values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),
@@ -193,6 +193,7 @@ class Metrics(Collector):
             "spec_decode_fallback": float(stats.drafter_failure is not None),
             "server_info": {self.version: 1.0},
             "spec_decode_fallback_ratio": recent.fallback_ratio,
+            "spec_decode_depth": None if stats.choice is None else stats.choice.depth,
             "spec_decode_estimated_speedup": estimate.value,
             "spec_decode_break_even_tokens": estimate.break_even,
             "spec_decode_round_cost_seconds": {

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.server.history import HistoryInterval, Shape, SpeculationNote, SpeedUp, explain, speed_up
 from fledge.server.prompts import Template
@@ -46,7 +47,7 @@ def _explain(
     costs: CostTable | None = None,
     templates: Mapping[str, AcceptanceStatistics] | None = None,
     contexts: Mapping[str, AcceptanceStatistics] | None = None,
-    **options: bool,
+    **options: Any,
 ) -> list[SpeculationNote]:
     """What is said after this was seen of late."""
     seen = _seen(rounds or {})
@@ -191,3 +192,31 @@ def test_a_wrong_drafter_that_is_no_longer_used_is_still_told_of():
     assert [note.level for note in notes] == ["bad", "info"]
     assert "fledge inspect" in notes[0].text
     assert "fledge inspect" not in _texts(rounds={(1, 0): (100, 100)}, lifetime=_acceptance((3, 1, 100)))
+
+
+def _choice(depth: int, reason: str = "best", tokens: float | None = 2.1, cost: float | None = 1.4) -> DepthChoice:
+    return DepthChoice(depth=depth, batch=16, tokens=tokens, cost=cost, best_depth=3, reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (_choice(3), "drafts 3 tokens ahead: at a batch of 16 a round of 3 is expected to give 2.10 tokens"),
+        (_choice(0, cost=2.4), "drafts nothing now, which is as fast as without a drafter"),
+        (_choice(0, "return"), "would have to read first what it has missed"),
+        (_choice(5, "trial"), "tries 5 drafts for a few rounds"),
+        (_choice(3, "unmeasured", None, None), "is measuring what rounds cost"),
+    ],
+)
+def test_what_the_controller_does_is_said_and_why(choice: DepthChoice, said: str) -> None:
+    assert said in _texts(rounds={(16, 0): (10, 160)}, choice=choice)
+    drafted = {"rounds": {(16, 3): (10, 320)}, "acceptance": _acceptance((3, 1, 160)), "choice": choice}
+    assert said in _texts(**drafted)
+    assert "num_speculative_tokens" not in _texts(**drafted), "nobody need set what is chosen"
+
+
+def test_what_the_controller_expects_is_the_estimate_where_nothing_else_tells() -> None:
+    nothing = HistoryInterval()
+    assert speed_up(nothing, CostTable(), _choice(3)).value == pytest.approx(1.5)
+    assert speed_up(nothing, CostTable(), _choice(0)).value == 1.0
+    assert speed_up(_seen({(8, 3): (100, 1920)}), CostTable(), _choice(3)).value == pytest.approx(1.5)

@@ -68,11 +68,16 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
     window = recent if recent.rounds else whole
-    estimate = speed_up(window, stats.costs)
+    estimate = speed_up(window, stats.costs, stats.choice)
     seconds = history.interval_seconds
     has_failed = stats.drafter_failure is not None
     notes = explain(
-        window, stats.costs, has_drafter=metrics.has_drafter, fallback=has_failed, lifetime=stats.acceptance
+        window,
+        stats.costs,
+        has_drafter=metrics.has_drafter,
+        fallback=has_failed,
+        lifetime=stats.acceptance,
+        choice=stats.choice,
     )
     return {
         "server": {

@@ -46,8 +46,9 @@ def pair_directory() -> Path:
 
 def make_llm(*, speculative: bool = True, **options: Any) -> LLM:
     root = pair_directory()
-    speculation = {"model": str(root / "drafter"), "num_speculative_tokens": 3} if speculative else None
-    return LLM(root / "target", speculative_config=speculation, **{"max_num_seqs": 16, **options})
+    speculation = {"model": str(root / "drafter"), "num_speculative_tokens": 3, "adaptive": False}
+    config = speculation if speculative else None
+    return LLM(root / "target", speculative_config=config, **{"max_num_seqs": 16, **options})
 
 
 class LockedEngine:

@@ -47,12 +47,12 @@ def remove_temporaries(directory: Path) -> None:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Yield a temporary name beside `path`; what is written there takes the name when the block ends without an error.
 
     Two processes may write the same file at once: each has a name of its own, and the last one to finish stays. The
     content is on the disk before the name is, even if the machine stops. Modes follow the umask, as for any new file,
-    whatever mode the writer has in mind (safetensors: 0600).
+    whatever mode the writer has in mind (safetensors: 0600); or are `mode`.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp{path.suffix}", dir=path.parent)
     os.close(descriptor)
@@ -60,14 +60,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         temporary.unlink()  # mkstemp's mode is 0600
         temporary.touch()
-        mode = temporary.stat().st_mode
+        mode = temporary.stat().st_mode if mode is None else mode
         yield temporary
         temporary.chmod(mode)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say whose
+        if error.errno is not None:  # a full disk does not say whose
+            error.filename = error.filename or str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)

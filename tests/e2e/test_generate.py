@@ -107,4 +107,4 @@ def test_a_line_that_is_not_json_is_named(pair: Path) -> None:
     (pair / "bad.jsonl").write_text('{"prompt": "a"}\nnot json\n', encoding="utf-8")
     done = generate(pair, "--target", "target", "--prompts", "bad.jsonl")
     assert done.returncode == 2
-    assert "bad.jsonl:2: not valid JSON" in done.stderr
+    assert "bad.jsonl, line 2: not a JSON value" in done.stderr

@@ -204,7 +204,7 @@ class Process:
 
     def __init__(self, *options: str) -> None:
         root = pair_directory()
-        speculation = json.dumps({"model": str(root / "drafter"), "num_speculative_tokens": 3})
+        speculation = json.dumps({"model": str(root / "drafter"), "num_speculative_tokens": 3, "adaptive": False})
         command = [sys.executable, "-c", "from fledge.cli.main import run; run()", "serve", str(root / "target")]
         command += ["--speculative-config", speculation, "--served-model-name", MODEL, "--port", "0", "--threads", "1"]
         self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)

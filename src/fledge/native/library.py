@@ -91,9 +91,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def _compiled(compiler: str, path: Path, key: str) -> ctypes.CDLL:
-    with atomic_path(path) as made:  # another process may be doing the same
+    with atomic_path(path, mode=0o700) as made:  # another process may be doing the same
         compile_library(compiler, made, key, _INSTRUCTIONS)
-        made.chmod(0o700)
         return _tested(made)
 
 

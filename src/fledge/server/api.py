@@ -181,9 +181,8 @@ async def _answer(
         owner = await service.keys.check(request)
         service.admit()
         asked: Any = parse(kind, await read_json(service, request))
-        asked.cache_salt = (
-            f"{owner}{asked.cache_salt or ''}"  # how fast an answer comes tells nobody of others' prompts
-        )
+        # How fast an answer comes tells nobody of others' prompts.
+        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}"
         answer = await begin(asked, entry)
         if asked.stream:
             is_streamed = True

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _open(settings: AcceptanceSettings, drafter: str | None, depth: int) -> LLM:
-    speculation = None if drafter is None else {"model": drafter, "num_speculative_tokens": depth}
+    speculation = None if drafter is None else {"model": drafter, "num_speculative_tokens": depth, "adaptive": False}
     return LLM(
         settings.target,
         speculative_config=speculation,

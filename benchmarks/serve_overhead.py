@@ -29,7 +29,7 @@ def messages(number: int) -> list[dict[str, str]]:
 def speculation(arguments: argparse.Namespace) -> dict[str, Any] | None:
     if not arguments.drafter:
         return None
-    return {"model": arguments.drafter, "num_speculative_tokens": arguments.depth}
+    return {"model": arguments.drafter, "num_speculative_tokens": arguments.depth, "adaptive": False}
 
 
 def run_offline(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -101,7 +101,10 @@ class FixedDepth:
         return set(self._by_batch[1:])
 
     def depth(self, requests: Collection[Request], costs: CostTable) -> int:  # noqa: ARG002 - costs do not change it
-        return min(self._by_batch[min(len(requests), len(self._by_batch) - 1)], wanted_depth(requests))
+        batch = min(len(requests), len(self._by_batch) - 1)
+        depth = min(self._by_batch[batch], wanted_depth(requests))
+        self.choice = DepthChoice(depth, batch, None, None, depth, "fixed")
+        return depth
 
     def observe(self, request: Request, *, drafted: int, accepted: int) -> None:
         pass

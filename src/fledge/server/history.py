@@ -192,7 +192,7 @@ def explain(
     """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why.
 
     `lifetime` is all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
-    `choice` is the controller's, if it chooses the depth.
+    `choice` is the controller's latest.
     """
     if not has_drafter or fallback:
         return [_note("failed" if has_drafter else "no_drafter")]
@@ -200,7 +200,8 @@ def explain(
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
     dead = dead_drafter(acceptance if is_certain or lifetime is None else lifetime)
-    chosen = [] if choice is None or not seen.rounds.total() else [_chosen(choice)]
+    is_chosen = choice is not None and choice.reason != "fixed" and seen.rounds.total() > 0
+    chosen = [_chosen(choice)] if is_chosen and choice is not None else []
     if length is None:
         return [*dead, *(chosen or [_note("only_plain" if seen.rounds.total() else "idle")])]
     estimate = speed_up(seen, costs, choice)

@@ -71,6 +71,7 @@ class Loop:
         engine = self._engine
         engine._depth_policy = policy
         engine._stats.costs = self._costs["adaptive"] if isinstance(policy, AdaptiveDepth) else CostTable()
+        engine._sampled_costs = self._costs.get("sampled") if isinstance(policy, AdaptiveDepth) else None
         before, started, length = engine.stats(), time.perf_counter(), 0.0
         for concurrency, requests in phases:
             for prompt, params in requests:
@@ -82,6 +83,8 @@ class Loop:
         tokens = engine.stats().output_tokens - before.output_tokens
         while engine.has_unfinished:
             engine.step()
+        if isinstance(policy, AdaptiveDepth) and engine._sampled_costs is not None:
+            self._costs["sampled"] = engine._sampled_costs
         rounds = engine.stats().acceptance.tally - before.acceptance.tally
         accepted = sum(accepted * n for (_, accepted), n in rounds.items())
         return {

@@ -31,6 +31,7 @@ RETURN_HYSTERESIS = 1.02  # the same where nothing is drafted, or it is to be gi
 DWELL = 4  # rounds before the depth changes again
 TRIAL_SHARE = 0.01  # of the time
 TRIAL_ROUNDS = 4
+FIRST_CREDIT = 4  # plain steps that trials may lose before anything is saved
 MOST_CREDIT = 12  # plain steps that trials may lose at once while drafting goes on
 TRIAL_OBSERVATIONS = 16  # a trial of drafting goes on until so many requests' rounds were seen
 STALE_ROUNDS = 400  # a cost that was not measured for so many rounds may be tried again
@@ -214,7 +215,7 @@ class AdaptiveDepth:
         self._since_change = DWELL
         self._steps = 0
         self._batch = 0
-        self._credit = 0.0  # seconds that may be lost in trials
+        self._credit: float | None = None  # seconds that may be lost in trials; None: nothing is known yet
         self._answer_length = MEAN_ANSWER
         self.choice: DepthChoice | None = None
 
@@ -231,7 +232,8 @@ class AdaptiveDepth:
 
     def observe_round(self, *, depth: int, seconds: float) -> None:
         self._since_change += 1
-        self._credit += TRIAL_SHARE * seconds
+        if self._credit is not None:
+            self._credit += TRIAL_SHARE * seconds
         if depth == self._trial:
             self._trial_rounds += 1
 
@@ -264,6 +266,8 @@ class AdaptiveDepth:
         if self._current not in rates:
             self._current = best
         catch_up = self._catch_up_seconds(requests, known[0], costs)
+        if self._credit is None:
+            self._credit = FIRST_CREDIT * known[0]
         if self._current:  # while nothing is drafted it is saved for the catching up, which may be dear
             self._credit = min(self._credit, MOST_CREDIT * known[0])
         if best != self._current and self._since_change >= DWELL:
@@ -329,7 +333,7 @@ class AdaptiveDepth:
         if not due:
             return None
         _, depth, lost = max(due)
-        if lost > self._credit:
+        if self._credit is None or lost > self._credit:
             return None
         self._credit -= lost
         return depth

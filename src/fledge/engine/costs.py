@@ -98,6 +98,12 @@ class CostTable:
         largest = max((b for b, cost in self._costs.get(0, {}).items() if cost.samples >= MIN_SAMPLES), default=None)
         return None if largest is None else self._now(0, largest) / largest
 
+    def stale_copy(self) -> "CostTable":
+        """What is known of another kind of rounds, as a first idea of these: all of it to be measured again."""
+        twin = self.copy()
+        twin.rounds += 10**6
+        return twin
+
     def copy(self) -> "CostTable":
         twin = CostTable()
         twin.rounds, twin._trend = self.rounds, self._trend

@@ -13,7 +13,7 @@ into question all of them become suspects, and are admitted one by one until eac
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthPolicy, make_policy
+from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.device_state import DeviceState
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
@@ -65,6 +66,7 @@ class LLMEngine:
         self.config = config = replace(config, max_model_len=config.max_model_len or target.config.max_positions)
         self.requests: dict[str, Request] = {}  # those that have not ended
         self._stats = EngineStats()
+        self._sampled_costs: CostTable | None = None  # of rounds with sampled requests; the others' are in the stats
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._updates: list[RequestUpdate] = []
@@ -132,10 +134,9 @@ class LLMEngine:
             progress(done)
             if depth == 0 and time.perf_counter() - started > MEASURING_SECONDS:
                 break
-            for first in (True, False, False, False):
-                seconds = self.runner.time_round(batch, depth)
-                if not first:
-                    self._stats.costs.add(batch=batch, depth=depth, seconds=seconds)
+            best = min(self.runner.time_round(batch, depth) for _ in range(MIN_SAMPLES + 1))  # others may be busy
+            for _ in range(MIN_SAMPLES):
+                self._stats.costs.add(batch=batch, depth=depth, seconds=best)
         progress(len(rounds))
 
     def add_request(
@@ -230,12 +231,20 @@ class LLMEngine:
         while True:
             depth = 0
             if self.runner.state.drafter is not None:
-                depth = self._depth_policy.depth(self.requests.values(), self._stats.costs)
+                depth = self._depth_policy.depth(self.requests.values(), self._costs_of(self.requests.values()))
                 assert 0 <= depth <= self.config.max_depth, f"depth {depth} is beyond what the engine was set up for"
             try:
                 return self.scheduler.schedule(depth)
             except MustSettle:
                 self._settle()
+
+    def _costs_of(self, requests: Iterable[Request]) -> CostTable:
+        """What rounds of these cost: sampling takes time too, and more of it the more drafts there are."""
+        if all(request.params.is_greedy for request in requests):
+            return self._stats.costs
+        if self._sampled_costs is None:
+            self._sampled_costs = self._stats.costs.stale_copy()
+        return self._sampled_costs
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -272,7 +281,7 @@ class LLMEngine:
             stats.num_rounds += 1
             seconds = sum(report.seconds)
             if report.verify == report.draft:  # others change the depth: no one's cost
-                stats.costs.add(batch=report.batch, depth=report.verify, seconds=seconds)
+                self._costs_of(launch.batch.decoding).add(batch=report.batch, depth=report.verify, seconds=seconds)
             self._depth_policy.observe_round(depth=report.draft, seconds=seconds)
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")

@@ -259,3 +259,16 @@ def test_warming_up_measures_what_rounds_cost() -> None:
     costs = engine.stats().costs
     assert all(costs.cost(batch, depth) for batch in (1, 2, 3, 4) for depth in (0, 1, 2, 3))
     assert seen[-1] == (12, 12)
+
+
+def test_sampled_rounds_have_costs_of_their_own() -> None:
+    """Their sampling takes time too; what greedy rounds cost is a first idea of it, and to be measured again."""
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=AdaptiveDepth(3, 4))
+    engine.warm_up()
+    before = engine.stats().costs
+    engine.add_request("a", [2, 3, 4], SamplingParams(max_tokens=40, temperature=1.0, seed=1))
+    engine_cases.run(engine)
+    assert engine.stats().costs.rounds == before.rounds, "no greedy round ran"
+    stale = before.stale_copy()
+    assert stale.cost(1, 0) == before.cost(1, 0)
+    assert stale.age(1, 0) > 10**5

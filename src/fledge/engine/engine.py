@@ -67,6 +67,7 @@ class LLMEngine:
         self.requests: dict[str, Request] = {}  # those that have not ended
         self._stats = EngineStats()
         self._sampled_costs: CostTable | None = None  # of rounds with sampled requests; the others' are in the stats
+        self._latest_costs = self._stats.costs  # of the kind of round that ran last: what `stats` hands out
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
         self._updates: list[RequestUpdate] = []
@@ -185,7 +186,7 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
-            costs=self._stats.costs.copy(),
+            costs=self._latest_costs.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -281,7 +282,8 @@ class LLMEngine:
             stats.num_rounds += 1
             seconds = sum(report.seconds)
             if report.verify == report.draft:  # others change the depth: no one's cost
-                self._costs_of(launch.batch.decoding).add(batch=report.batch, depth=report.verify, seconds=seconds)
+                self._latest_costs = self._costs_of(launch.batch.decoding)
+                self._latest_costs.add(batch=report.batch, depth=report.verify, seconds=seconds)
             self._depth_policy.observe_round(depth=report.draft, seconds=seconds)
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")

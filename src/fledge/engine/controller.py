@@ -46,9 +46,9 @@ class DepthChoice(NamedTuple):
 
     depth: int
     batch: int
-    tokens: float | None  # a round at the best depth but 0 is expected to give each request
+    tokens: float | None  # that a round is expected to give each request
     cost: float | None  # of such a round, in plain steps
-    best_depth: int  # the depth that these are of
+    round_depth: int  # what these are of: the chosen depth, or the best one but 0 where that is 0
     reason: str  # one word: "best", "fixed", "trial", "unmeasured", "return" (drafting would pay, catching up not)
 
     @property
@@ -133,9 +133,8 @@ class _DraftCounts:
         """One round of one request."""
         for k in range(reached):
             self._new[0][k] += 1
-        if accepted:
-            for k in range(accepted):
-                self._new[1][k] += 1
+        for k in range(accepted):
+            self._new[1][k] += 1
         self._rounds += 1
 
     def rates(self) -> np.ndarray:
@@ -245,17 +244,19 @@ class AdaptiveDepth:
         self._steps += 1
         if batch <= LARGE_BATCH or self._steps % EVERY == 0 or self.choice is None or batch > 2 * self._batch:
             self._batch = batch
-            self._decide([request for _, request in zip(range(batch), requests, strict=False)], costs)
+            arms = [depth for depth in self._arms if depth <= wanted or self._only_deepest]
+            self._decide(list(itertools.islice(requests, batch)), costs, arms)
         chosen = self._current if self._trial is None else self._trial
         return chosen if self._only_deepest else min(chosen, wanted)
 
-    def _decide(self, requests: list[Request], costs: CostTable) -> None:
+    def _decide(self, requests: list[Request], costs: CostTable, arms: Sequence[int]) -> None:
+        """Choose among `arms`: those of all that some request wants."""
         batch = len(requests)
-        if self._trial is not None and not self._trial_is_over(costs, batch):
+        if self._trial in arms and not self._trial_is_over(costs, batch):
             return
         self._trial = None
         tokens = self._acceptance.expected_tokens(requests)
-        known = {d: cost for d in self._arms if (cost := costs.estimate(batch, d))}
+        known = {d: cost for d in arms if (cost := costs.estimate(batch, d))}
         if 0 not in known or len(known) < 2:
             self._measure_first(known, batch)
             return
@@ -284,12 +285,14 @@ class AdaptiveDepth:
             if self._current == 0:
                 self._acceptance.fade()
             self._trial, self._trial_rounds, self._trial_observations = trial, 0, 0
+        chosen = self._current if trial is None else trial
+        shown = chosen or drafting
         self.choice = DepthChoice(
-            depth=self._current if trial is None else trial,
+            depth=chosen,
             batch=batch,
-            tokens=float(tokens[drafting]) / batch,
-            cost=known[drafting] / known[0],
-            best_depth=drafting,
+            tokens=float(tokens[shown]) / batch,
+            cost=known[shown] / known[0],
+            round_depth=shown,
             reason=reason,
         )
 
@@ -300,7 +303,7 @@ class AdaptiveDepth:
 
     def _measure_first(self, known: dict[int, float], batch: int) -> None:
         """Nothing can be compared yet: draft for some rounds, then do without for some."""
-        if self._current in known:
+        if any(known):
             self._trial, self._trial_rounds, self._trial_observations = 0, 0, TRIAL_OBSERVATIONS
         self.choice = DepthChoice(self._current, batch, None, None, self._current, "unmeasured")
 

@@ -200,8 +200,9 @@ def explain(
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
     dead = dead_drafter(acceptance if is_certain or lifetime is None else lifetime)
-    is_chosen = choice is not None and choice.reason != "fixed" and seen.rounds.total() > 0
-    chosen = [_chosen(choice)] if is_chosen and choice is not None else []
+    chosen = []
+    if choice is not None and choice.reason != "fixed" and seen.rounds.total() > 0:
+        chosen.append(_chosen(choice))
     if length is None:
         return [*dead, *(chosen or [_note("only_plain" if seen.rounds.total() else "idle")])]
     estimate = speed_up(seen, costs, choice)

@@ -276,3 +276,36 @@ def test_sampled_rounds_have_costs_of_their_own() -> None:
     stale = before.stale_copy()
     assert stale.cost(1, 0) == before.cost(1, 0)
     assert stale.age(1, 0) > 10**5
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_what_nobody_wants_is_neither_chosen_nor_tried(limit: int) -> None:
+    """A trial of more drafts than are wanted would never end, as no such round runs; nor would one begin to measure."""
+    for measured in (True, False):
+        policy, costs = AdaptiveDepth(7, 8), CostTable()
+        for depth in policy.depths if measured else ():
+            for _ in range(MIN_SAMPLES):
+                costs.add(batch=1, depth=depth, seconds=0.01 + 0.001 * depth)
+        one, depths = request(draft_limit=limit, draft_until=10**6), Counter()
+        for _ in range(2_000):
+            depth = policy.depth([one], costs)
+            depths[depth] += 1
+            costs.add(batch=1, depth=depth, seconds=0.01 + 0.001 * depth)
+            policy.observe_round(depth=depth, seconds=0.01 + 0.001 * depth)
+            policy.observe(one, drafted=depth, accepted=depth)
+        assert max(depths) == limit
+        assert measured or depths[0] > 0, "plain steps are measured before anything is compared"
+        assert policy.choice is not None
+        assert policy.choice.reason in {"best", "trial"}
+        assert policy.choice.round_depth <= limit
+
+
+def test_the_speed_up_is_that_of_the_depth_that_is_chosen() -> None:
+    policy, costs = AdaptiveDepth(7, 8), _costs((1, 0, 0.01), (1, 1, 0.011), (1, 2, 0.012), (1, 3, 0.013), (1, 7, 0.1))
+    one = request(draft_until=10**6)
+    policy.depth([one], costs)
+    choice = policy.choice
+    assert choice is not None
+    assert choice.round_depth == choice.depth > 0
+    assert choice.cost == pytest.approx(costs.ratio(1, choice.depth))
+    assert choice.speed_up == pytest.approx(choice.tokens / choice.cost)

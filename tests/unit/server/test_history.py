@@ -195,7 +195,7 @@ def test_a_wrong_drafter_that_is_no_longer_used_is_still_told_of():
 
 
 def _choice(depth: int, reason: str = "best", tokens: float | None = 2.1, cost: float | None = 1.4) -> DepthChoice:
-    return DepthChoice(depth=depth, batch=16, tokens=tokens, cost=cost, best_depth=3, reason=reason)
+    return DepthChoice(depth=depth, batch=16, tokens=tokens, cost=cost, round_depth=3, reason=reason)
 
 
 @pytest.mark.parametrize(

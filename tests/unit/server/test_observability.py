@@ -20,7 +20,7 @@ def _exposed_names() -> set[str]:
     for _ in range(5):
         feed.step(depth=3)
         feed.step(depth=0, accepted=0)
-    feed.tell(choice=DepthChoice(depth=3, batch=4, tokens=2.0, cost=1.5, best_depth=3, reason="best"))
+    feed.tell(choice=DepthChoice(depth=3, batch=4, tokens=2.0, cost=1.5, round_depth=3, reason="best"))
     feed.finished()
     metrics.on_rejected("queue_full")
     families = text_string_to_metric_families(metrics.render().decode())

@@ -81,6 +81,7 @@ def _packages(installed: list[dict]) -> Iterator[Package]:
 
 
 def install() -> None:
+    print("installing the packages of constraints.txt; the first time this takes some minutes", file=sys.stderr)
     if this_platform() != PLATFORM:
         print(f"{LOCK.name} is for {PLATFORM}: the same versions are installed without hashes", file=sys.stderr)
         pip("-c", "constraints.txt", "torch")

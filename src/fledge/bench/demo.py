@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
@@ -62,6 +63,7 @@ class Demo:
 
     def _transformers(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """transformers' own loop on the same weights, greedy."""
+        transformers_logging.disable_progress_bar()
         weight = self.llms[PLAIN].target.embed_tokens.weight
         model = (
             AutoModelForCausalLM.from_pretrained(resolve(TARGET), dtype=weight.dtype, trust_remote_code=False)

@@ -6,12 +6,18 @@ Arms: no drafting, fixed depths, and the controller (`adaptive`), which goes thr
 and learns nothing from the other arms' rounds. Each cell is a closed loop: C requests in flight until all were
 submitted; tokens of that time over that time. With `--shape` the bundled pair has the cost of a large one (`fledge
 bench inflate`) and its own text and acceptance.
+
+Arms take turns, `--repeats` times. The largest of several noisy figures is too large, so the best fixed arm of a repeat
+is the one that was best in the other repeats.
 """
 
 import argparse
+import itertools
 import json
+import statistics
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
 
@@ -27,8 +33,6 @@ from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import CostTable
 from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
-from fledge.engine.runner import RoundProgram
-from fledge.engine.sampler import SamplingMode
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.evaluation.workloads import load_workload
 
@@ -60,7 +64,10 @@ class Loop:
     def __init__(self, engine: LLMEngine, prompts: dict[str, list[list[int]]], max_tokens: int) -> None:
         self._engine, self._prompts, self._max_tokens = engine, prompts, max_tokens
         self._number = 0
-        self._costs = {"adaptive": engine._stats.costs}  # what the other arms measure is not for the controller
+        self._costs = (
+            engine._stats.costs,
+            engine._sampled_costs,
+        )  # the controller's, not the other arms'
 
     def requests(self, workload: str, temperature: float, count: int) -> Requests:
         for i, prompt in enumerate(islice(cycle(self._prompts[workload]), count)):
@@ -70,8 +77,8 @@ class Loop:
         """Tokens per second while there were requests to submit; phases (concurrency, requests) follow each other."""
         engine = self._engine
         engine._depth_policy = policy
-        engine._stats.costs = self._costs["adaptive"] if isinstance(policy, AdaptiveDepth) else CostTable()
-        engine._sampled_costs = self._costs.get("sampled") if isinstance(policy, AdaptiveDepth) else None
+        learned = isinstance(policy, AdaptiveDepth)
+        engine._stats.costs, engine._sampled_costs = self._costs if learned else (CostTable(), CostTable())
         before, started, length = engine.stats(), time.perf_counter(), 0.0
         for concurrency, requests in phases:
             for prompt, params in requests:
@@ -83,8 +90,6 @@ class Loop:
         tokens = engine.stats().output_tokens - before.output_tokens
         while engine.has_unfinished:
             engine.step()
-        if isinstance(policy, AdaptiveDepth) and engine._sampled_costs is not None:
-            self._costs["sampled"] = engine._sampled_costs
         rounds = engine.stats().acceptance.tally - before.acceptance.tally
         accepted = sum(accepted * n for (_, accepted), n in rounds.items())
         return {
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--generations", type=int, default=3, help="requests for each of those in flight")
     parser.add_argument("--least", type=int, default=12, help="requests in a cell at least")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--changing", action="store_true", help="also a load that changes in size and content")
     parser.add_argument("--out", type=Path)
@@ -146,54 +152,72 @@ def main() -> None:
         **{f"K={d}": OneDepth(d) for d in depths},
         "adaptive": adaptive,
     }
-    every_depth = sorted({0, *depths, *adaptive.depths})
-    if engine.runner.graphs is not None:
-        with torch.inference_mode():
-            for mode in (SamplingMode.GREEDY, *([SamplingMode.SAMPLED] if any(temperatures) else [])):
-                for size in reversed(engine.runner.graphs.sizes):
-                    for depth in every_depth:
-                        engine.runner.graphs.capture(RoundProgram(size, depth, depth, mode))
-        print(f"{len(engine.runner.graphs.captured)} graphs, {time.perf_counter() - started:.1f} s", flush=True)
     loop = Loop(engine, prompts, args.max_tokens)
     cells = []
-    for temperature in temperatures:
-        for workload in workloads:
-            for concurrency in sizes:
-                count = max(args.generations * concurrency, args.least)
-                loop.run(arms["K=3"], [(concurrency, loop.requests(workload, temperature, min(concurrency, 8)))])
-                cell = {"temperature": temperature, "workload": workload, "concurrency": concurrency, "arms": {}}
-                for name, policy in arms.items():
-                    cell["arms"][name] = loop.run(policy, [(concurrency, loop.requests(workload, temperature, count))])
-                cell["choice"] = adaptive.choice and adaptive.choice._asdict()
-                cells.append(report(cell))
-                if args.out:
-                    args.out.write_text(json.dumps({"arguments": vars(args), "cells": cells}, default=str, indent=1))
+
+    def measure(phases: Callable[[], list[tuple[int, Requests]]], **cell: object) -> None:
+        speeds: dict[str, list[float]] = {name: [] for name in arms}
+        lengths = {}
+        for _ in range(args.repeats):
+            for name, policy in arms.items():
+                result = loop.run(policy, phases())
+                speeds[name].append(result["tokens_per_second"])
+                lengths[name] = result["acceptance_length"]
+        choice = adaptive.choice and adaptive.choice._asdict()
+        cells.append(report({**cell, "speeds": speeds, "acceptance_length": lengths, "choice": choice}))
+        save()
+
+    def save() -> None:
+        worst = {what: min(cell[what] for cell in cells) for what in ("to_best", "to_none")}
+        if args.out:
+            text = json.dumps({"arguments": vars(args), "cells": cells, "worst": worst}, default=str, indent=1)
+            args.out.write_text(text + "\n")
+        print(f"worst so far: adaptive / best fixed {worst['to_best']:.3f}, adaptive / none {worst['to_none']:.3f}")
+
+    for temperature, workload, concurrency in itertools.product(temperatures, workloads, sizes):
+        count = max(args.generations * concurrency, args.least)
+        load = partial(loop.requests, workload, temperature)
+        loop.run(arms["none"], [(concurrency, load(min(concurrency, 8)))])
+        measure(
+            lambda: [(concurrency, load(count))],  # noqa: B023 - called before the loop goes on
+            temperature=temperature,
+            workload=workload,
+            concurrency=concurrency,
+        )
     if args.changing:
-        cell = {"workload": "changing", "temperature": "0, 1", "concurrency": f"4, {max(sizes)}, 16", "arms": {}}
-        for name, policy in arms.items():
-            phases = [
+        most = max(sizes)
+        measure(
+            lambda: [
                 (4, loop.requests(workloads[-1], 0.0, 24)),
-                (max(sizes), loop.requests(workloads[-1], 1.0, 2 * max(sizes))),
-                (min(16, max(sizes)), loop.requests(workloads[0], 0.0, 96)),
-            ]
-            cell["arms"][name] = loop.run(policy, phases)
-        cells.append(report(cell))
-    worst = {what: min(cell[what] for cell in cells) for what in ("to_best", "to_none")}
-    print(f"worst cell: adaptive / best fixed {worst['to_best']:.3f}, adaptive / none {worst['to_none']:.3f}")
-    if args.out:
-        text = json.dumps({"arguments": vars(args), "cells": cells, "worst": worst}, default=str, indent=1)
-        args.out.write_text(text + "\n")
+                (most, loop.requests(workloads[-1], 1.0, 2 * most)),
+                (min(16, most), loop.requests(workloads[0], 0.0, 96)),
+            ],
+            temperature="0, 1, 0",
+            workload="changing",
+            concurrency=f"4, {most}, {min(16, most)}",
+        )
 
 
 def report(cell: dict) -> dict:
-    speeds = {name: arm["tokens_per_second"] for name, arm in cell["arms"].items()}
-    fixed = {name: speed for name, speed in speeds.items() if name != "adaptive"}
-    best = max(fixed, key=lambda name: fixed[name])
-    cell |= {"best": best, "to_best": speeds["adaptive"] / fixed[best], "to_none": speeds["adaptive"] / fixed["none"]}
+    """Add how the controller compares, and say it."""
+    speeds = cell["speeds"]
+    fixed = [name for name in speeds if name != "adaptive"]
+    repeats = range(len(speeds["none"]))
+    to_best, best = [], []
+    for this in repeats:
+        others = [r for r in repeats if r != this] or [this]
+        best.append(max(fixed, key=lambda name: sum(speeds[name][r] for r in others)))
+        to_best.append(speeds["adaptive"][this] / speeds[best[-1]][this])
+    means = {name: statistics.mean(values) for name, values in speeds.items()}
+    cell |= {
+        "best": best,
+        "to_best": statistics.geometric_mean(to_best),
+        "to_none": means["adaptive"] / means["none"],
+    }
     line = chain(
         [f"T={cell['temperature']} {cell['workload']} C={cell['concurrency']}:"],
-        (f"{name} {speed / fixed['none']:.2f}" for name, speed in speeds.items()),
-        [f"| best {best}, adaptive/best {cell['to_best']:.3f}, {cell.get('choice')}"],
+        (f"{name} {speed / means['none']:.3f}" for name, speed in means.items()),
+        [f"| best {'/'.join(best)}, adaptive/best {cell['to_best']:.3f}, {cell['choice']}"],
     )
     print(*line, flush=True)
     return cell

@@ -52,6 +52,12 @@ def rms_norm() -> None:
 
 
 @check
+def uniforms() -> None:
+    for rows, columns in ((1, 1), (7, 4), (512, 8)):
+        cases.uniforms(rows, columns, GPU)
+
+
+@check
 def draft_input() -> None:
     for dtype in cases.DTYPES:
         for rows, size in ((1, 4096), (7, 320), (300, 2048)):

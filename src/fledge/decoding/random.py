@@ -11,6 +11,9 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from fledge.kernels._triton import runs_triton
+from fledge.kernels.philox import philox_uniforms
+
 _MASK16 = 0xFFFF
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -39,6 +42,8 @@ def uniform(seed: Tensor, position: Tensor, stream: Stream) -> Tensor:
     `seed` and `position` are int64. `position` is the index in its sequence, prompt included, of the token that is
     to be decided: the first token after a prompt of n tokens has position n.
     """
+    if runs_triton(seed, position):
+        return philox_uniforms(seed, position, int(stream))
     zeros = (seed + position) * 0  # the shape and device of the result
     counter = (zeros + (position & _MASK32), zeros + (position >> 32 & _MASK32), zeros + int(stream), zeros)
     high, low, _, _ = philox4x32(counter, (seed & _MASK32, seed >> 32 & _MASK32))

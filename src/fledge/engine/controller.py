@@ -37,8 +37,7 @@ TRIAL_OBSERVATIONS = 16  # a trial of drafting goes on until so many requests' r
 STALE_ROUNDS = 400  # a cost that was not measured for so many rounds may be tried again
 WORTH_TRYING = 0.85  # depths with a rate further below the best one's are not tried
 MEAN_ANSWER = 128.0  # tokens that an answer has still to come, until answers have ended
-EVERY = 4  # large batches decide in every so many steps: a decision takes a tenth of a millisecond
-LARGE_BATCH = 16
+EVERY = 4  # steps between decisions, which take a tenth of a millisecond or two, unless the batch has changed
 
 
 class DepthChoice(NamedTuple):
@@ -242,7 +241,8 @@ class AdaptiveDepth:
             return 0
         batch = min(len(requests), self._max_num_seqs)
         self._steps += 1
-        if batch <= LARGE_BATCH or self._steps % EVERY == 0 or self.choice is None or batch > 2 * self._batch:
+        has_changed = not 0.8 * self._batch <= batch <= 1.25 * self._batch
+        if has_changed or self._steps % EVERY == 0 or self.choice is None:
             self._batch = batch
             arms = [depth for depth in self._arms if depth <= wanted or self._only_deepest]
             self._decide(list(itertools.islice(requests, batch)), costs, arms)

@@ -2,6 +2,9 @@
 
 A cost that is not measured again goes stale: contexts grow, neighbours come. What moves one cost that is being measured
 moves the others with it, until they are measured again themselves.
+
+The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:
+a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft.
 """
 
 import math
@@ -29,8 +32,10 @@ class CostTable:
     Depth 0 is a plain step. Can be pickled: the server's estimates read a copy of the engine's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, host_overlaps: bool = True) -> None:
         self.rounds = 0  # measured so far
+        self._host_overlaps = host_overlaps
+        self._host: dict[int, float] = {}  # seconds of the host's work for a round, by the power of two of the batch
         self._costs: dict[int, dict[int, _Cost]] = {}  # depth -> batch
         self._trend = 0.0  # logarithm of how much slower everything has become
 
@@ -52,8 +57,20 @@ class CostTable:
             self._trend += math.log(cost.mean / before)
         cost.trend, cost.measured_at = self._trend, self.rounds
 
+    def add_host(self, *, batch: int, seconds: float) -> None:
+        """Learn how long the host itself was busy with a round."""
+        size = batch.bit_length()
+        before = self._host.get(size, seconds)
+        self._host[size] = before + SMOOTHING * (min(seconds, OUTLIER * before) - before)
+
     def cost(self, batch: int, depth: int) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
+        on_device, on_host = self._device_cost(batch, depth), self._host.get(batch.bit_length(), 0.0)
+        if on_device is None:
+            return None
+        return max(on_device, on_host) if self._host_overlaps else on_device + on_host
+
+    def _device_cost(self, batch: int, depth: int) -> float | None:
         below, above = self._neighbours(batch, depth)
         if below is not None and above is not None:
             low, high = self._now(depth, below), self._now(depth, above)
@@ -98,15 +115,9 @@ class CostTable:
         largest = max((b for b, cost in self._costs.get(0, {}).items() if cost.samples >= MIN_SAMPLES), default=None)
         return None if largest is None else self._now(0, largest) / largest
 
-    def stale_copy(self) -> "CostTable":
-        """What is known of another kind of rounds, as a first idea of these: all of it to be measured again."""
-        twin = self.copy()
-        twin.rounds += 10**6
-        return twin
-
     def copy(self) -> "CostTable":
-        twin = CostTable()
-        twin.rounds, twin._trend = self.rounds, self._trend
+        twin = CostTable(host_overlaps=self._host_overlaps)
+        twin.rounds, twin._trend, twin._host = self.rounds, self._trend, dict(self._host)
         twin._costs = {
             depth: {batch: _Cost(**vars(cost)) for batch, cost in costs.items()} for depth, costs in self._costs.items()
         }

@@ -31,6 +31,7 @@ from fledge.engine.passes import DrafterError
 from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
 from fledge.engine.request import UNLIMITED, Phase, Request
 from fledge.engine.runner import GraphRunner, Launch, RequestResult, Runner, batch_sizes
+from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 from fledge.errors import ConfigError, describe
 from fledge.models.drafter.base import Drafter
@@ -65,11 +66,9 @@ class LLMEngine:
             target, drafter = accelerate(target, drafter)
         self.config = config = replace(config, max_model_len=config.max_model_len or target.config.max_positions)
         self.requests: dict[str, Request] = {}  # those that have not ended
-        self._stats = EngineStats()
-        self._sampled_costs: CostTable | None = None  # of rounds with sampled requests; the others' are in the stats
-        self._latest_costs = self._stats.costs  # of the kind of round that ran last: what `stats` hands out
         self._depth_policy = depth_policy or make_policy(config.speculative_config, config.max_num_seqs)
         self._in_flight: Launch | None = None
+        self._device_seconds = 0.0  # of the present step, that the host waited for the device or was itself the device
         self._updates: list[RequestUpdate] = []
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
@@ -79,6 +78,9 @@ class LLMEngine:
         self.device = state.device
         on_gpu = self.device.type == "cuda"
         self._reads_late = on_gpu if config.read_late is None else config.read_late
+        self._stats = EngineStats(costs=CostTable(host_overlaps=self._reads_late))
+        self._sampled_costs = self._stats.costs.copy()  # of rounds with sampled requests; the others' are in the stats
+        self._latest_costs = self._stats.costs  # of the kind of round that ran last: what `stats` hands out
         self.block_manager = BlockManager(
             state.num_blocks, state.block_size, prefix_caching=config.enable_prefix_caching
         )
@@ -126,18 +128,22 @@ class LLMEngine:
             progress(done, len(programs) + len(rounds))
             assert graphs is not None
             graphs.capture(program)
+        if graphs is not None:
+            graphs.compile_long_prompts(max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
         self._measure_rounds(rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds)))
 
     def _measure_rounds(self, rounds: Sequence[tuple[int, int]], progress: Callable[[int], None]) -> None:
         """Time rounds of these sizes and depths, small ones first, as far as `MEASURING_SECONDS` go."""
         started = time.perf_counter()
+        kinds = ((SamplingMode.GREEDY, self._stats.costs), (SamplingMode.SAMPLED, self._sampled_costs))
         for done, (batch, depth) in enumerate(rounds):
             progress(done)
             if depth == 0 and time.perf_counter() - started > MEASURING_SECONDS:
                 break
-            best = min(self.runner.time_round(batch, depth) for _ in range(MIN_SAMPLES + 1))  # others may be busy
-            for _ in range(MIN_SAMPLES):
-                self._stats.costs.add(batch=batch, depth=depth, seconds=best)
+            for mode, costs in kinds:
+                seconds = min(self.runner.time_round(batch, depth, mode) for _ in range(MIN_SAMPLES + 1))
+                for _ in range(MIN_SAMPLES):
+                    costs.add(batch=batch, depth=depth, seconds=seconds)
         progress(len(rounds))
 
     def add_request(
@@ -206,6 +212,7 @@ class LLMEngine:
 
     def _step(self) -> None:
         started = time.perf_counter()
+        self._device_seconds = 0.0
         batch = self._schedule()
         scheduled = time.perf_counter()
         previous, self._in_flight = self._in_flight, None if batch.is_empty else self._launch(batch)
@@ -213,9 +220,13 @@ class LLMEngine:
         self._postprocess(previous)
         if not self._reads_late or batch.is_empty:
             self._settle()
+        ended = time.perf_counter()
         self._stats.schedule_seconds += scheduled - started
         self._stats.launch_seconds += launched - scheduled
-        self._stats.read_seconds += time.perf_counter() - launched
+        self._stats.read_seconds += ended - launched
+        if batch.decoding and not batch.chunks:
+            seconds = max(ended - started - self._device_seconds, 0.0)
+            self._costs_of(batch.decoding).add_host(batch=len(batch.decoding), seconds=seconds)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
@@ -241,11 +252,8 @@ class LLMEngine:
 
     def _costs_of(self, requests: Iterable[Request]) -> CostTable:
         """What rounds of these cost: sampling takes time too, and more of it the more drafts there are."""
-        if all(request.params.is_greedy for request in requests):
-            return self._stats.costs
-        if self._sampled_costs is None:
-            self._sampled_costs = self._stats.costs.stale_copy()
-        return self._sampled_costs
+        is_greedy = all(request.params.is_greedy for request in requests)
+        return self._stats.costs if is_greedy else self._sampled_costs
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -266,6 +274,7 @@ class LLMEngine:
         self._involved = launch.batch.requests
         results = self.runner.read(launch)
         now = time.perf_counter()
+        self._device_seconds += results.waited
         for result in results.requests:
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
                 self._updates.append(self._take(result, now, drafted=launch.batch.draft > 0))
@@ -281,6 +290,7 @@ class LLMEngine:
             stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]
             stats.num_rounds += 1
             seconds = sum(report.seconds)
+            self._device_seconds += 0.0 if self._reads_late else seconds
             if report.verify == report.draft:  # others change the depth: no one's cost
                 self._latest_costs = self._costs_of(launch.batch.decoding)
                 self._latest_costs.add(batch=report.batch, depth=report.verify, seconds=seconds)

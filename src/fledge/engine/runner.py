@@ -6,6 +6,7 @@ from the device state. It has a fixed size: rounds are padded with the row that 
 that nobody reads. Long prompts keep the device busy for longer than they take to launch, and run as they are.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,12 +24,13 @@ from fledge.engine.request import Request
 from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk, ScheduledBatch
 
-MAX_GRAPHS = 512  # a bound on graph memory; what comes after it runs without
+MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)  # of which one at least is padding
 PROMPT_CHUNKS = (1, 4, 16)
 USUAL_DEPTH = 3
 COARSE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 LEAST_TOKENS_PER_CHUNK = 16  # a graph is not captured ahead of time for shorter ones
+LONG_TOKENS, LONG_CHUNKS = 64, 16  # what longer prompts, and more of them, are padded to a multiple of
 
 
 class RoundProgram(NamedTuple):
@@ -96,6 +98,7 @@ class GraphRunner:
         self._state = state
         self._capacity = capacity
         self._pool: Any = None  # of graph memory; torch gives its type no public name
+        self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
 
     def round(self, program: RoundProgram, requests: Sequence[Request]) -> PassOutcome:
         """Run a round; in its outcome, rows of padding come after the others."""
@@ -104,34 +107,53 @@ class GraphRunner:
         outcome = self._replay(padded, requests)
         return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
 
-    def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome | None:
-        """Read the chunks; None if there are too many, or they are too long, for a graph."""
+    def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome:
+        """Read the chunks: as a graph, or if there are too many or they are too long for one, as they are.
+
+        Those are padded too: kernels are compiled anew for odd sizes, and everybody would wait for it.
+        """
         tokens = next((size for size in PROMPT_TOKENS if size > program.tokens), 0)
         count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
-        if not count or not tokens:
-            return None
         depth = program.depth
         if depth and self.prompt_depths and depth not in self.prompt_depths:
             depth = self.prompt_depths[-1]
-        return self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens, depth=depth), chunks)
+        # A few rows more or less to sample cost nothing, a second set of graphs does.
+        sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
+        program = program._replace(depth=depth, sampling=sampling)
+        if tokens and count:
+            outcome = self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens), chunks)
+            if outcome is not None:
+                return outcome
+        tokens = -(-(program.tokens + 1) // LONG_TOKENS) * LONG_TOKENS
+        padded = program._replace(tokens=tokens, chunks=-(-program.chunks // LONG_CHUNKS) * LONG_CHUNKS)
+        return self._play(padded, padded.inputs(self._state, chunks))
+
+    def compile_long_prompts(self, *, max_batch: int, max_tokens: int) -> None:
+        """Run prompts that are too many for a graph once, with nothing in them: their kernels are compiled then."""
+        sizes = {min(size, -(-max_batch // LONG_CHUNKS) * LONG_CHUNKS) for size in (16, 32, 48, 64, 128, 256, 512)}
+        for depth, chunks in itertools.product(self.prompt_depths, sorted(sizes)):
+            tokens = min(PROMPT_TOKENS[-1], -(-max_tokens // LONG_TOKENS) * LONG_TOKENS) + LONG_TOKENS
+            has_drafter = self._state.drafter is not None
+            program = PromptProgram(tokens, chunks, tokens, depth, has_drafter, SamplingMode.SAMPLED)
+            self._play(program, program.inputs(self._state, []))
 
     def missing(self, depths: Collection[int], *, max_batch: int, max_tokens: int) -> list[Program]:
-        """Return the greedy rounds and prompts of all sizes that the bounds fit and that are not captured.
+        """Return the rounds, greedy and sampled, and prompts of all sizes that the bounds fit, but for those captured.
 
         The largest come first, which size the memory that all graphs share.
         """
-        greedy, has_drafter = SamplingMode.GREEDY, self._state.drafter is not None
-        programs: list[Program] = []
-        for depth in sorted(depths):
-            programs += (
-                RoundProgram(size, depth, depth, greedy)
-                for size in reversed(self._round_sizes(depth))
-                if size <= max_batch
-            )
+        has_drafter = self._state.drafter is not None
+        programs: list[Program] = [
+            RoundProgram(size, depth, depth, sampling)
+            for sampling in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
+            for depth in sorted(depths)
+            for size in reversed(self._round_sizes(depth))
+            if size <= max_batch
+        ]
         self.prompt_depths = self._prompt_depths(depths)
         self.coarse = len(depths) > 2
         programs += (
-            PromptProgram(tokens, chunks, tokens, depth, has_drafter, greedy)
+            PromptProgram(tokens, chunks, tokens, depth, has_drafter, SamplingMode.SAMPLED)
             for depth in self.prompt_depths
             for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
         )
@@ -161,14 +183,18 @@ class GraphRunner:
 
         Plays once aside first, so that kernels are compiled and libraries set up.
         """
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             play()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outcome = play()
+            stream.synchronize()
+            # Not `torch.cuda.graph`: that gives all free memory back to the device before each of hundreds of graphs.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                outcome = play()
+            finally:
+                graph.capture_end()
         self._pool = graph.pool()
 
         def replay() -> PassOutcome:
@@ -246,6 +272,7 @@ class StepResults:
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
     prefill_seconds: float | None = None  # None: it read no prompts
+    waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
 
 
@@ -276,9 +303,9 @@ class Runner:
         return event
 
     @torch.inference_mode()
-    def time_round(self, batch: int, depth: int) -> float:
-        """Seconds of a round of nobody's: `batch` times the padding row, greedy."""
-        program = RoundProgram(batch, depth, depth, SamplingMode.GREEDY)
+    def time_round(self, batch: int, depth: int, sampling: SamplingMode) -> float:
+        """Seconds of a round of nobody's: `batch` times the padding row."""
+        program = RoundProgram(batch, depth, depth, sampling)
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -290,7 +317,9 @@ class Runner:
     def read(self, launch: Launch) -> StepResults:
         """Wait for a launch and return its results."""
         batch, results = launch.batch, StepResults()
+        asked = time.perf_counter()
         prefill_seconds = launch.wait()
+        results.waited = time.perf_counter() - asked
         if launch.round is not None:
             self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
             stamps = launch.round.stamps
@@ -350,9 +379,7 @@ class Runner:
         )
         needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
         if self.graphs is not None and not needs_host:
-            outcome = self.graphs.prefill(program, chunks)
-            if outcome is not None:
-                return outcome
+            return self.graphs.prefill(program, chunks)
         outcome = program.run(self.state, program.inputs(self.state, chunks), chunks if needs_host else ())
         self.state.reset_padding()
         return outcome

@@ -262,20 +262,38 @@ def test_warming_up_measures_what_rounds_cost() -> None:
 
 
 def test_sampled_rounds_have_costs_of_their_own() -> None:
-    """Their sampling takes time too; what greedy rounds cost is a first idea of it, and to be measured again."""
+    """Their sampling takes time too, and more of it the more drafts there are."""
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=AdaptiveDepth(3, 4))
     engine.warm_up()
-    before = engine.stats().costs
+    greedy, sampled = engine._stats.costs.rounds, engine._sampled_costs.rounds
+    assert greedy == sampled > 0, "both are measured before anybody asks"
     engine.add_request("a", [2, 3, 4], SamplingParams(max_tokens=40, temperature=1.0, seed=1))
     engine_cases.run(engine)
-    assert engine.stats().costs.age(1, 0) is not None
-    assert engine.stats().costs.rounds > 10**5, "those of the rounds that ran"
+    assert engine.stats().costs.rounds == engine._sampled_costs.rounds > sampled, "those of the rounds that ran"
     engine.add_request("b", [2, 3, 4], SamplingParams(max_tokens=4, temperature=0.0))
     engine_cases.run(engine)
-    assert before.rounds < engine.stats().costs.rounds < before.rounds + 20, "only the greedy ones"
-    stale = before.stale_copy()
-    assert stale.cost(1, 0) == before.cost(1, 0)
-    assert stale.age(1, 0) > 10**5
+    assert greedy < engine.stats().costs.rounds < greedy + 20, "only the greedy ones"
+
+
+def test_a_busy_host_makes_drafts_cheap_where_it_overlaps_and_dear_nowhere() -> None:
+    def table(host_overlaps: bool) -> CostTable:
+        costs = CostTable(host_overlaps=host_overlaps)
+        for depth, seconds in ((0, 0.001), (3, 0.002), (7, 0.006)):
+            for _ in range(MIN_SAMPLES):
+                costs.add(batch=64, depth=depth, seconds=seconds)
+        assert costs.ratio(64, 3) == pytest.approx(2)
+        costs.add_host(batch=60, seconds=0.003)
+        return costs
+
+    beside, between = table(True), table(False)
+    assert [beside.cost(64, depth) for depth in (0, 3, 7)] == [0.001, 0.002, 0.006], "another size"
+    for costs, expected in ((beside, [0.003, 0.003, 0.006]), (between, [0.004, 0.005, 0.009])):
+        costs.add_host(batch=100, seconds=0.003)
+        for twin in (costs, costs.copy()):
+            assert [twin.cost(64, depth) for depth in (0, 3, 7)] == pytest.approx(expected)
+    for _ in range(200):
+        beside.add_host(batch=100, seconds=0.0)
+    assert beside.cost(64, 0) == pytest.approx(0.001), "it is learned anew"
 
 
 @pytest.mark.parametrize("limit", [1, 2])

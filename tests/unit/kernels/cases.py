@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.decoding.random import Stream, uniform
 from fledge.kernels import accept as accepting
 from fledge.kernels import argmax as choosing
 from fledge.kernels import rms_norm as norming
@@ -39,6 +40,7 @@ draft_input_triton, swiglu_triton = in_triton(norming.draft_input), in_triton(ga
 argmax_rows_triton, sample_rows_triton = in_triton(choosing.argmax_rows), in_triton(sampling.sample_rows)
 accept_chain_triton, accept_greedy_triton = in_triton(accepting.accept_chain), in_triton(accepting.accept_greedy)
 paged_prefill_attention_triton = in_triton(paged_prefill_attention)
+uniform_triton = in_triton(uniform)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BFLOAT16_SLACK = 4.0 if INTERPRETED else 1.0
@@ -314,3 +316,20 @@ def sample(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
     assert (uniforms >= upper - share - 1e-6)[sampled].all()
     near_edge = (uniforms - upper).abs().minimum((uniforms - (upper - share)).abs()) < 1e-6
     assert ((drawn == reference) | near_edge)[sampled].all()
+
+
+def uniforms(rows: int, columns: int, device: str) -> None:
+    seed = torch.randint(-(2**63), 2**63 - 1, (rows,))
+    position = torch.randint(0, 2**40, (rows, columns))
+    position[0] = torch.arange(columns)
+    spread = torch.stack([seed, seed], dim=1)[:, 0]  # not side by side
+    for seeds, positions in (
+        (seed, position[:, 0]),
+        (seed[:, None], position),
+        (seed[:1], position[0]),
+        (spread, position[:, -1]),
+        (seed[:, None], position[:, :-1]),
+    ):
+        for stream in Stream:
+            found = uniform_triton(seeds.to(device), positions.to(device), stream)
+            assert torch.equal(found.cpu(), uniform(seeds, positions, stream))

@@ -227,7 +227,7 @@ class LLMEngine:
         self._stats.schedule_seconds += scheduled - started
         self._stats.launch_seconds += launched - scheduled
         self._stats.read_seconds += ended - launched
-        if batch.decoding and not batch.chunks:
+        if previous is not None and batch.decoding and not (batch.chunks or previous.batch.chunks):
             seconds = max(ended - started - self._device_seconds, 0.0)
             self._costs_of(batch.decoding).add_host(batch=len(batch.decoding), seconds=seconds)
 

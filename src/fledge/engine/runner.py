@@ -25,11 +25,10 @@ from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
 from fledge.engine.scheduler import Chunk, ScheduledBatch
 
 MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
-PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)  # of which one at least is padding
-PROMPT_CHUNKS = (1, 4, 16)
+PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)  # one at least is padding
+PROMPT_CHUNKS = {1: 16, 4: 64, 16: 256, 64: 512, 256: 1024}  # and for how many tokens at least
 USUAL_DEPTH = 3
 COARSE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-LEAST_TOKENS_PER_CHUNK = 16  # a graph is not captured ahead of time for shorter ones
 LONG_TOKENS, LONG_CHUNKS = 64, 16  # what longer prompts, and more of them, are padded to a multiple of
 
 
@@ -112,8 +111,9 @@ class GraphRunner:
 
         Those are padded too: kernels are compiled anew for odd sizes, and everybody would wait for it.
         """
-        tokens = next((size for size in PROMPT_TOKENS if size > program.tokens), 0)
         count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
+        least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
+        tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
         depth = program.depth
         if depth and self.prompt_depths and depth not in self.prompt_depths:
             depth = self.prompt_depths[-1]
@@ -219,8 +219,8 @@ class GraphRunner:
 def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]:
     """Yield (tokens, chunks) of the prompt graphs that are worth having ahead of time, largest first."""
     for tokens, smaller in reversed(list(zip(PROMPT_TOKENS, (0, *PROMPT_TOKENS), strict=False))):
-        for chunks, fewer in zip(PROMPT_CHUNKS, (0, *PROMPT_CHUNKS), strict=False):
-            if smaller <= max_tokens and fewer < max_chunks and chunks * LEAST_TOKENS_PER_CHUNK <= tokens:
+        for (chunks, least), fewer in zip(PROMPT_CHUNKS.items(), (0, *PROMPT_CHUNKS), strict=False):
+            if smaller <= max_tokens and fewer < max_chunks and least <= tokens:
                 yield tokens, chunks
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fledge.engine import runner
 from fledge.engine.engine import LLMEngine
 from fledge.engine.runner import PROMPT_CHUNKS, PROMPT_TOKENS, PromptProgram, RoundProgram, batch_sizes
+from fledge.engine.sampler import SamplingMode
 from tests.engine_cases import (
     TREE,
     VOCAB,
@@ -92,7 +93,8 @@ def test_warm_up_captures_every_size() -> None:
     warm.warm_up(lambda done, total: seen.append((done, total)))
     assert {key.batch for key in round_keys(warm)} == {1, 2, 3}
     assert {(key.tokens, key.chunks) for key in prompt_keys(warm)} == {(32, 1), (64, 1), (64, 4)}
-    assert seen == [(done, 6) for done in range(7)]
+    assert {key.sampling for key in round_keys(warm)} == {SamplingMode.GREEDY, SamplingMode.SAMPLED}
+    assert seen == [(done, 9) for done in range(10)]
     asks = [greedy([2, 3, 4], 40), greedy([5], 40)]
     expected = [answer_of(ask)[0] for ask in asks]
     for engine in (cold, warm):
@@ -116,18 +118,16 @@ def test_prompts_read_through_padded_graphs_leave_the_same_drafts_and_tokens(
     else:
         requests = run_checking_drafts(engine, "eagle3.1", asks)
         assert [request.output for request in requests] == [answer_of(ask)[0] for ask in asks]
-    total = sum(lengths)
     captured = {(key.tokens, key.chunks) for key in prompt_keys(engine)}
-    assert captured == {
-        (min(t for t in PROMPT_TOKENS if t > total), min(c for c in PROMPT_CHUNKS if c >= len(lengths)))
-    }
+    chunks = min(c for c in PROMPT_CHUNKS if c >= len(lengths))
+    assert captured == {(min(t for t in PROMPT_TOKENS if t > sum(lengths) and t >= PROMPT_CHUNKS[chunks]), chunks)}
     state = engine.runner.state
     assert state.length[state.padding_row] == 0
     assert not state.block_tables[state.padding_row].any()
 
 
 def test_more_prompts_or_tokens_than_a_graph_has_are_read_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROMPT_CHUNKS", (1, 2))
+    monkeypatch.setattr(runner, "PROMPT_CHUNKS", {1: 1, 2: 8})
     monkeypatch.setattr(runner, "PROMPT_TOKENS", (8, 16))
     engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
     for asks in ([prompt_of(20)], [prompt_of(2, seed=n) for n in range(3)], [prompt_of(3), prompt_of(4)]):

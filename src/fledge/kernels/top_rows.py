@@ -77,8 +77,11 @@ def top_rows_reference(logits: Tensor, count: int, offsets: Tensor | None = None
 def first_largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the largest `count` of values [..., n] float32 and their indices, equals by index; NaN is -inf."""
     if (native := cpu_kernel("first_largest", values)) is not None:
-        found: tuple[Tensor, Tensor] = native(values, count)
-        return found
+        size, found = values.shape[-1], values.new_empty(*values.shape[:-1], count)
+        indices = torch.empty_like(found, dtype=torch.int64)
+        if count:
+            native(values.contiguous(), found, indices, values.numel() // size, size, count)
+        return found, indices
     numbers = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # one zero, not two
     bits = numbers.view(torch.int32).long()
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

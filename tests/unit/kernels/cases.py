@@ -288,7 +288,6 @@ def accept(batch: int, depth: int, vocab: int, dtype: torch.dtype, device: str) 
         ):
             assert torch.equal(outcome.accepted, expected.accepted)
             assert torch.equal(outcome.tokens, expected.tokens)
-            assert torch.equal(outcome.last, expected.last)
 
 
 def sample(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:

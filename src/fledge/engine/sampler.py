@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits, choose, distribution, greedy
+from fledge.decoding.sampling import SamplingRows, TokenHistory, choose, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
@@ -164,10 +164,8 @@ class HostSampler(Sampler):
         self.wants_logprobs = self._top is not None
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        sampling = self._sampling
-        if sampling.all_greedy:
-            return greedy(adjust_logits(logits, sampling, history=self._history, forbidden=self._forbidden))
-        return choose(self.probabilities(logits), uniform(sampling.seed, positions.flatten(), Stream.CHOICE))
+        places = positions.flatten()
+        return choose_at(logits, self._sampling, places, history=self._history, forbidden=self._forbidden)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return distribution(logits, self._sampling, history=self._history, forbidden=self._forbidden)
@@ -185,14 +183,12 @@ class HostSampler(Sampler):
             rows, top = chunk.prompt_rows, chunk.request.params.prompt_logprobs or 0
             following = self._state.tensor(chunk.request.prompt[chunk.start + 1 : chunk.start + 1 + rows])
             parts = [
-                LogprobsTensors.from_logits(
-                    self._state.target.logits(final[begin + first : begin + min(first + LOGPROB_ROWS, rows)]),
-                    following[first : first + LOGPROB_ROWS],
-                    top,
+                LogprobsTensors.from_logits(self._state.target.logits(states), tokens, top)
+                for states, tokens in zip(
+                    final[begin : begin + rows].split(LOGPROB_ROWS), following.split(LOGPROB_ROWS), strict=True
                 )
-                for first in range(0, rows, LOGPROB_ROWS)
             ]
-            found.append(LogprobsTensors.joined(parts) if parts else None)
+            found.append(LogprobsTensors.joined(parts) if rows else None)
             begin += chunk.end - chunk.start
         return found
 

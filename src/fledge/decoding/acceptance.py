@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.decoding.sampling import choose
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.kernels.accept import PADDING, Accepted, accept_chain_reference
+from fledge.kernels.sample import choose
 
 
 @dataclass(frozen=True, kw_only=True)

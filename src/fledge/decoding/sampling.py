@@ -20,6 +20,7 @@ from torch import Tensor
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.errors import ConfigError
+from fledge.kernels.sample import choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,20 +186,6 @@ def choose_at(
         return greedy(adjust_logits(logits, rows, history=history, forbidden=forbidden))
     probs = distribution(logits, rows, history=history, forbidden=forbidden)
     return choose(probs, uniform(rows.seed, positions, Stream.CHOICE))
-
-
-def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the token at which the cumulative probability passes the uniform, [rows, vocab], [rows] -> [rows].
-
-    `probs` need not sum to one: weights do. A token of probability zero is never returned, not even where a
-    parallel sum makes the cumulative probability wobble in its last bit, which is why it is excluded by name.
-    """
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    passed = cumulative > uniforms[:, None] * cumulative[:, -1:]
-    candidates = passed & (probs > 0)
-    # argmax of zeros and ones is the first one. A uniform one bit below 1 may round up to the whole sum and pass
-    # nothing: that row, which comes once in 2**53 draws, takes its most likely token.
-    return torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
 
 
 def adjust_logits(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fledge.decoding.acceptance import accept_rejection
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import choose
 from fledge.engine.device_state import DeviceState
 from fledge.engine.sampler import LogprobsTensors, Sampler
 from fledge.engine.scheduler import Chunk
@@ -24,6 +23,7 @@ from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
 from fledge.kernels.accept import Accepted, accept_chain, accept_greedy
 from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
+from fledge.kernels.sample import choose
 from fledge.kernels.timestamp import timestamp
 from fledge.kernels.tree_ends import OpenedTrees
 from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass

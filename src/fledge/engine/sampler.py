@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, TokenHistory, choose, choose_at, distribution
+from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
@@ -22,7 +22,7 @@ from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Request
 from fledge.engine.scheduler import Chunk
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.sample import sample_rows
+from fledge.kernels.sample import choose, sample_rows
 
 LOGPROB_ROWS = 256  # of a prompt at once: a row is as long as the vocabulary
 

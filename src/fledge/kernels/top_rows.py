@@ -35,9 +35,7 @@ def top_rows(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple
     tokens = torch.empty(rows, count, dtype=torch.int64, device=logits.device)
     _chunk_kernel[(rows, chunks)](
         logits,
-        keys,
-        peaks,
-        totals,
+        (keys, peaks, totals),
         vocab,
         logits.stride(0),
         COUNT=count,
@@ -47,12 +45,9 @@ def top_rows(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple
         **overlapping(logits.device),
     )
     _merge_kernel[(rows,)](
-        keys,
-        peaks,
-        totals,
+        (keys, peaks, totals),
         tokens if offsets is None else offsets,
-        logprobs,
-        tokens,
+        (logprobs, tokens),
         CHUNKS=chunks,
         CHUNK_BLOCK=next_power_of_two(chunks),
         COUNT=count,
@@ -119,9 +114,7 @@ def best_keys(keys, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _chunk_kernel(
     logits_ptr,
-    keys_ptr,
-    peaks_ptr,
-    totals_ptr,
+    chunked,
     vocab,
     row_stride,
     COUNT: tl.constexpr,
@@ -130,6 +123,7 @@ def _chunk_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
+    keys_ptr, peaks_ptr, totals_ptr = chunked
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -149,12 +143,9 @@ def _chunk_kernel(
 
 @triton.jit
 def _merge_kernel(
-    keys_ptr,
-    peaks_ptr,
-    totals_ptr,
+    chunked,
     offsets_ptr,
-    logprobs_ptr,
-    tokens_ptr,
+    results,
     CHUNKS: tl.constexpr,
     CHUNK_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
@@ -164,6 +155,8 @@ def _merge_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
+    keys_ptr, peaks_ptr, totals_ptr = chunked
+    logprobs_ptr, tokens_ptr = results
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNK_BLOCK)
     peaks = tl.load(peaks_ptr + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))

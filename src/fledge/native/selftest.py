@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.argmax import argmax_rows_reference
+from fledge.kernels.rope_store import rotate
+from fledge.kernels.swiglu import swiglu
 from fledge.native.bindings import struct, struct_type
 
 # Odd sizes: every loop has a rest.
@@ -116,17 +118,14 @@ class _Layer:
         keys, values = (
             torch.cat([old[:_CONTEXT], new]) for old, new in zip(cache, (key, heads[:, -_KV_HEADS:]), strict=True)
         )
-        keys, values = (x.repeat_interleave(_HEADS // _KV_HEADS, dim=1).transpose(0, 1) for x in (keys, values))
         seen = torch.ones(rows, _CONTEXT + rows, dtype=torch.bool).tril(_CONTEXT)
-        scores = (query.transpose(0, 1) @ keys.mT * self.scale).masked_fill(~seen, -torch.inf)
-        mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-        stream = stream + F.linear(mixed, self.weights["output"])
+        turned = [x.transpose(0, 1)[None] for x in (query, keys, values)]
+        mixed = F.scaled_dot_product_attention(*turned, attn_mask=seen, scale=self.scale, enable_gqa=True)
+        stream = stream + F.linear(mixed[0].transpose(0, 1).flatten(1), self.weights["output"])
         normed = F.rms_norm(stream, (_HIDDEN,), self.norms["post_norm"], _EPS)
-        gate, up = F.linear(normed, self.weights["gate_up"]).chunk(2, dim=-1)
-        return stream + F.linear(F.silu(gate) * up, self.weights["down"])
+        return stream + F.linear(swiglu(F.linear(normed, self.weights["gate_up"])), self.weights["down"])
 
     def _turned(self, heads: Tensor, norm: str) -> Tensor:
         angles = torch.arange(_CONTEXT, _CONTEXT + len(heads))[:, None, None] * self.frequencies
-        low, high = F.rms_norm(heads, (_DIM,), self.head_norms[norm], _EPS).chunk(2, dim=-1)
-        cosines, sines = angles.cos(), angles.sin()
-        return torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1)
+        normed = F.rms_norm(heads, (_DIM,), self.head_norms[norm], _EPS)
+        return rotate(normed, *(torch.cat([side, side], dim=-1) for side in (angles.cos(), angles.sin())))

@@ -21,8 +21,9 @@ from torch import Tensor
 from fledge.decoding.acceptance import Accepted, accept_matching, accept_rejection, accept_tree
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, TokenHistory, choose, distribution
+from fledge.decoding.sampling import SamplingRows, TokenHistory, distribution
 from fledge.decoding.tree import DraftTree, expand, rank, visibility
+from fledge.kernels.sample import choose
 
 VOCAB, DEPTH, LENGTH = 6, 3, 3
 PROMPT = [2, 0]  # the last token is the first context

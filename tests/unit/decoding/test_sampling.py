@@ -11,12 +11,12 @@ from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import (
     SamplingRows,
     TokenHistory,
-    choose,
     distribution,
     greedy,
 )
 from fledge.decoding.tree import visibility
 from fledge.errors import ConfigError
+from fledge.kernels.sample import choose
 
 VOCAB = 12
 

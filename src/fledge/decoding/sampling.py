@@ -121,11 +121,6 @@ class TokenHistory:
 
         return cls(prompt_mask=counts(prompts) > 0, output_counts=counts(outputs).to(torch.int32))
 
-    def append(self, tokens: Tensor) -> "TokenHistory":
-        """Return the history after each row has also put out its `tokens` [rows, n]; -1 is padding."""
-        counts = self.output_counts.scatter_add(1, tokens.clamp(min=0), (tokens >= 0).to(torch.int32))
-        return TokenHistory(prompt_mask=self.prompt_mask, output_counts=counts)
-
     def after_chain(self, drafts: Tensor) -> "TokenHistory":
         """Return the histories of a chain's verify rows, [batch * (depth + 1), vocab].
 

@@ -182,11 +182,13 @@ class HostSampler(Sampler):
         for chunk in self._chunks:
             rows, top = chunk.prompt_rows, chunk.request.params.prompt_logprobs or 0
             following = self._state.tensor(chunk.request.prompt[chunk.start + 1 : chunk.start + 1 + rows])
+            states, spans = (
+                final[begin : begin + rows],
+                [slice(i, i + LOGPROB_ROWS) for i in range(0, rows, LOGPROB_ROWS)],
+            )
             parts = [
-                LogprobsTensors.from_logits(self._state.target.logits(states), tokens, top)
-                for states, tokens in zip(
-                    final[begin : begin + rows].split(LOGPROB_ROWS), following.split(LOGPROB_ROWS), strict=True
-                )
+                LogprobsTensors.from_logits(self._state.target.logits(states[span]), following[span], top)
+                for span in spans
             ]
             found.append(LogprobsTensors.joined(parts) if rows else None)
             begin += chunk.end - chunk.start

@@ -110,10 +110,10 @@ def draft_loss(
 
 
 def _by_autograd(
-    logits: Tensor, taught: tuple[Tensor, Tensor, Tensor, Tensor], kind: LossKind, kl_weight: float
+    logits: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor], kind: LossKind, kl_weight: float
 ) -> DraftLoss:
     """The same by plain autograd, in float32, or in float64 for float64 logits. Never overwrites anything."""
-    target_logits, target_rows, target_log_total, weight = taught
+    target_logits, target_rows, target_log_total, weight = given
     dtype = torch.promote_types(logits.dtype, torch.float32)
     taught = weight != 0
     log_q = logits[taught].to(dtype).log_softmax(-1)

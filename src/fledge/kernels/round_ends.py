@@ -64,11 +64,9 @@ def open_round(rows: Tensor, state: RowState, verify: int) -> OpenedRound:
     if native is None and not runs_triton(rows):
         return open_round_reference(rows, state, verify)
     (batch, width), max_blocks = (len(rows), verify + 1), state.block_tables.shape[1]
-    opened = OpenedRound(
-        *(rows.new_empty(batch * width) for _ in range(3)),
-        rows.new_empty(batch, max_blocks, dtype=torch.int32),
-        *(rows.new_empty(batch) for _ in range(2)),
-    )
+    tokens, positions, slots = (rows.new_empty(batch * width) for _ in range(3))
+    tables = rows.new_empty(batch, max_blocks, dtype=torch.int32)
+    opened = OpenedRound(tokens, positions, slots, tables, rows.new_empty(batch), rows.new_empty(batch))
     columns = (state.last_token, state.drafts, state.length, state.draft_count, state.block_tables)
     strides = (state.drafts.stride(0), max_blocks)
     if native is not None:

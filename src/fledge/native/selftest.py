@@ -119,8 +119,8 @@ class _Layer:
             torch.cat([old[:_CONTEXT], new]) for old, new in zip(cache, (key, heads[:, -_KV_HEADS:]), strict=True)
         )
         seen = torch.ones(rows, _CONTEXT + rows, dtype=torch.bool).tril(_CONTEXT)
-        turned = [x.transpose(0, 1)[None] for x in (query, keys, values)]
-        mixed = F.scaled_dot_product_attention(*turned, attn_mask=seen, scale=self.scale, enable_gqa=True)
+        query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=self.scale, enable_gqa=True)
         stream = stream + F.linear(mixed[0].transpose(0, 1).flatten(1), self.weights["output"])
         normed = F.rms_norm(stream, (_HIDDEN,), self.norms["post_norm"], _EPS)
         return stream + F.linear(swiglu(F.linear(normed, self.weights["gate_up"])), self.weights["down"])

@@ -73,9 +73,9 @@ class State:
     def history(self) -> TokenHistory:
         batch = self.seeds.shape[0]
         start = TokenHistory.from_tokens([PROMPT], [[]], vocab_size=VOCAB)
-        return TokenHistory(
-            prompt_mask=start.prompt_mask.repeat(batch, 1), output_counts=start.output_counts.repeat(batch, 1)
-        ).append(self.tokens)
+        counts = start.output_counts.repeat(batch, 1)
+        counts.scatter_add_(1, self.tokens.clamp(min=0), (self.tokens >= 0).to(torch.int32))
+        return TokenHistory(prompt_mask=start.prompt_mask.repeat(batch, 1), output_counts=counts)
 
     @property
     def positions(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""GPU kernels, one public function or a tight pair per file, each beside plain torch of the same contract, its reference.
+"""GPU kernels, one public function or a tight pair per file, each beside a plain-torch reference of the same contract.
 
 The public function runs the Triton kernel on CUDA tensors and the reference everywhere else, where Triton need not
 be installed; those of `rope_store` and `paged_attention` leave that choice to the storage that calls them. The kernels

@@ -23,11 +23,11 @@ from fledge.kernels.accept import accept_greedy
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.paged_attention import SplitLaunch, choose_launch, paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
-from fledge.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from fledge.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from fledge.kernels.rope_store import rope_and_store
-from fledge.kernels.sample import sample_rows, sample_rows_reference
+from fledge.kernels.sample import choose, sample_rows
 from fledge.kernels.skinny_linear import linear
-from fledge.kernels.swiglu import swiglu, swiglu_reference
+from fledge.kernels.swiglu import swiglu
 
 DTYPE = torch.bfloat16
 CALLS = 24  # in one graph
@@ -157,7 +157,7 @@ def bench_elementwise(bench: Bench) -> None:
                 "add_rms_norm",
                 f"{rows} x {hidden}",
                 [lambda x=x, r=residual, w=weight: add_rms_norm(x, r, w, 1e-6)],
-                [lambda x=x, r=residual, w=weight: add_rms_norm_reference(x, r, w, 1e-6)],
+                [lambda x=x, r=residual, w=weight: rms_norm_reference(x + r, w, 1e-6)],
                 4 * x.nbytes,
             )
     if bench.wants("swiglu"):
@@ -167,7 +167,7 @@ def bench_elementwise(bench: Bench) -> None:
                 "swiglu",
                 f"{rows} x 14336",
                 [lambda x=x: swiglu(x)],
-                [lambda x=x: swiglu_reference(x)],
+                [lambda x=x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1]],
                 1.5 * x.nbytes,
             )
     if bench.wants("rope_store"):
@@ -375,7 +375,7 @@ def bench_decisions(bench: Bench) -> None:
                 "sample",
                 shape,
                 [lambda x=logits, t=temperature, u=uniforms: sample_rows(x, t, u)],
-                [lambda x=logits, t=temperature, u=uniforms: sample_rows_reference(x, t, u)],
+                [lambda x=logits, t=temperature, u=uniforms: choose((x.float() / t[:, None]).softmax(-1), u)],
                 logits.nbytes,
             )
 

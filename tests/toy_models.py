@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.decoding.tree import DraftTree
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
@@ -125,3 +126,14 @@ def random_table(vocab_size: int, seed: int, scale: float = 1.5) -> Tensor:
 def opposite(table: Tensor) -> Tensor:
     """A drafter's table that likes best what the target likes least."""
     return -4.0 * table
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Assert what a draft tree promises."""
+    depths, parents = tree.depths.tolist(), tree.parents.tolist()
+    edges = list(zip(parents, tree.tokens.tolist(), strict=True))
+    assert len(set(edges)) == len(edges), "siblings carry different tokens"
+    for node, parent in enumerate(parents):
+        assert -1 <= parent < node, "parents come before children"
+        assert depths[node] == (1 if parent < 0 else depths[parent] + 1), "a child is one deeper"
+        assert depths[node] <= tree.max_depth, "max_depth bounds the depths"

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 if torch.cuda.is_available():
     os.environ.pop("TRITON_INTERPRET", None)
 
-from fledge.kernels.draft_loss import DraftLoss, draft_loss, draft_loss_reference
+from fledge.kernels.draft_loss import DraftLoss, draft_loss
 from tests.gpu.script import run_checks
 from tests.unit.kernels import draft_loss_cases as cases
-from tests.unit.kernels.draft_loss_cases import KINDS, Case
+from tests.unit.kernels.draft_loss_cases import KINDS, Case, draft_loss_reference
 
 GPU = "cuda"
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -16,18 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.decoding.sampling import choose
 from fledge.decoding.tree import DraftTree, visibility
-
-PADDING = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accepted:
-    """What a round emits for each row of a batch."""
-
-    tokens: Tensor  # [batch, depth + 1] accepted drafts, then one token of the target's, then PADDING
-    accepted: Tensor  # [batch] number of accepted drafts
+from fledge.kernels.accept import PADDING, Accepted, accept_chain_reference
+from fledge.kernels.sample import choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +49,7 @@ def accept_matching(drafts: Tensor, choices: Tensor, *, draft_lengths: Tensor | 
     that it is not d, which is max(p - q, 0) normalised. The price of the stable tokens: where the target is unsure,
     a good drafter's sampled drafts stand more often, with sum(min(p, q)) instead of p(d) (`accept_rejection`).
     """
-    matches = (drafts == choices[:, :-1]) & _drafted(drafts, draft_lengths)
-    accepted = _leading(matches)
-    return Accepted(tokens=_up_to(choices, accepted), accepted=accepted)
+    return accept_chain_reference(drafts, choices, draft_lengths=draft_lengths)
 
 
 def accept_rejection(
@@ -89,12 +78,14 @@ def accept_rejection(
     A token of p = 0 is never emitted. A greedy target is the case of one-hot p.
     """
     batch, depth = drafts.shape
-    drafted = _drafted(drafts, draft_lengths)
+    drafted = torch.ones_like(drafts, dtype=torch.bool)
+    if draft_lengths is not None:
+        drafted = torch.arange(depth, device=drafts.device) < draft_lengths[:, None]
     index = drafts.clamp(min=0)[..., None]
     p = target_probs[:, :depth].gather(2, index).squeeze(2)  # [batch, depth]
     q = draft_probs.gather(2, index).squeeze(2)  # [batch, depth]
     # u < p / q without the division: right for q = 0 too, and never true for p = 0, as u can be 0.
-    accepted = _leading((accept_uniforms * q < p) & drafted)
+    accepted = ((accept_uniforms * q < p) & drafted).long().cumprod(1).sum(1)
 
     rows = torch.arange(batch, device=drafts.device)
     p_stop = target_probs[rows, accepted]  # [batch, vocab]
@@ -141,18 +132,6 @@ def accept_tree(tree: DraftTree, choices: Tensor, *, depth_limits: Tensor | None
     rows_on_path = F.pad(path + 1, (1, 0))  # the root first
     tokens = _up_to(choices.gather(-1, rows_on_path), accepted)
     return AcceptedPath(tokens=tokens, nodes=path, accepted=accepted)
-
-
-def _drafted(drafts: Tensor, draft_lengths: Tensor | None) -> Tensor:
-    """Return which drafts exist, bool [batch, depth]."""
-    if draft_lengths is None:
-        return torch.ones_like(drafts, dtype=torch.bool)
-    return torch.arange(drafts.shape[1], device=drafts.device) < draft_lengths[:, None]
-
-
-def _leading(passes: Tensor) -> Tensor:
-    """Count the drafts of each row before the first that does not pass, [batch, depth] -> [batch]."""
-    return passes.long().cumprod(1).sum(1)
 
 
 def _up_to(tokens: Tensor, accepted: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, choose, greedy
+from fledge.decoding.sampling import SamplingRows, greedy
 from fledge.decoding.tree import DraftTree, Expansion, expand, rank
+from fledge.kernels.sample import choose
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.drafter.base import Drafter
 

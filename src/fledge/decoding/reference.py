@@ -21,7 +21,7 @@ from fledge.decoding.acceptance import accept_matching, accept_rejection, accept
 from fledge.decoding.drafting import DraftChain, SettledRows, TreeShape, draft_chain, draft_tree
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits, choose, distribution, greedy
+from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.drafter.base import Drafter
@@ -164,11 +164,7 @@ class _Sequence:
                 uniform(rows.seed, positions, Stream.RESIDUAL)[None],
             )
             return self._verdict(verdict.tokens[0], torch.arange(1, len(depths), device=self.device))
-        if rows.all_greedy:
-            choices = greedy(adjust_logits(logits, rows, history=history, forbidden=forbidden))
-        else:
-            probs = distribution(logits, rows, history=history, forbidden=forbidden)
-            choices = choose(probs, uniform(rows.seed, positions, Stream.CHOICE))
+        choices = choose_at(logits, rows, positions, history=history, forbidden=forbidden)
         if isinstance(draft, DraftTree):
             path = accept_tree(draft, choices)
             return self._verdict(path.tokens, path.nodes + 1)
@@ -180,18 +176,13 @@ class _Sequence:
         """Take over the emitted tokens up to the first that ends the sequence."""
         kept: list[int] = []
         reason: FinishReason | None = None
-        limit = self.max_length - len(self.prompt)
-        if self.params.max_tokens is not None:
-            limit = min(limit, self.params.max_tokens)
+        most = self.params.max_tokens
+        longest = self.max_length if most is None else min(self.max_length, len(self.prompt) + most)
         for token in emitted:
             kept.append(token)
             self.tokens.append(token)
-            produced = len(self.tokens) - len(self.prompt)
-            if token in self.stop_ids:
-                reason = "stop"
-            elif produced >= limit:
-                reason = "length"
-            if reason is not None:
+            if token in self.stop_ids or len(self.tokens) >= longest:
+                reason = "stop" if token in self.stop_ids else "length"
                 break
         drafted = 0
         if draft is not None:

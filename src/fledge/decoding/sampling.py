@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.params import SamplingParams
+from fledge.decoding.random import Stream, uniform
 from fledge.errors import ConfigError
+from fledge.kernels.sample import choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +121,6 @@ class TokenHistory:
 
         return cls(prompt_mask=counts(prompts) > 0, output_counts=counts(outputs).to(torch.int32))
 
-    def append(self, tokens: Tensor) -> "TokenHistory":
-        """Return the history after each row has also put out its `tokens` [rows, n]; -1 is padding."""
-        counts = self.output_counts.scatter_add(1, tokens.clamp(min=0), (tokens >= 0).to(torch.int32))
-        return TokenHistory(prompt_mask=self.prompt_mask, output_counts=counts)
-
     def after_chain(self, drafts: Tensor) -> "TokenHistory":
         """Return the histories of a chain's verify rows, [batch * (depth + 1), vocab].
 
@@ -131,25 +128,19 @@ class TokenHistory:
 
         `drafts` is [batch, depth] with -1 as padding. Row i of a request checks draft i, or follows the last one.
         """
-        batch, depth = drafts.shape
-        vocab = self.output_counts.shape[1]
-        counts = self.output_counts.new_zeros(batch, depth + 1, vocab)
-        counts[:, 0] = self.output_counts
-        counts[:, 1:].scatter_(2, drafts.clamp(min=0)[..., None], (drafts >= 0)[..., None].to(torch.int32))
-        return TokenHistory(
-            prompt_mask=self.prompt_mask.repeat_interleave(depth + 1, dim=0),
-            output_counts=counts.cumsum(1, dtype=torch.int32).view(batch * (depth + 1), vocab),
-        )
+        rows = drafts.shape[1] + 1
+        return self.after_tree(drafts, torch.ones(1, rows, rows, dtype=torch.bool, device=drafts.device).tril())
 
     def after_tree(self, tokens: Tensor, visible: Tensor) -> "TokenHistory":
         """Return the histories of the verify rows of trees, [batch * (nodes + 1), vocab].
 
         Row 0 is the root and has seen no draft; row n + 1 has seen node n and the ancestors of n. `tokens` is
-        [batch, nodes] and `visible` is `tree.visibility(parents)`, [batch, nodes + 1, nodes + 1].
+        [batch, nodes] with -1 as padding, `visible` is `tree.visibility(parents)`, [batch, nodes + 1, nodes + 1].
         """
         rows = visible.shape[1]
         counts = self.output_counts[:, None].repeat(1, rows, 1)
-        counts.scatter_add_(2, tokens[:, None].expand(-1, rows, -1), visible[:, :, 1:].to(torch.int32))
+        seen = visible[:, :, 1:] & (tokens >= 0)[:, None]
+        counts.scatter_add_(2, tokens.clamp(min=0)[:, None].expand(-1, rows, -1), seen.to(torch.int32))
         return TokenHistory(
             prompt_mask=self.prompt_mask.repeat_interleave(rows, dim=0), output_counts=counts.flatten(0, 1)
         )
@@ -160,59 +151,40 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def process_logits(
-    logits: Tensor,
-    rows: SamplingRows,
-    *,
-    history: TokenHistory | None = None,
-    forbidden: Tensor | None = None,
+def distribution(
+    logits: Tensor, rows: SamplingRows, *, history: TokenHistory | None = None, forbidden: Tensor | None = None
 ) -> Tensor:
-    """Return float32 logits [rows, vocab] whose softmax is the distribution the target samples from.
+    """Return the exact float32 distribution [rows, vocab] the target samples from; greedy rows are one-hot.
 
     `history` is needed when a row has a penalty. `forbidden` is a bool mask [rows, vocab] of tokens that may not
-    come yet (stop ids before min_tokens) and must leave each row at least one token. A token that cannot come is
-    -inf; in a greedy row that is all but one. `logits` is not changed.
+    come yet (stop ids before min_tokens) and must leave each row at least one token. `logits` is not changed.
     """
     adjusted = adjust_logits(logits, rows, history=history, forbidden=forbidden)
     shaped = adjusted if rows.all_greedy else _shape_logits(adjusted, rows)
-    if not rows.any_greedy:
-        return shaped
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    lost = rows.is_greedy[:, None] & (ids != greedy(adjusted)[:, None])
-    return shaped.masked_fill(lost, -torch.inf)
+    if rows.any_greedy:
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        lost = rows.is_greedy[:, None] & (ids != greedy(adjusted)[:, None])
+        shaped = shaped.masked_fill(lost, -torch.inf)
+    return shaped.softmax(-1)
 
 
-def distribution(
+def choose_at(
     logits: Tensor,
     rows: SamplingRows,
+    positions: Tensor,
     *,
     history: TokenHistory | None = None,
     forbidden: Tensor | None = None,
 ) -> Tensor:
-    """Return the exact distribution [rows, vocab] the target samples from; greedy rows are one-hot."""
-    return process_logits(logits, rows, history=history, forbidden=forbidden).softmax(-1)
-
-
-def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the token at which the cumulative probability passes the uniform, [rows, vocab], [rows] -> [rows].
-
-    `probs` need not sum to one: weights do. A token of probability zero is never returned, not even where a
-    parallel sum makes the cumulative probability wobble in its last bit, which is why it is excluded by name.
-    """
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    passed = cumulative > uniforms[:, None] * cumulative[:, -1:]
-    candidates = passed & (probs > 0)
-    # argmax of zeros and ones is the first one. A uniform one bit below 1 may round up to the whole sum and pass
-    # nothing: that row, which comes once in 2**53 draws, takes its most likely token.
-    return torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
+    """Return the target's own choice at each of `positions` [rows], by the rows' seeds."""
+    if rows.all_greedy:
+        return greedy(adjust_logits(logits, rows, history=history, forbidden=forbidden))
+    probs = distribution(logits, rows, history=history, forbidden=forbidden)
+    return choose(probs, uniform(rows.seed, positions, Stream.CHOICE))
 
 
 def adjust_logits(
-    logits: Tensor,
-    rows: SamplingRows,
-    *,
-    history: TokenHistory | None = None,
-    forbidden: Tensor | None = None,
+    logits: Tensor, rows: SamplingRows, *, history: TokenHistory | None = None, forbidden: Tensor | None = None
 ) -> Tensor:
     """Apply what can change the most likely token: bias, min-tokens mask, penalties. Greedy rows stop here."""
     logits = logits.float()

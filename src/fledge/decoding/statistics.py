@@ -10,7 +10,7 @@ they say nothing about the drafter.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
@@ -52,24 +52,22 @@ class AcceptanceStatistics:
     @property
     def drafted_by_depth(self) -> tuple[int, ...]:
         """Rounds that drafted to each depth; entry 0 is the first draft."""
-        return tuple(
-            sum(rounds for (drafted, _), rounds in self.tally.items() if drafted > i) for i in range(self.depth)
-        )
+        return self._by_depth(lambda drafted, _, depth: drafted > depth)
 
     @property
     def accepted_by_depth(self) -> tuple[int, ...]:
         """Rounds in which the draft at each depth stood."""
-        return tuple(
-            sum(rounds for (_, accepted), rounds in self.tally.items() if accepted > i) for i in range(self.depth)
-        )
+        return self._by_depth(lambda _, accepted, depth: accepted > depth)
 
     @property
     def reached_by_depth(self) -> tuple[int, ...]:
         """Rounds in which the draft at each depth was up for acceptance: it exists, and all before it stood."""
-        return tuple(
-            sum(rounds for (drafted, accepted), rounds in self.tally.items() if drafted > i and accepted >= i)
-            for i in range(self.depth)
-        )
+        return self._by_depth(lambda drafted, accepted, depth: drafted > depth and accepted >= depth)
+
+    def _by_depth(self, counts: Callable[[int, int, int], bool]) -> tuple[int, ...]:
+        """Rounds that count at each depth, by what they drafted and accepted."""
+        tally = self.tally.items()
+        return tuple(sum(rounds for key, rounds in tally if counts(*key, depth)) for depth in range(self.depth))
 
     @property
     def acceptance_length(self) -> float | None:

@@ -42,16 +42,6 @@ class DraftTree:
     scores: Tensor  # [..., nodes]
     max_depth: int  # a bound on depths that the host knows without asking the device
 
-    def check_integrity(self) -> None:
-        """Assert the promises above. Reads the tensors on the host: for tests and debugging, not for rounds."""
-        depths, parents = self.depths.tolist(), self.parents.tolist()
-        edges = list(zip(parents, self.tokens.tolist(), strict=True))
-        assert len(set(edges)) == len(edges), "siblings carry different tokens"
-        for node, parent in enumerate(parents):
-            assert -1 <= parent < node, "parents come before children"
-            assert depths[node] == (1 if parent < 0 else depths[parent] + 1), "a child is one deeper"
-            assert depths[node] <= self.max_depth, "max_depth bounds the depths"
-
 
 def expand(scores: Tensor, logprobs: Tensor, width: int) -> Expansion:
     """Draft one level: the best `width` continuations of each frontier node, and the best `width` of them all.

@@ -5,12 +5,14 @@ what they compute for it goes to block 0 of the caches, which belongs to nobody 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
+from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows
 from fledge.decoding.tree import DraftTree, level_widths, tree_size
 from fledge.devices import choose_dtype
@@ -76,24 +78,11 @@ class DeviceState:
         self.read_depths = read_depths.expand(rows, -1)  # of what the drafter reads as a tree grows; never written
         self.draft_probs = column(torch.float32, max(depth, 1), self.vocab_size if config.sample_drafts else 0)
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
-        self.sampling = SamplingRows(  # penalties and biases are the host's business: see `HostSampler`
-            temperature=column(torch.float32, fill=1),
-            is_greedy=column(torch.bool, fill=True),
-            top_k=column(torch.int64),
-            top_p=column(torch.float64, fill=1),
-            min_p=column(torch.float32),
-            repetition_penalty=column(torch.float32, fill=1),
-            presence_penalty=column(torch.float32),
-            frequency_penalty=column(torch.float32),
-            seed=column(torch.int64),
-            logit_bias=None,
-            all_greedy=False,
-            any_greedy=True,
-            any_penalty=False,
-            any_min_p=True,
-            any_top_p=True,
-            max_top_k=self.vocab_size,
+        # Penalties and biases are the host's business: see `HostSampler`.
+        nobodys = SamplingRows.from_params(
+            [SamplingParams(temperature=0.0)] * rows, [0] * rows, vocab_size=self.vocab_size, device=self.device
         )
+        self.sampling = replace(nobodys, all_greedy=False, any_min_p=True, any_top_p=True, max_top_k=self.vocab_size)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Set up the rows of requests whose prompts are about to be read."""

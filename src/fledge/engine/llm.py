@@ -82,12 +82,10 @@ class LLM:
 
     @property
     def target(self) -> TargetModel:
-        """The loaded target, for those who look inside."""
         return self._own_engine.target
 
     @property
     def drafter(self) -> Drafter | None:
-        """The loaded drafter, if there is one."""
         return self._own_engine.drafter
 
     @property
@@ -143,7 +141,7 @@ class LLM:
         constraints = _for_each(several, constraint, "constraints")
         # All prompts are encoded and submitted, and so checked, before the first one runs.
         encoded = [self.encode(prompt) for prompt in several]
-        outputs: list[RequestOutput | None] = [None] * len(several)
+        outputs: dict[int, RequestOutput] = {}
         waiting: dict[int, Job] = {}
         with Progress(quiet=not use_tqdm).task("prompts", len(several)) as advance_bar:
             try:
@@ -160,7 +158,7 @@ class LLM:
                             progress(len(several) - len(waiting), len(several))
             finally:
                 self.forget(waiting.values())
-        return [output for output in outputs if output is not None]
+        return [outputs[number] for number in range(len(several))]
 
     @overload
     def chat(
@@ -317,21 +315,19 @@ class Job(NamedTuple):
     answers: dict[str, Detokenizer]  # by the engine's requests
 
     @property
-    def _first(self) -> Detokenizer:
-        return next(iter(self.answers.values()))
-
-    @property
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers.values())
 
     def output(self) -> RequestOutput:
+        answers = list(self.answers.values())
+        told = answers[0].prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.text,
             prompt_token_ids=tuple(self.prompt_ids),
-            prompt_logprobs=None if (found := self._first.prompt_logprobs) is None else tuple(found),
-            outputs=tuple(answer.completion(i) for i, answer in enumerate(self.answers.values())),
-            metrics=RequestMetrics.pooled([a.metrics for a in self.answers.values() if a.metrics is not None]),
+            prompt_logprobs=None if told is None else tuple(told),
+            outputs=tuple(answer.completion(i) for i, answer in enumerate(answers)),
+            metrics=RequestMetrics.pooled([answer.metrics for answer in answers if answer.metrics is not None]),
             finished=self.is_finished,
         )
 

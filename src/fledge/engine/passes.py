@@ -16,20 +16,14 @@ from torch import Tensor
 
 from fledge.decoding.acceptance import accept_rejection
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import choose
 from fledge.engine.device_state import DeviceState
 from fledge.engine.sampler import LogprobsTensors, Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
-from fledge.kernels.accept import accept_chain, accept_greedy
-from fledge.kernels.round_ends import (
-    OpenedRound,
-    SettledRound,
-    draft_places,
-    open_round,
-    settle_round,
-)
+from fledge.kernels.accept import Accepted, accept_chain, accept_greedy
+from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
+from fledge.kernels.sample import choose
 from fledge.kernels.timestamp import timestamp
 from fledge.kernels.tree_ends import OpenedTrees
 from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass
@@ -86,7 +80,7 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) 
     rows, width = sampler.rows, verify + 1
     clock = RoundClock(rows.device)
     clock.mark()
-    opened = open_round(rows, state, verify=verify, block_size=state.block_size, ahead=state.lookahead)
+    opened = open_round(rows, state, verify)
     fed: OpenedRound | OpenedTrees = opened
     if verify and state.tree is not None:
         fed, storage = lay_out_trees(state, rows, opened, verify)
@@ -100,7 +94,7 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) 
         tokens, accepted, states = accept_paths(state, sampler, opened, fed, logits, states, verify)
     else:
         tokens, accepted = _accept_chains(state, sampler, opened, logits)
-    settled = settle_round(rows, state, opened, tokens, accepted, depth=draft, block_size=state.block_size)
+    settled = settle_round(rows, state, opened, tokens, accepted, draft)
     clock.mark()
     health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
     torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
@@ -121,29 +115,25 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) 
     )
 
 
-def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the emitted tokens [batch, width], then PADDING, and how many drafts were accepted [batch]."""
+def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, logits: Tensor) -> Accepted:
     batch, width = len(sampler.rows), len(opened.tokens) // len(sampler.rows)
     drafts = opened.tokens.view(batch, width)[:, 1:]
     if sampler.is_greedy:
-        greedy = accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
-        return greedy.tokens, greedy.accepted
+        return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
     decided = opened.positions.view(batch, width) + 1
     if state.sample_drafts and width > 1:
-        judged = accept_rejection(
+        found = accept_rejection(
             drafts,
             state.draft_probs[sampler.rows, : width - 1],
             sampler.probabilities(logits).view(batch, width, -1),
             *sampler.rejection_uniforms(decided, opened.drafted),
             draft_lengths=opened.drafted,
         )
-        tokens, accepted = judged.tokens, judged.accepted
     else:
         choices = sampler.choices(logits, decided).view(batch, width)
-        matched = accept_chain(drafts, choices, draft_lengths=opened.drafted)
-        tokens, accepted = matched.tokens, matched.accepted
-    sampler.record_logprobs(logits, tokens)
-    return tokens, accepted
+        found = accept_chain(drafts, choices, draft_lengths=opened.drafted)
+    sampler.record_logprobs(logits, found.tokens)
+    return found
 
 
 def _extend_drafter(
@@ -291,7 +281,6 @@ def run_prefill(state: DeviceState, inputs: PrefillInputs, sampler: Sampler, *, 
         along = storage(state.drafter_cache)
         deepest = _extend_drafter(state, rows, states, inputs.positions, along, settled, depth)
         if depth:
-            room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
-            state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
+            count_drafts(rows, state, length, depth)
             health.append(deepest.sum(-1, dtype=torch.float32))
     return PassOutcome(tokens=first_tokens[:, None], health=torch.stack(health, dim=1), logprobs=sampler.logprobs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits, choose, distribution, greedy
+from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
@@ -22,7 +22,7 @@ from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Request
 from fledge.engine.scheduler import Chunk
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.sample import sample_rows
+from fledge.kernels.sample import choose, sample_rows
 
 LOGPROB_ROWS = 256  # of a prompt at once: a row is as long as the vocabulary
 
@@ -164,10 +164,8 @@ class HostSampler(Sampler):
         self.wants_logprobs = self._top is not None
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        sampling = self._sampling
-        if sampling.all_greedy:
-            return greedy(adjust_logits(logits, sampling, history=self._history, forbidden=self._forbidden))
-        return choose(self.probabilities(logits), uniform(sampling.seed, positions.flatten(), Stream.CHOICE))
+        places = positions.flatten()
+        return choose_at(logits, self._sampling, places, history=self._history, forbidden=self._forbidden)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return distribution(logits, self._sampling, history=self._history, forbidden=self._forbidden)
@@ -184,15 +182,15 @@ class HostSampler(Sampler):
         for chunk in self._chunks:
             rows, top = chunk.prompt_rows, chunk.request.params.prompt_logprobs or 0
             following = self._state.tensor(chunk.request.prompt[chunk.start + 1 : chunk.start + 1 + rows])
+            states, spans = (
+                final[begin : begin + rows],
+                [slice(i, i + LOGPROB_ROWS) for i in range(0, rows, LOGPROB_ROWS)],
+            )
             parts = [
-                LogprobsTensors.from_logits(
-                    self._state.target.logits(final[begin + first : begin + min(first + LOGPROB_ROWS, rows)]),
-                    following[first : first + LOGPROB_ROWS],
-                    top,
-                )
-                for first in range(0, rows, LOGPROB_ROWS)
+                LogprobsTensors.from_logits(self._state.target.logits(states[span]), following[span], top)
+                for span in spans
             ]
-            found.append(LogprobsTensors.joined(parts) if parts else None)
+            found.append(LogprobsTensors.joined(parts) if rows else None)
             begin += chunk.end - chunk.start
         return found
 

@@ -20,7 +20,7 @@ from fledge.models.target.decoder import TargetStates
 
 def lay_out_trees(state: DeviceState, rows: Tensor, opened: OpenedRound, depth: int) -> tuple[OpenedTrees, RoundPass]:
     """Return what the target reads of whole trees of `depth` levels, and where."""
-    fed = open_trees(rows, state, opened, nodes=state.tree_nodes(depth), block_size=state.block_size)
+    fed = open_trees(rows, state, opened, state.tree_nodes(depth))
     cache, masks, depths = state.target_cache, fed.masks, fed.depths
     return fed, state.storage(cache, opened.tables, opened.context, fed.slots, tree_mask=masks, depths=depths)
 
@@ -66,10 +66,8 @@ def draft_trees(
     start = drafted = 0
     for number, (width, following) in enumerate(zip(widths, [*widths[1:], 0], strict=True)):
         best = drafter.likeliest_few(head, count)
-        level = TreeLevel(number=number, start=start, drafted=drafted, width=following)
-        frontier = grow_trees(
-            candidates, frontier, best, level, length=length, tables=tables, block_size=state.block_size
-        )
+        level = TreeLevel(number, start, drafted, following, length, tables, state.block_size)
+        frontier = grow_trees(candidates, frontier, best, level)
         if following:
             start, drafted = start + count * width, drafted + following
             storage = state.storage(

@@ -51,7 +51,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def register_cpu_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Let `kernels`, by the names of the public functions and with their arguments, run on CPUs; replaces earlier."""
+    """Let `kernels` run on CPUs, by the names of the public functions, as those call them; replaces earlier ones."""
     _cpu_kernels.clear()
     _cpu_kernels.update(kernels)
 
@@ -65,7 +65,9 @@ def cpu_kernel(name: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
     for tensor in tensors:
         if tensor is None:
             continue
-        if tensor.device.type != "cpu" or (tensor.dtype != torch.float32 and tensor.is_floating_point()):
+        if tensor.device.type != "cpu" or is_on_gpu(tensor):
+            return None
+        if tensor.dtype != torch.float32 and tensor.is_floating_point():
             return None
         if (wants_gradient and tensor.requires_grad) or (tensor.dim() > 0 and tensor.stride(-1) != 1):
             return None

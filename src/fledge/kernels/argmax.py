@@ -17,11 +17,14 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
 
     With `offsets` [vocab] int64, the index plus its offset: a draft vocabulary's ids become the target's on the way.
     """
-    if not runs_triton(logits):
-        native = cpu_kernel("argmax_rows", logits, offsets) if logits.is_floating_point() else None
-        return (native or argmax_rows_reference)(logits, offsets)
+    native = cpu_kernel("argmax_rows", logits, offsets) if logits.is_floating_point() else None
+    if native is None and not runs_triton(logits):
+        return argmax_rows_reference(logits, offsets)
+    out = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    if native is not None:
+        native(logits.contiguous(), offsets, out, out.numel(), logits.shape[-1], torch.get_num_threads())
+        return out
     rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
     shared = {"OFFSETS": offsets is not None, **overlapping(logits.device)}

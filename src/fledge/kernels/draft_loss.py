@@ -85,8 +85,7 @@ def draft_loss(
     assert target_log_total.shape == target_logits.shape[:1]
     assert target_rows.dtype == torch.int64
     if not runs_triton(logits.detach()) or logits.dtype == torch.float64:  # detached: the kernel has a gradient
-        inputs = (logits, target_logits, target_rows, target_log_total, weight)
-        return draft_loss_reference(*inputs, kind=kind, kl_weight=kl_weight)
+        return _by_autograd(logits, (target_logits, target_rows, target_log_total, weight), kind, kl_weight)
     if num_warps is None:
         # Wide programs: few rows are in flight, so that they stay in the second-level cache between the reads.
         num_warps = min(max(triton.next_power_of_2(logits.shape[1]) // (32 * PER_LANE), 1), 16)
@@ -110,17 +109,11 @@ def draft_loss(
     return DraftLoss(total=total, row_loss=row_loss, choice=choice, overlap=overlap)
 
 
-def draft_loss_reference(
-    logits: Tensor,
-    target_logits: Tensor,
-    target_rows: Tensor,
-    target_log_total: Tensor,
-    weight: Tensor,
-    *,
-    kind: LossKind,
-    kl_weight: float = 0.0,
+def _by_autograd(
+    logits: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor], kind: LossKind, kl_weight: float
 ) -> DraftLoss:
     """The same by plain autograd, in float32, or in float64 for float64 logits. Never overwrites anything."""
+    target_logits, target_rows, target_log_total, weight = given
     dtype = torch.promote_types(logits.dtype, torch.float32)
     taught = weight != 0
     log_q = logits[taught].to(dtype).log_softmax(-1)

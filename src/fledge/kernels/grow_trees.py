@@ -8,28 +8,17 @@ Equal scores go by number. Scores are sums of what `top_rows` gives, never NaN. 
 of a frontier row are for the rows that were drafted before it, those of a tree's row for the rows of the tree.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
-from fledge.kernels.round_ends import slots_of
+from fledge.kernels.round_ends import RowState, slots_of
 from fledge.kernels.top_rows import NOTHING, best_keys, first_largest, index_of, keys_of
 
 
-class TreeRows(Protocol):
-    """What is known of the trees of all requests, a row for each."""
-
-    tree_tokens: Tensor  # [requests, max_nodes], as the next two
-    tree_parents: Tensor  # -1: the root
-    tree_depths: Tensor
-    tree_masks: Tensor  # [requests, max_nodes + 1]: bit n is set if the row sees row n; row 0 is the root
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidates:
+class Candidates(NamedTuple):
     """All candidates of growing trees, level after level."""
 
     tokens: Tensor  # [batch, candidates] int64, as parents and depths
@@ -40,11 +29,10 @@ class Candidates:
     @classmethod
     def empty(cls, batch: int, candidates: int, device: torch.device) -> "Candidates":
         tokens, parents, depths = (torch.empty(batch, candidates, dtype=torch.int64, device=device) for _ in range(3))
-        return cls(tokens=tokens, parents=parents, depths=depths, scores=torch.empty_like(tokens, dtype=torch.float32))
+        return cls(tokens, parents, depths, torch.empty_like(tokens, dtype=torch.float32))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Frontier:
+class Frontier(NamedTuple):
     """The rows that the drafter reads next, sequence by sequence; all int64."""
 
     numbers: Tensor  # [batch, width] among the candidates
@@ -54,74 +42,57 @@ class Frontier:
     positions: Tensor
     slots: Tensor
 
-    @classmethod
-    def empty(cls, length: Tensor, width: int) -> "Frontier":
-        """Room for a kernel to write to: `width` rows of each tree."""
-        numbers, masks = (length.new_empty(len(length), width) for _ in range(2))
-        tokens, origins, positions, slots = (length.new_empty(len(length) * width) for _ in range(4))
-        return cls(numbers=numbers, masks=masks, tokens=tokens, origins=origins, positions=positions, slots=slots)
-
 
 class TreeLevel(NamedTuple):
-    """Which level it is, and what came before it."""
+    """Which level it is, what came before it, and where its frontier goes."""
 
     number: int  # 0 is that of the root's children
     start: int  # candidates of the levels before
     drafted: int  # rows that the drafter has read after the settled ones
     width: int  # of its frontier; 0 if nobody reads on
+    length: Tensor  # [batch] settled tokens
+    tables: Tensor  # [batch, max_blocks] int32
+    block_size: int
 
 
 def grow_trees(
-    candidates: Candidates,
-    frontier: Frontier | None,
-    best: tuple[Tensor, Tensor],
-    level: TreeLevel,
-    *,
-    length: Tensor,
-    tables: Tensor,
-    block_size: int,
+    candidates: Candidates, frontier: Frontier | None, best: tuple[Tensor, Tensor], level: TreeLevel
 ) -> Frontier:
     """Write the candidates of a level and return those that the drafter reads next.
 
     `best` is what `top_rows` found after each row of the last frontier, [batch * rows, count] both; None is the root,
-    one row for each tree. The rows it returns will lie behind the `length` [batch] settled and the drafted ones.
+    one row for each tree. The rows it returns will lie behind the settled and the drafted ones.
     """
-    logprobs, tokens = best
-    if not runs_triton(logprobs):
-        grow = cpu_kernel("grow_trees", *best, length, tables) or grow_trees_reference
-        made: Frontier = grow(candidates, frontier, best, level, length=length, tables=tables, block_size=block_size)
-        return made
+    logprobs, length, width = best[0], level.length, level.width
+    native = cpu_kernel("grow_trees", *best, length, level.tables)
+    if native is None and not runs_triton(logprobs):
+        return grow_trees_reference(candidates, frontier, best, level)
     batch, count = len(length), logprobs.shape[1]
     rows = logprobs.shape[0] // batch
-    made = Frontier.empty(length, level.width)
+    made = Frontier(
+        *(length.new_empty(batch, width) for _ in range(2)), *(length.new_empty(batch * width) for _ in range(4))
+    )
+    tables = level.tables.contiguous()
+    sizes = (candidates.tokens.shape[1], level.start, level.number, level.drafted, tables.shape[1])
+    if native is not None:
+        last = (None, None) if frontier is None else frontier[:2]
+        places = (length, tables)
+        native(*best, *candidates, *last, *made, *places, *sizes, batch, rows, count, width, level.block_size)
+        return made
     _grow_kernel[(batch,)](
-        logprobs,
-        tokens,
-        candidates.tokens,
-        candidates.parents,
-        candidates.depths,
-        candidates.scores,
-        tokens if frontier is None else frontier.numbers,
-        tokens if frontier is None else frontier.masks,
-        made.numbers,
-        made.masks,
-        made.tokens,
-        made.origins,
-        made.positions,
-        made.slots,
+        best,
+        tuple(candidates),
+        best if frontier is None else frontier[:2],
+        tuple(made),
         length,
         tables,
-        candidates.tokens.shape[1],
-        level.start,
-        level.number,
-        level.drafted,
-        tables.shape[1],
+        *sizes,
         ROWS=rows,
         COUNT=count,
         BLOCK=next_power_of_two(rows * count),
-        WIDTH=level.width,
-        WIDTH_BLOCK=next_power_of_two(level.width),
-        BLOCK_SIZE=block_size,
+        WIDTH=width,
+        WIDTH_BLOCK=next_power_of_two(width),
+        BLOCK_SIZE=level.block_size,
         ROOT=frontier is None,
         num_warps=1 if rows * count <= 128 else 4,
     )
@@ -129,16 +100,9 @@ def grow_trees(
 
 
 def grow_trees_reference(
-    candidates: Candidates,
-    frontier: Frontier | None,
-    best: tuple[Tensor, Tensor],
-    level: TreeLevel,
-    *,
-    length: Tensor,
-    tables: Tensor,
-    block_size: int,
+    candidates: Candidates, frontier: Frontier | None, best: tuple[Tensor, Tensor], level: TreeLevel
 ) -> Frontier:
-    logprobs, tokens = best
+    (logprobs, tokens), length = best, level.length
     batch, count = len(length), logprobs.shape[1]
     rows = logprobs.shape[0] // batch
     part = slice(level.start, level.start + rows * count)
@@ -161,29 +125,27 @@ def grow_trees_reference(
         tokens=tokens.view(batch, -1).gather(1, chosen).flatten(),
         origins=(origins + torch.arange(batch, device=tokens.device)[:, None] * rows).flatten(),
         positions=(length + level.number).repeat_interleave(level.width),
-        slots=slots_of(tables, length[:, None] + place, block_size).flatten(),
+        slots=slots_of(level.tables, length[:, None] + place, level.block_size).flatten(),
     )
 
 
-def rank_trees(rows: Tensor, state: TreeRows, candidates: Candidates, *, nodes: int, depth: int) -> None:
+def rank_trees(rows: Tensor, state: RowState, candidates: Candidates, *, nodes: int, depth: int) -> None:
     """Keep the best `nodes` candidates of each tree, at most 63 of `depth` levels, in the state's `rows` [batch]."""
-    if not runs_triton(rows):
-        rank = cpu_kernel("rank_trees", rows, candidates.scores) or rank_trees_reference
-        rank(rows, state, candidates, nodes=nodes, depth=depth)
+    native = cpu_kernel("rank_trees", rows, candidates.scores)
+    if native is None and not runs_triton(rows):
+        rank_trees_reference(rows, state, candidates, nodes=nodes, depth=depth)
         return
-    count = candidates.tokens.shape[1]
-    _rank_kernel[(len(rows),)](
+    batch, count = candidates.tokens.shape
+    trees = (state.tree_tokens, state.tree_parents, state.tree_depths, state.tree_masks)
+    strides = (state.tree_tokens.stride(0), state.tree_masks.stride(0))
+    if native is not None:
+        native(rows, *candidates, *trees, *strides, batch, count, nodes)
+        return
+    _rank_kernel[(batch,)](
         rows,
-        candidates.tokens,
-        candidates.parents,
-        candidates.depths,
-        candidates.scores,
-        state.tree_tokens,
-        state.tree_parents,
-        state.tree_depths,
-        state.tree_masks,
-        state.tree_tokens.stride(0),
-        state.tree_masks.stride(0),
+        tuple(candidates),
+        trees,
+        *strides,
         COUNT=count,
         BLOCK=next_power_of_two(count),
         NODES=nodes,
@@ -193,7 +155,7 @@ def rank_trees(rows: Tensor, state: TreeRows, candidates: Candidates, *, nodes: 
     )
 
 
-def rank_trees_reference(rows: Tensor, state: TreeRows, candidates: Candidates, *, nodes: int, depth: int) -> None:
+def rank_trees_reference(rows: Tensor, state: RowState, candidates: Candidates, *, nodes: int, depth: int) -> None:
     batch, count = candidates.tokens.shape
     kept = first_largest(candidates.scores, nodes)[1].sort(dim=-1).values  # back in order of number: parents first
     place = torch.arange(nodes, device=rows.device)
@@ -213,20 +175,10 @@ def rank_trees_reference(rows: Tensor, state: TreeRows, candidates: Candidates, 
 
 @triton.jit(do_not_specialize=["start", "level", "drafted"])
 def _grow_kernel(
-    logprobs_ptr,
-    top_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    scores_ptr,
-    numbers_ptr,
-    masks_ptr,
-    new_numbers_ptr,
-    new_masks_ptr,
-    new_tokens_ptr,
-    new_origins_ptr,
-    new_positions_ptr,
-    new_slots_ptr,
+    best,
+    written,
+    frontier,
+    made,
     length_ptr,
     tables_ptr,
     candidates,
@@ -242,6 +194,10 @@ def _grow_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROOT: tl.constexpr,
 ):
+    logprobs_ptr, top_ptr = best
+    tokens_ptr, parents_ptr, depths_ptr, scores_ptr = written
+    numbers_ptr, masks_ptr = frontier
+    new_numbers_ptr, new_masks_ptr, new_tokens_ptr, new_origins_ptr, new_positions_ptr, new_slots_ptr = made
     tree = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < ROWS * COUNT
@@ -256,10 +212,10 @@ def _grow_kernel(
     tl.store(depths_ptr + at, tl.zeros([BLOCK], tl.int64) + level + 1, mask=inside)
     tl.store(scores_ptr + at, score, mask=inside)
     if WIDTH > 0:
-        best = best_keys(tl.where(inside, keys_of(score, place), NOTHING), WIDTH, WIDTH_BLOCK)
+        likeliest = best_keys(tl.where(inside, keys_of(score, place), NOTHING), WIDTH, WIDTH_BLOCK)
         row = tl.arange(0, WIDTH_BLOCK)
         kept = row < WIDTH
-        chosen = tl.where(kept, index_of(best), 0).to(tl.int64)
+        chosen = tl.where(kept, index_of(likeliest), 0).to(tl.int64)
         origin = chosen // COUNT
         mask = tl.full([WIDTH_BLOCK], 1, tl.int64) << (drafted + row).to(tl.int64)
         if not ROOT:
@@ -280,14 +236,8 @@ def _grow_kernel(
 @triton.jit
 def _rank_kernel(
     rows_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    scores_ptr,
-    tree_tokens_ptr,
-    tree_parents_ptr,
-    tree_depths_ptr,
-    tree_masks_ptr,
+    candidates,
+    trees,
     tree_stride,
     masks_stride,
     COUNT: tl.constexpr,
@@ -297,6 +247,8 @@ def _rank_kernel(
     DEPTH: tl.constexpr,
 ):
     """What is kept is held in order of score; a node's place is how many of the others have lower numbers."""
+    tokens_ptr, parents_ptr, depths_ptr, scores_ptr = candidates
+    tree_tokens_ptr, tree_parents_ptr, tree_depths_ptr, tree_masks_ptr = trees
     tree = tl.program_id(0).to(tl.int64)
     state_row = tl.load(rows_ptr + tree)
     number = tl.arange(0, BLOCK)

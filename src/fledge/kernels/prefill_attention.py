@@ -7,12 +7,13 @@ for each head would, and keeps tiles full for short chunks.
 """
 
 import math
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, softmax_step, tl, triton
+from fledge.kernels.paged_attention import attend_blocks, visible_keys
 
 
 def paged_prefill_attention(
@@ -38,10 +39,8 @@ def paged_prefill_attention(
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
     if not runs_triton(query, key_cache, value_cache):
-        caches = (key_cache, value_cache, block_tables)
-        return paged_prefill_attention_reference(
-            query, *caches, query_starts, context_lens, scale=scale, sliding_window=sliding_window
-        )
+        chunks = (block_tables, query_starts, context_lens)
+        return _attend_chunks(query, key_cache, value_cache, chunks, scale, sliding_window)
     _, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
@@ -74,42 +73,27 @@ def paged_prefill_attention(
     return out
 
 
-def paged_prefill_attention_reference(
+def _attend_chunks(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    *,
+    chunks: tuple[Tensor, Tensor, Tensor],
     scale: float,
-    sliding_window: int | None = None,
+    sliding_window: int | None,
 ) -> Tensor:
     """One chunk after the other. Reads the lengths on the host, which costs nothing on a CPU."""
-    block_size = key_cache.shape[1]
-    starts, contexts = query_starts.tolist(), context_lens.tolist()
+    block_tables, query_starts, context_lens = chunks
+    block_size, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    starts = query_starts.tolist()
     out = torch.zeros_like(query)
-    for row, (start, stop, context) in enumerate(zip(starts[:-1], starts[1:], contexts, strict=True)):
+    for row, (start, stop) in enumerate(pairwise(starts)):
         if stop == start:  # padding
             continue
-        length = context + stop - start
-        blocks = block_tables[row, : -(-length // block_size)]
-        keys = key_cache[blocks].flatten(0, 1)[:length]  # [length, kv_heads, head_dim]
-        values = value_cache[blocks].flatten(0, 1)[:length]
-        position = torch.arange(context, length, device=query.device)[:, None]
-        key = torch.arange(length, device=query.device)
-        visible = key <= position
-        if sliding_window is not None:
-            visible &= position - key < sliding_window
-        mixed = F.scaled_dot_product_attention(
-            query[start:stop].transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            attn_mask=visible,
-            scale=scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
-        out[start:stop] = mixed[0].transpose(0, 1)
+        context = context_lens[row : row + 1]
+        blocks = block_tables[row : row + 1, : -(-(int(context) + stop - start) // block_size)]
+        keys = blocks.shape[1] * block_size
+        visible = visible_keys(context, stop - start, keys, sliding_window, None, None).repeat_interleave(group, dim=1)
+        out[start:stop] = attend_blocks(query[None, start:stop], key_cache, value_cache, blocks, visible, scale)[0]
     return out
 
 

@@ -25,7 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual); the sum is rounded to the dtype before it is normalised."""
     if not runs_triton(x, residual, weight):
-        return add_rms_norm_reference(x, residual, weight, eps)
+        total = x + residual
+        return rms_norm_reference(total, weight, eps), total
     assert x.shape == residual.shape
     assert x.dtype == residual.dtype
     return _launch(x, residual, weight, eps)
@@ -43,11 +44,6 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
-
-
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -87,7 +83,8 @@ def draft_input(
     [*lead, hidden] and the norms' weights [hidden] -> [*lead, 2 * hidden], the embedding first.
     """
     if not runs_triton(feature, embedding, embedding_norm, feature_norm) or embedding.dtype != feature.dtype:
-        return draft_input_reference(tokens, embedding, feature, embedding_norm, feature_norm, eps)
+        embedded = rms_norm_reference(F.embedding(tokens, embedding), embedding_norm, eps)
+        return torch.cat([embedded, rms_norm_reference(feature, feature_norm, eps)], dim=-1)
     size, rows = feature.shape[-1], as_rows(feature)
     dtype = torch.promote_types(feature.dtype, feature_norm.dtype)
     out = torch.empty(*feature.shape[:-1], 2 * size, dtype=dtype, device=feature.device)
@@ -107,13 +104,6 @@ def draft_input(
         **overlapping(feature.device),
     )
     return out
-
-
-def draft_input_reference(
-    tokens: Tensor, embedding: Tensor, feature: Tensor, embedding_norm: Tensor, feature_norm: Tensor, eps: float
-) -> Tensor:
-    embedded = rms_norm_reference(F.embedding(tokens, embedding), embedding_norm, eps)
-    return torch.cat([embedded, rms_norm_reference(feature, feature_norm, eps)], dim=-1)
 
 
 @triton.jit

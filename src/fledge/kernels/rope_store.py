@@ -111,14 +111,11 @@ def _rope_store_kernel(
         head = part * HEADS + tl.arange(0, HEADS)
         inside = (head < QUERY_HEADS)[:, None] & (dim < HALF)[None, :]
         at = head[:, None] * (2 * HALF) + dim[None, :]
-        low = tl.load(row + at, mask=inside, other=0.0)
-        high = tl.load(row + at + HALF, mask=inside, other=0.0)
+        low, high = _load_heads(row + at, inside, HALF)
         if NORM:
             low, high = _norm_heads(low, high, q_norm_ptr, eps, dim, HALF)
         low, high = _rotate_heads(low, high, positions_ptr + token, frequencies_ptr, magnitude, dim, HALF)
-        out = query_ptr + token * (QUERY_HEADS * 2 * HALF) + at
-        tl.store(out, low, mask=inside)
-        tl.store(out + HALF, high, mask=inside)
+        _store_heads(query_ptr + token * (QUERY_HEADS * 2 * HALF) + at, low, high, inside, HALF)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -128,23 +125,28 @@ def _rope_store_kernel(
         inside = (head < KV_HEADS)[:, None] & (dim < HALF)[None, :] & (slot >= 0)
         if is_key:
             at = (QUERY_HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
-            low = tl.load(row + at, mask=inside, other=0.0)
-            high = tl.load(row + at + HALF, mask=inside, other=0.0)
+            low, high = _load_heads(row + at, inside, HALF)
             if NORM:
                 low, high = _norm_heads(low, high, k_norm_ptr, eps, dim, HALF)
             low, high = _rotate_heads(low, high, positions_ptr + token, frequencies_ptr, magnitude, dim, HALF)
             out = key_ptr + block * key_block_stride + offset * key_token_stride
-            out = out + head[:, None] * key_head_stride + dim[None, :]
-            tl.store(out, low.to(key_ptr.dtype.element_ty), mask=inside)
-            tl.store(out + HALF, high.to(key_ptr.dtype.element_ty), mask=inside)
+            _store_heads(out + head[:, None] * key_head_stride + dim[None, :], low, high, inside, HALF)
         else:
             at = (QUERY_HEADS + KV_HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
-            low = tl.load(row + at, mask=inside, other=0.0)
-            high = tl.load(row + at + HALF, mask=inside, other=0.0)
+            low, high = _load_heads(row + at, inside, HALF)
             out = value_ptr + block * value_block_stride + offset * value_token_stride
-            out = out + head[:, None] * value_head_stride + dim[None, :]
-            tl.store(out, low.to(value_ptr.dtype.element_ty), mask=inside)
-            tl.store(out + HALF, high.to(value_ptr.dtype.element_ty), mask=inside)
+            _store_heads(out + head[:, None] * value_head_stride + dim[None, :], low, high, inside, HALF)
+
+
+@triton.jit
+def _load_heads(at, inside, HALF: tl.constexpr):
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_heads(at, low, high, inside, HALF: tl.constexpr):
+    tl.store(at, low.to(at.dtype.element_ty), mask=inside)
+    tl.store(at + HALF, high.to(at.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -5,8 +5,7 @@ exactly. `rows` [batch] are indices into the row state. Several entries may name
 that row is one of the values written.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,20 +13,25 @@ from torch import Tensor
 from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 
 
-class RoundRows(Protocol):
-    """What a round reads and writes of the row state, whose tensors have one row for each request."""
+class RowState(Protocol):
+    """What a round reads and writes of the state of requests, whose tensors have one row for each."""
 
-    last_token: Tensor  # [requests], as all but the last two
+    last_token: Tensor  # [requests], as all up to `draft_limit`
     length: Tensor
     draft_count: Tensor
     draft_until: Tensor
     draft_limit: Tensor
     drafts: Tensor  # [requests, max_depth]
     block_tables: Tensor  # [requests, max_blocks] int32
+    block_size: int
+    lookahead: int  # neither a round nor the drafts after it reach so far beyond the context, if they are no chains
+    tree_tokens: Tensor  # [requests, max_nodes], as the next two
+    tree_parents: Tensor  # -1: the root
+    tree_depths: Tensor
+    tree_masks: Tensor  # [requests, max_nodes + 1]: bit n is set if the row sees row n; row 0 is the root
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenedRound:
+class OpenedRound(NamedTuple):
     """What the target reads in a round of `width` tokens per request: the last one and the drafts."""
 
     tokens: Tensor  # [batch * width] int64
@@ -37,17 +41,8 @@ class OpenedRound:
     context: Tensor  # [batch] int64: tokens stored before
     drafted: Tensor  # [batch] int64: how many of the drafts count
 
-    @classmethod
-    def empty(cls, rows: Tensor, *, width: int, max_blocks: int) -> "OpenedRound":
-        """Room for a kernel to write to."""
-        tokens, positions, slots = (rows.new_empty(len(rows) * width) for _ in range(3))
-        context, drafted = (rows.new_empty(len(rows)) for _ in range(2))
-        tables = rows.new_empty(len(rows), max_blocks, dtype=torch.int32)
-        return cls(tokens=tokens, positions=positions, slots=slots, tables=tables, context=context, drafted=drafted)
 
-
-@dataclass(frozen=True, kw_only=True)
-class DraftPlaces:
+class DraftPlaces(NamedTuple):
     """Where the rows of draft steps after the first go."""
 
     positions: Tensor  # [depth - 1, batch] int64
@@ -55,58 +50,51 @@ class DraftPlaces:
     tables: Tensor  # [batch, max_blocks] int32
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettledRound:
+class SettledRound(NamedTuple):
     """What the drafter reads after a round."""
 
     tokens: Tensor  # [batch * width] int64: emitted tokens, 0 for padding
     last_rows: Tensor  # [batch] int64: which of those is each request's last
     places: DraftPlaces
 
-    @classmethod
-    def empty(cls, rows: Tensor, opened: OpenedRound, *, width: int, depth: int) -> "SettledRound":
-        """Room for a kernel to write to."""
-        positions, slots = (rows.new_empty(max(depth - 1, 0), len(rows)) for _ in range(2))
-        places = DraftPlaces(positions=positions, slots=slots, tables=opened.tables)
-        return cls(tokens=rows.new_empty(len(rows) * width), last_rows=rows.new_empty(len(rows)), places=places)
 
-
-def open_round(rows: Tensor, state: RoundRows, *, verify: int, block_size: int, ahead: int = 0) -> OpenedRound:
-    """Gather the inputs of a round that verifies `verify` drafts of each row.
-
-    Neither it nor the drafts after it reach `ahead` tokens beyond the context, if they are no chains.
-    """
-    if not runs_triton(rows):
-        native = cpu_kernel("open_round", rows, state.drafts, state.block_tables)
-        return (native or open_round_reference)(rows, state, verify=verify, block_size=block_size, ahead=ahead)
-    width, max_blocks = verify + 1, state.block_tables.shape[1]
-    opened = OpenedRound.empty(rows, width=width, max_blocks=max_blocks)
-    _open_kernel[(len(rows),)](
+def open_round(rows: Tensor, state: RowState, verify: int) -> OpenedRound:
+    """Gather the inputs of a round that verifies `verify` drafts of each row."""
+    native = cpu_kernel("open_round", rows, state.drafts, state.block_tables)
+    if native is None and not runs_triton(rows):
+        return open_round_reference(rows, state, verify)
+    (batch, width), max_blocks = (len(rows), verify + 1), state.block_tables.shape[1]
+    tokens, positions, slots = (rows.new_empty(batch * width) for _ in range(3))
+    tables = rows.new_empty(batch, max_blocks, dtype=torch.int32)
+    opened = OpenedRound(tokens, positions, slots, tables, rows.new_empty(batch), rows.new_empty(batch))
+    columns = (state.last_token, state.drafts, state.length, state.draft_count, state.block_tables)
+    strides = (state.drafts.stride(0), max_blocks)
+    if native is not None:
+        native(rows, *columns, *opened, batch, width, state.block_size, *strides)
+        return opened
+    _open_kernel[(batch,)](
         rows,
-        (state.last_token, state.drafts, state.length, state.draft_count, state.block_tables),
-        tuple(vars(opened).values()),
-        state.drafts.stride(0),
-        max_blocks,
+        columns,
+        tuple(opened),
+        *strides,
         WIDTH=width,
         BLOCK=next_power_of_two(width),
-        BLOCK_SIZE=block_size,
-        AHEAD=max(ahead, width + state.drafts.shape[1]),  # the farthest that this round and the drafts after it reach
+        BLOCK_SIZE=state.block_size,
+        # The farthest that this round and the drafts after it reach.
+        AHEAD=max(state.lookahead, width + state.drafts.shape[1]),
         COPY=256,
         num_warps=1,
     )
     return opened
 
 
-def open_round_reference(
-    rows: Tensor, state: RoundRows, *, verify: int, block_size: int, ahead: int = 0
-) -> OpenedRound:
-    del ahead  # tables are taken whole
-    tables, context = state.block_tables[rows], state.length[rows]
+def open_round_reference(rows: Tensor, state: RowState, verify: int) -> OpenedRound:
+    tables, context = state.block_tables[rows], state.length[rows]  # tables are taken whole
     positions = context[:, None] + torch.arange(verify + 1, device=rows.device)
     return OpenedRound(
         tokens=torch.cat([state.last_token[rows, None], state.drafts[rows, :verify]], dim=1).flatten(),
         positions=positions.flatten(),
-        slots=slots_of(tables, positions, block_size).flatten(),
+        slots=slots_of(tables, positions, state.block_size).flatten(),
         tables=tables,
         context=context,
         drafted=state.draft_count[rows].clamp(max=verify),
@@ -120,65 +108,51 @@ def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor
 
 
 def settle_round(
-    rows: Tensor,
-    state: RoundRows,
-    opened: OpenedRound,
-    tokens: Tensor,
-    accepted: Tensor,
-    *,
-    depth: int,
-    block_size: int,
+    rows: Tensor, state: RowState, opened: OpenedRound, tokens: Tensor, accepted: Tensor, depth: int
 ) -> SettledRound:
     """Write the outcome (tokens [batch, width], accepted [batch]) into the row state and lay out the next drafts.
 
     A row may have `depth` drafts, but no more than its `draft_limit`, as far as they and the token after them lie
     before its `draft_until`.
     """
-    if not runs_triton(rows):
-        native = cpu_kernel("settle_round", rows, tokens, accepted, opened.context)
-        run = native or settle_round_reference
-        return run(rows, state, opened, tokens, accepted, depth=depth, block_size=block_size)
-    batch, width = tokens.shape
-    steps = max(depth - 1, 0)
-    settled = SettledRound.empty(rows, opened, width=width, depth=depth)
+    (batch, width), steps, tables = tokens.shape, max(depth - 1, 0), opened.tables
+    native = cpu_kernel("settle_round", rows, tokens, accepted, opened.context)
+    if native is None and not runs_triton(rows):
+        length = opened.context + accepted + 1
+        state.last_token[rows] = tokens.gather(1, accepted[:, None]).squeeze(1)
+        state.length[rows] = length
+        count_drafts(rows, state, length, depth)
+        last_rows = torch.arange(batch, device=rows.device) * width + accepted
+        places = draft_places(length, tables, depth=depth, block_size=state.block_size)
+        return SettledRound(tokens.clamp(min=0).flatten(), last_rows, places)
+    places = DraftPlaces(rows.new_empty(steps, batch), rows.new_empty(steps, batch), tables)
+    settled = SettledRound(rows.new_empty(batch * width), rows.new_empty(batch), places)
+    given = (rows, opened.context, tables, tokens.contiguous(), accepted)
+    columns = (state.last_token, state.length, state.draft_count, state.draft_until, state.draft_limit)
+    made = (settled.tokens, settled.last_rows, places.positions, places.slots)
+    sizes = (batch, tables.shape[1], depth)
+    if native is not None:
+        native(*given, *columns, *made, *sizes, width, state.block_size)
+        return settled
     _settle_kernel[(batch,)](
-        (rows, opened.context, opened.tables, tokens, accepted),
-        (state.last_token, state.length, state.draft_count, state.draft_until, state.draft_limit),
-        (settled.tokens, settled.last_rows, settled.places.positions, settled.places.slots),
-        batch,
-        opened.tables.shape[1],
-        depth,
+        given,
+        columns,
+        made,
+        *sizes,
         WIDTH=width,
         BLOCK=next_power_of_two(width),
         STEPS=steps,
         STEP_BLOCK=next_power_of_two(max(steps, 1)),
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=state.block_size,
         num_warps=1,
     )
     return settled
 
 
-def settle_round_reference(
-    rows: Tensor,
-    state: RoundRows,
-    opened: OpenedRound,
-    tokens: Tensor,
-    accepted: Tensor,
-    *,
-    depth: int,
-    block_size: int,
-) -> SettledRound:
-    batch, width = tokens.shape
-    length = opened.context + accepted + 1
-    state.last_token[rows] = tokens.gather(1, accepted[:, None]).squeeze(1)
-    state.length[rows] = length
+def count_drafts(rows: Tensor, state: RowState, length: Tensor, depth: int) -> None:
+    """Write how many of `depth` drafts rows with `length` [batch] settled tokens may have."""
     room = (state.draft_until[rows] - length - 2).clamp(min=0, max=depth)
     state.draft_count[rows] = torch.minimum(room, state.draft_limit[rows])
-    return SettledRound(
-        tokens=tokens.clamp(min=0).flatten(),
-        last_rows=torch.arange(batch, device=rows.device) * width + accepted,
-        places=draft_places(length, opened.tables, depth=depth, block_size=block_size),
-    )
 
 
 def draft_places(length: Tensor, tables: Tensor, *, depth: int, block_size: int) -> DraftPlaces:

@@ -1,9 +1,9 @@
 """A token from the softmax of each row's logits at a temperature, by inversion of the cumulative probability.
 
-The meaning is that of `fledge.decoding.sampling`: the first token at which the cumulative probability passes the
-row's uniform, in the order of token ids. The probabilities are never written: a first kernel leaves the maximum and the
-sum of exponentials of each chunk of the vocabulary, a second one walks the chunks' sums to the chunk in which the
-uniform falls and then the tokens of that chunk alone.
+The meaning is that of `choose`: the first token at which the cumulative probability passes the row's uniform, in the
+order of token ids. The probabilities are never written: a first kernel leaves the maximum and the sum of exponentials
+of each chunk of the vocabulary, a second one walks the chunks' sums to the chunk in which the uniform falls and then
+the tokens of that chunk alone.
 
 Tolerance: exponentials are float32 and sums over them float64, as in the reference, but the order of the sums, the
 last bits of the exponential and where the division by the total happens differ. So the two agree except where the
@@ -30,7 +30,8 @@ def sample_rows(logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_gre
     equals, and their temperature is ignored. A token whose probability rounds to zero is never drawn.
     """
     if not runs_triton(logits):
-        return sample_rows_reference(logits, temperature, uniforms, is_greedy=is_greedy)
+        chosen = choose((logits.float() / temperature[:, None]).softmax(-1), uniforms)
+        return chosen if is_greedy is None else torch.where(is_greedy, logits.argmax(-1), chosen)
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     chunks = -(-vocab // CHUNK)
@@ -68,14 +69,18 @@ def sample_rows(logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_gre
     return out
 
 
-def sample_rows_reference(
-    logits: Tensor, temperature: Tensor, uniforms: Tensor, *, is_greedy: Tensor | None = None
-) -> Tensor:
-    probs = (logits.float() / temperature[:, None]).softmax(-1)
+def choose(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the token at which the cumulative probability passes the uniform, [rows, vocab], [rows] -> [rows].
+
+    `probs` need not sum to one: weights do. A token of probability zero is never returned, not even where a
+    parallel sum makes the cumulative probability wobble in its last bit, which is why it is excluded by name.
+    """
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    candidates = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (probs > 0)
-    chosen = torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
-    return chosen if is_greedy is None else torch.where(is_greedy, logits.argmax(-1), chosen)
+    passed = cumulative > uniforms[:, None] * cumulative[:, -1:]
+    candidates = passed & (probs > 0)
+    # argmax of zeros and ones is the first one. A uniform one bit below 1 may round up to the whole sum and pass
+    # nothing: that row, which comes once in 2**53 draws, takes its most likely token.
+    return torch.where(candidates.any(-1), candidates.to(torch.uint8).argmax(-1), probs.argmax(-1))
 
 
 @triton.jit

@@ -18,7 +18,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     A program has 512 outputs of one row while that fills the GPU, 2,048 of them once there are many rows.
     """
     if not runs_triton(gate_up):
-        return swiglu_reference(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
     size, rows = gate_up.shape[-1] // 2, as_rows(gate_up)
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     block = 512 if rows.shape[0] <= 32 else 2048
@@ -27,11 +28,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
             rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=block // 256, **overlapping(rows.device)
         )
     return out
-
-
-def swiglu_reference(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 @triton.jit

@@ -35,9 +35,7 @@ def top_rows(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple
     tokens = torch.empty(rows, count, dtype=torch.int64, device=logits.device)
     _chunk_kernel[(rows, chunks)](
         logits,
-        keys,
-        peaks,
-        totals,
+        (keys, peaks, totals),
         vocab,
         logits.stride(0),
         COUNT=count,
@@ -47,12 +45,9 @@ def top_rows(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple
         **overlapping(logits.device),
     )
     _merge_kernel[(rows,)](
-        keys,
-        peaks,
-        totals,
+        (keys, peaks, totals),
         tokens if offsets is None else offsets,
-        logprobs,
-        tokens,
+        (logprobs, tokens),
         CHUNKS=chunks,
         CHUNK_BLOCK=next_power_of_two(chunks),
         COUNT=count,
@@ -77,8 +72,11 @@ def top_rows_reference(logits: Tensor, count: int, offsets: Tensor | None = None
 def first_largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the largest `count` of values [..., n] float32 and their indices, equals by index; NaN is -inf."""
     if (native := cpu_kernel("first_largest", values)) is not None:
-        found: tuple[Tensor, Tensor] = native(values, count)
-        return found
+        size, found = values.shape[-1], values.new_empty(*values.shape[:-1], count)
+        indices = torch.empty_like(found, dtype=torch.int64)
+        if count:
+            native(values.contiguous(), found, indices, values.numel() // size, size, count)
+        return found, indices
     numbers = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # one zero, not two
     bits = numbers.view(torch.int32).long()
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -116,9 +114,7 @@ def best_keys(keys, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _chunk_kernel(
     logits_ptr,
-    keys_ptr,
-    peaks_ptr,
-    totals_ptr,
+    chunked,
     vocab,
     row_stride,
     COUNT: tl.constexpr,
@@ -127,6 +123,7 @@ def _chunk_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
+    keys_ptr, peaks_ptr, totals_ptr = chunked
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -146,12 +143,9 @@ def _chunk_kernel(
 
 @triton.jit
 def _merge_kernel(
-    keys_ptr,
-    peaks_ptr,
-    totals_ptr,
+    chunked,
     offsets_ptr,
-    logprobs_ptr,
-    tokens_ptr,
+    results,
     CHUNKS: tl.constexpr,
     CHUNK_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
@@ -161,6 +155,8 @@ def _merge_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin_overlapped(OVERLAP)
+    keys_ptr, peaks_ptr, totals_ptr = chunked
+    logprobs_ptr, tokens_ptr = results
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNK_BLOCK)
     peaks = tl.load(peaks_ptr + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))

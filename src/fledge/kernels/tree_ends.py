@@ -5,26 +5,17 @@ order. When a path is accepted, its keys and values move to where a chain would 
 and reference agree exactly.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fledge.kernels._triton import cpu_kernel, next_power_of_two, runs_triton, tl, triton
 from fledge.kernels.accept import PADDING
-from fledge.kernels.grow_trees import TreeRows
-from fledge.kernels.round_ends import OpenedRound, slots_of
+from fledge.kernels.round_ends import OpenedRound, RowState, slots_of
 
 
-class RootedRows(TreeRows, Protocol):
-    """Trees, and the tokens at their roots."""
-
-    last_token: Tensor  # [requests]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedTrees:
+class OpenedTrees(NamedTuple):
     """What the target reads of trees of `nodes` nodes; all int64."""
 
     tokens: Tensor  # [batch * (nodes + 1)], as positions and slots
@@ -33,16 +24,8 @@ class OpenedTrees:
     masks: Tensor  # [batch, nodes + 1]: bit n is set if the row sees row n
     depths: Tensor  # [batch, nodes + 1]
 
-    @classmethod
-    def empty(cls, rows: Tensor, nodes: int) -> "OpenedTrees":
-        """Room for a kernel to write to."""
-        tokens, positions, slots = (rows.new_empty(len(rows) * (nodes + 1)) for _ in range(3))
-        masks, depths = (rows.new_empty(len(rows), nodes + 1) for _ in range(2))
-        return cls(tokens=tokens, positions=positions, slots=slots, masks=masks, depths=depths)
 
-
-@dataclass(frozen=True, kw_only=True)
-class AcceptedTrees:
+class AcceptedTrees(NamedTuple):
     """The path that stands in each of a batch of trees; all int64."""
 
     tokens: Tensor  # [batch, depth + 1]: accepted drafts, the target's own token, then PADDING
@@ -51,97 +34,74 @@ class AcceptedTrees:
     source: Tensor  # [batch, depth + 1]: the slot where it lies
     destination: Tensor  # and that where it belongs; the same after the path's end
 
-    @classmethod
-    def empty(cls, rows: Tensor, depth: int) -> "AcceptedTrees":
-        """Room for a kernel to write to."""
-        tokens, source, destination = (rows.new_empty(len(rows), depth + 1) for _ in range(3))
-        accepted, path = rows.new_empty(len(rows)), rows.new_empty(len(rows) * (depth + 1))
-        return cls(tokens=tokens, accepted=accepted, rows=path, source=source, destination=destination)
 
-
-def open_trees(rows: Tensor, state: RootedRows, opened: OpenedRound, *, nodes: int, block_size: int) -> OpenedTrees:
+def open_trees(rows: Tensor, state: RowState, opened: OpenedRound, nodes: int) -> OpenedTrees:
     """Lay out the trees of `rows` [batch], whose round has been opened as if they were chains."""
-    if not runs_triton(rows):
-        read: OpenedTrees = (cpu_kernel("open_trees", rows, opened.tables) or open_trees_reference)(
-            rows, state, opened, nodes=nodes, block_size=block_size
-        )
-        return read
-    made = OpenedTrees.empty(rows, nodes)
-    _open_kernel[(len(rows),)](
+    native = cpu_kernel("open_trees", rows, opened.tables)
+    if native is None and not runs_triton(rows):
+        return open_trees_reference(rows, state, opened, nodes)
+    batch, width = len(rows), nodes + 1
+    made = OpenedTrees(
+        *(rows.new_empty(batch * width) for _ in range(3)), *(rows.new_empty(batch, width) for _ in range(2))
+    )
+    columns = (state.last_token, state.tree_tokens, state.tree_depths, state.tree_masks)
+    places = (opened.context, opened.tables)
+    strides = (state.tree_tokens.stride(0), state.tree_masks.stride(0), opened.tables.shape[1])
+    if native is not None:
+        native(rows, *columns, *places, *made, *strides, batch, width, state.block_size)
+        return made
+    _open_kernel[(batch,)](
         rows,
-        state.last_token,
-        state.tree_tokens,
-        state.tree_depths,
-        state.tree_masks,
-        opened.context,
-        opened.tables,
-        made.tokens,
-        made.positions,
-        made.slots,
-        made.masks,
-        made.depths,
-        state.tree_tokens.stride(0),
-        state.tree_masks.stride(0),
-        opened.tables.shape[1],
-        WIDTH=nodes + 1,
-        BLOCK=next_power_of_two(nodes + 1),
-        BLOCK_SIZE=block_size,
+        columns,
+        places,
+        tuple(made),
+        *strides,
+        WIDTH=width,
+        BLOCK=next_power_of_two(width),
+        BLOCK_SIZE=state.block_size,
         num_warps=1,
     )
     return made
 
 
-def open_trees_reference(
-    rows: Tensor, state: RootedRows, opened: OpenedRound, *, nodes: int, block_size: int
-) -> OpenedTrees:
+def open_trees_reference(rows: Tensor, state: RowState, opened: OpenedRound, nodes: int) -> OpenedTrees:
     depths = torch.nn.functional.pad(state.tree_depths[rows, :nodes], (1, 0))
     stored = opened.context[:, None] + torch.arange(nodes + 1, device=rows.device)
     return OpenedTrees(
         tokens=torch.cat([state.last_token[rows, None], state.tree_tokens[rows, :nodes]], dim=1).flatten(),
         positions=(opened.context[:, None] + depths).flatten(),
-        slots=slots_of(opened.tables, stored, block_size).flatten(),
+        slots=slots_of(opened.tables, stored, state.block_size).flatten(),
         masks=state.tree_masks[rows, : nodes + 1],
         depths=depths,
     )
 
 
 def accept_trees(
-    rows: Tensor, state: TreeRows, choices: Tensor, slots: Tensor, limits: Tensor, *, depth: int
+    rows: Tensor, state: RowState, choices: Tensor, slots: Tensor, limits: Tensor, *, depth: int
 ) -> AcceptedTrees:
     """Follow the target's choices [batch, nodes + 1] down the trees of `rows` [batch], at most `limits` [batch] deep.
 
     `slots` [batch * (nodes + 1)] is where the rows of the trees lie.
     """
-    if not runs_triton(rows):
-        found: AcceptedTrees = (cpu_kernel("accept_trees", rows, choices, slots) or accept_trees_reference)(
-            rows, state, choices, slots, limits, depth=depth
-        )
-        return found
-    batch, width = choices.shape
-    path = AcceptedTrees.empty(rows, depth)
+    native = cpu_kernel("accept_trees", rows, choices, slots)
+    if native is None and not runs_triton(rows):
+        return accept_trees_reference(rows, state, choices, slots, limits, depth=depth)
+    (batch, width), places = choices.shape, depth + 1
+    tokens, source, destination = (rows.new_empty(batch, places) for _ in range(3))
+    path = AcceptedTrees(tokens, rows.new_empty(batch), rows.new_empty(batch * places), source, destination)
+    given = (rows, state.tree_tokens, state.tree_parents, choices.contiguous(), slots, limits)
+    stride = state.tree_tokens.stride(0)
+    if native is not None:
+        native(*given, *path, stride, batch, width, places)
+        return path
     _accept_kernel[(batch,)](
-        rows,
-        state.tree_tokens,
-        state.tree_parents,
-        choices,
-        slots,
-        limits,
-        path.tokens,
-        path.accepted,
-        path.rows,
-        path.source,
-        path.destination,
-        state.tree_tokens.stride(0),
-        WIDTH=width,
-        BLOCK=next_power_of_two(width),
-        PLACES=depth + 1,
-        num_warps=1,
+        given, tuple(path), stride, WIDTH=width, BLOCK=next_power_of_two(width), PLACES=places, num_warps=1
     )
     return path
 
 
 def accept_trees_reference(
-    rows: Tensor, state: TreeRows, choices: Tensor, slots: Tensor, limits: Tensor, *, depth: int
+    rows: Tensor, state: RowState, choices: Tensor, slots: Tensor, limits: Tensor, *, depth: int
 ) -> AcceptedTrees:
     batch, width = choices.shape
     drafts, above = state.tree_tokens[rows, : width - 1], state.tree_parents[rows, : width - 1] + 1  # verify rows
@@ -195,17 +155,9 @@ def move_rows(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor)
 @triton.jit
 def _open_kernel(
     rows_ptr,
-    last_token_ptr,
-    tree_tokens_ptr,
-    tree_depths_ptr,
-    tree_masks_ptr,
-    context_ptr,
-    tables_ptr,
-    tokens_ptr,
-    positions_ptr,
-    slots_ptr,
-    masks_ptr,
-    depths_ptr,
+    columns,
+    places,
+    made,
     tree_stride,
     masks_stride,
     max_blocks,
@@ -213,6 +165,9 @@ def _open_kernel(
     BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
+    last_token_ptr, tree_tokens_ptr, tree_depths_ptr, tree_masks_ptr = columns
+    context_ptr, tables_ptr = places
+    tokens_ptr, positions_ptr, slots_ptr, masks_ptr, depths_ptr = made
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + entry)
     context = tl.load(context_ptr + entry)
@@ -234,24 +189,10 @@ def _open_kernel(
 
 
 @triton.jit
-def _accept_kernel(
-    rows_ptr,
-    tree_tokens_ptr,
-    tree_parents_ptr,
-    choices_ptr,
-    slots_ptr,
-    limits_ptr,
-    tokens_ptr,
-    accepted_ptr,
-    path_ptr,
-    source_ptr,
-    destination_ptr,
-    tree_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
-):
+def _accept_kernel(given, found, tree_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr):
     """One warp walks down a tree: at each row it looks for the child that the target chose there."""
+    rows_ptr, tree_tokens_ptr, tree_parents_ptr, choices_ptr, slots_ptr, limits_ptr = given
+    tokens_ptr, accepted_ptr, path_ptr, source_ptr, destination_ptr = found
     entry = tl.program_id(0).to(tl.int64)
     state_row = tl.load(rows_ptr + entry)
     limit = tl.load(limits_ptr + entry)

@@ -6,6 +6,9 @@ C sources come compiled in a wheel, or are compiled by the machine's own compile
 either, or with FLEDGE_NATIVE=0, or for layers of a kind that is not here, torch does the same work.
 """
 
+import ctypes
+from typing import Any
+
 from fledge.kernels._triton import register_cpu_kernels
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -13,8 +16,9 @@ from fledge.native import library as compiled
 from fledge.native.decoder import NativeTarget, lower_layers
 from fledge.native.drafter import lower_drafter
 from fledge.native.linear import pack_linears
-from fledge.native.rows import KERNELS
-from fledge.native.trees import KERNELS as TREE_KERNELS
+
+KERNELS = ("argmax_rows", "first_largest", "accept_chain", "open_round", "settle_round")
+TREE_KERNELS = ("grow_trees", "rank_trees", "open_trees", "accept_trees")
 
 
 def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetModel, Drafter | None]:
@@ -26,10 +30,16 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
     if target.embed_tokens.weight.device.type != "cpu":
         return target, drafter
     pack_linears(*(model for model in (target, drafter) if model is not None))
-    register_cpu_kernels({**KERNELS, **TREE_KERNELS} if compiled.library() is not None else {})
+    loaded = compiled.library()
+    register_cpu_kernels({} if loaded is None else kernels_of(loaded))
     layers = lower_layers(target.layers) if type(target) is TargetModel else None
     if layers is not None:
         target = NativeTarget(target, layers)
     if drafter is not None:
         drafter = lower_drafter(drafter) or drafter
     return target, drafter
+
+
+def kernels_of(library: ctypes.CDLL) -> dict[str, Any]:
+    """Return the library's versions of kernels, by their names."""
+    return {name: getattr(library, f"fledge_{name}") for name in KERNELS + TREE_KERNELS}

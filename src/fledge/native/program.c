@@ -123,7 +123,7 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
             copy_rows(buffers[FEATURES] + b * width, 0, feature + row * width, 0, 1, width);
         }
         fledge_linear(&program->output, deepest, width, batch, logits, threads);
-        fledge_argmax(logits, batch, vocab, program->offsets, drafts + i * batch, threads);
+        fledge_argmax_rows(logits, program->offsets, drafts + i * batch, batch, vocab, threads);
     }
     free(memory);
     return failed;

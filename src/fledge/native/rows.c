@@ -1,5 +1,5 @@
 /* What a round does to rows outside its layers: choices, and the bookkeeping at both ends.
-   `rows.py` calls these; the kernels of the same names tell what they compute. */
+   The kernels of the same names (`fledge.kernels`) call these and tell what they compute: tensors first, then sizes. */
 #include "rows.h"
 
 #include <math.h>
@@ -24,8 +24,8 @@ static int64_t argmax(const float *x, int64_t size) {
     return i;
 }
 
-void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64_t *offsets, int64_t *out,
-                   int threads) {
+void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, int64_t rows, int64_t vocab,
+                        int threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 4)
     for (int64_t row = 0; row < rows; row++) {
         int64_t index = argmax(logits + row * vocab, vocab);
@@ -33,7 +33,7 @@ void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64
     }
 }
 
-void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *indices) {
+void fledge_first_largest(const float *x, float *values, int64_t *indices, int64_t rows, int64_t size, int64_t count) {
     for (int64_t row = 0; row < rows; row++, x += size, values += count, indices += count) {
         float least = -INFINITY; /* that a value must exceed once there are enough */
         for (int64_t i = 0; i < size; i++) {
@@ -51,22 +51,21 @@ void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t co
     }
 }
 
-void fledge_accept(const int64_t *drafts, int64_t drafts_stride, const int64_t *choices, const int64_t *draft_lengths,
-                   int64_t batch, int64_t places, int64_t *tokens, int64_t *accepted, int64_t *last) {
+void fledge_accept_chain(const int64_t *drafts, const int64_t *choices, const int64_t *draft_lengths, int64_t *tokens,
+                         int64_t *accepted, int64_t batch, int64_t places, int64_t drafts_stride) {
     for (int64_t row = 0; row < batch; row++) {
         const int64_t *draft = drafts + row * drafts_stride, *choice = choices + row * places;
         int64_t most = draft_lengths && draft_lengths[row] < places - 1 ? draft_lengths[row] : places - 1, found = 0;
         while (found < most && draft[found] == choice[found]) found++;
         for (int64_t i = 0; i < places; i++) tokens[row * places + i] = i <= found ? choice[i] : PADDING;
         accepted[row] = found;
-        last[row] = choice[found];
     }
 }
 
-void fledge_open_round(const int64_t *rows, int64_t batch, int64_t width, int64_t block_size, const int64_t *last_token,
-                       const int64_t *drafts, int64_t drafts_stride, const int64_t *length, const int64_t *draft_count,
-                       const int32_t *block_tables, int64_t max_blocks, int64_t *tokens, int64_t *positions,
-                       int64_t *slots, int32_t *tables, int64_t *context, int64_t *drafted) {
+void fledge_open_round(const int64_t *rows, const int64_t *last_token, const int64_t *drafts, const int64_t *length,
+                       const int64_t *draft_count, const int32_t *block_tables, int64_t *tokens, int64_t *positions,
+                       int64_t *slots, int32_t *tables, int64_t *context, int64_t *drafted, int64_t batch,
+                       int64_t width, int64_t block_size, int64_t drafts_stride, int64_t max_blocks) {
     for (int64_t entry = 0; entry < batch; entry++) {
         int64_t row = rows[entry];
         const int32_t *table = block_tables + row * max_blocks;
@@ -82,11 +81,11 @@ void fledge_open_round(const int64_t *rows, int64_t batch, int64_t width, int64_
     }
 }
 
-void fledge_settle_round(const int64_t *rows, int64_t batch, int64_t width, int64_t block_size, int64_t depth,
-                         const int64_t *context, const int32_t *tables, int64_t max_blocks, const int64_t *emitted,
-                         const int64_t *accepted, const int64_t *draft_until, const int64_t *draft_limit,
-                         int64_t *last_token, int64_t *length, int64_t *draft_count, int64_t *tokens,
-                         int64_t *last_rows, int64_t *positions, int64_t *slots) {
+void fledge_settle_round(const int64_t *rows, const int64_t *context, const int32_t *tables, const int64_t *emitted,
+                         const int64_t *accepted, int64_t *last_token, int64_t *length, int64_t *draft_count,
+                         const int64_t *draft_until, const int64_t *draft_limit, int64_t *tokens, int64_t *last_rows,
+                         int64_t *positions, int64_t *slots, int64_t batch, int64_t max_blocks, int64_t depth,
+                         int64_t width, int64_t block_size) {
     for (int64_t entry = 0; entry < batch; entry++) {
         int64_t row = rows[entry], grown = context[entry] + accepted[entry] + 1;
         int64_t room = draft_until[row] - grown - 2;

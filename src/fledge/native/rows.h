@@ -7,11 +7,11 @@
 #define PADDING (-1)
 
 /* out [rows]: the first of the largest of each row, plus its offset if there are any. */
-void fledge_argmax(const float *logits, int64_t rows, int64_t vocab, const int64_t *offsets, int64_t *out,
-                   int threads);
+void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, int64_t rows, int64_t vocab,
+                        int threads);
 
 /* values, indices [rows, count]: the largest of each row, equals in order; what is not a number is the smallest. */
-void fledge_first_largest(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *indices);
+void fledge_first_largest(const float *x, float *values, int64_t *indices, int64_t rows, int64_t size, int64_t count);
 
 static inline int64_t slot_at(const int32_t *table, int64_t max_blocks, int64_t position, int64_t block_size) {
     int64_t block = position / block_size;

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.argmax import argmax_rows_reference
+from fledge.kernels.rope_store import rotate
+from fledge.kernels.swiglu import swiglu
 from fledge.native.bindings import struct, struct_type
 
 # Odd sizes: every loop has a rest.
@@ -32,13 +34,13 @@ def check(library: ctypes.CDLL) -> None:
     logits = (3 * _random(source, 6, 45)).round()
     logits[0, 44], logits[1, 7], logits[2], logits[3, 44] = 10, torch.nan, -torch.inf, torch.nan
     chosen = torch.empty(len(logits), dtype=torch.int64)
-    library.fledge_argmax(logits, *logits.shape, None, chosen, torch.get_num_threads())
+    library.fledge_argmax_rows(logits, None, chosen, *logits.shape, torch.get_num_threads())
     if not torch.equal(chosen, argmax_rows_reference(logits)):
         raise OSError("the choice of the largest fails its self-test (miscompiled?)")
     drafts, choices = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2, 9, 8], [4, 5, 6, 7]])
-    tokens, accepted, last = torch.empty_like(choices), torch.empty(2).long(), torch.empty(2).long()
-    library.fledge_accept(drafts, 3, choices, None, 2, 4, tokens, accepted, last)
-    if [*tokens[0], *accepted, *last] != [1, 2, 9, -1, 2, 3, 9, 7]:
+    tokens, accepted = torch.empty_like(choices), torch.empty(2).long()
+    library.fledge_accept_chain(drafts, choices, None, tokens, accepted, 2, 4, 3)
+    if [*tokens.flatten(), *accepted] != [1, 2, 9, -1, 4, 5, 6, 7, 2, 3]:
         raise OSError("the acceptance of drafts fails its self-test (miscompiled?)")
 
 
@@ -116,17 +118,14 @@ class _Layer:
         keys, values = (
             torch.cat([old[:_CONTEXT], new]) for old, new in zip(cache, (key, heads[:, -_KV_HEADS:]), strict=True)
         )
-        keys, values = (x.repeat_interleave(_HEADS // _KV_HEADS, dim=1).transpose(0, 1) for x in (keys, values))
         seen = torch.ones(rows, _CONTEXT + rows, dtype=torch.bool).tril(_CONTEXT)
-        scores = (query.transpose(0, 1) @ keys.mT * self.scale).masked_fill(~seen, -torch.inf)
-        mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-        stream = stream + F.linear(mixed, self.weights["output"])
+        query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=self.scale, enable_gqa=True)
+        stream = stream + F.linear(mixed[0].transpose(0, 1).flatten(1), self.weights["output"])
         normed = F.rms_norm(stream, (_HIDDEN,), self.norms["post_norm"], _EPS)
-        gate, up = F.linear(normed, self.weights["gate_up"]).chunk(2, dim=-1)
-        return stream + F.linear(F.silu(gate) * up, self.weights["down"])
+        return stream + F.linear(swiglu(F.linear(normed, self.weights["gate_up"])), self.weights["down"])
 
     def _turned(self, heads: Tensor, norm: str) -> Tensor:
         angles = torch.arange(_CONTEXT, _CONTEXT + len(heads))[:, None, None] * self.frequencies
-        low, high = F.rms_norm(heads, (_DIM,), self.head_norms[norm], _EPS).chunk(2, dim=-1)
-        cosines, sines = angles.cos(), angles.sin()
-        return torch.cat([low * cosines - high * sines, high * cosines + low * sines], dim=-1)
+        normed = F.rms_norm(heads, (_DIM,), self.head_norms[norm], _EPS)
+        return rotate(normed, *(torch.cat([side, side], dim=-1) for side in (angles.cos(), angles.sin())))

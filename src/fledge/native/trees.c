@@ -1,4 +1,4 @@
-/* Draft trees between the passes of models. `trees.py` calls these; the kernels of the same names tell what they do. */
+/* Draft trees between the passes of models. The kernels of the same names (`fledge.kernels`) call these. */
 #include "rows.h"
 
 #include <math.h>
@@ -6,12 +6,12 @@
 #define MOST 64 /* rows of a tree, or of a level */
 
 /* Old numbers and masks are NULL at the root. */
-void fledge_grow_trees(int64_t batch, int64_t rows, int64_t count, const float *logprobs, const int64_t *top,
-                       int64_t total, int64_t *tokens, int64_t *parents, int64_t *depths, float *scores,
-                       int64_t level, int64_t start, int64_t drafted, int64_t width, const int64_t *old_numbers,
-                       const int64_t *old_masks, const int64_t *lengths, const int32_t *tables, int64_t max_blocks,
-                       int64_t block_size, int64_t *numbers, int64_t *masks, int64_t *next_tokens, int64_t *origins,
-                       int64_t *positions, int64_t *slots) {
+void fledge_grow_trees(const float *logprobs, const int64_t *top, int64_t *tokens, int64_t *parents, int64_t *depths,
+                       float *scores, const int64_t *old_numbers, const int64_t *old_masks, int64_t *numbers,
+                       int64_t *masks, int64_t *next_tokens, int64_t *origins, int64_t *positions, int64_t *slots,
+                       const int64_t *lengths, const int32_t *tables, int64_t total, int64_t start, int64_t level,
+                       int64_t drafted, int64_t max_blocks, int64_t batch, int64_t rows, int64_t count, int64_t width,
+                       int64_t block_size) {
     for (int64_t tree = 0; tree < batch; tree++) {
         int64_t all = rows * count, base = tree * total + start, best[MOST];
         float values[MOST];
@@ -22,7 +22,7 @@ void fledge_grow_trees(int64_t batch, int64_t rows, int64_t count, const float *
             parents[base + i] = parent;
             depths[base + i] = level + 1;
         }
-        if (width > 0) fledge_first_largest(scores + base, 1, all, width, values, best);
+        if (width > 0) fledge_first_largest(scores + base, values, best, 1, all, width);
         for (int64_t i = 0; i < width; i++) {
             int64_t to = tree * width + i, origin = tree * rows + best[i] / count;
             numbers[to] = start + best[i];
@@ -35,15 +35,15 @@ void fledge_grow_trees(int64_t batch, int64_t rows, int64_t count, const float *
     }
 }
 
-void fledge_rank_trees(const int64_t *rows, int64_t batch, int64_t total, int64_t nodes, const int64_t *tokens,
-                       const int64_t *parents, const int64_t *depths, const float *scores, int64_t *tree_tokens,
-                       int64_t *tree_parents, int64_t *tree_depths, int64_t *tree_masks, int64_t tree_stride,
-                       int64_t masks_stride) {
+void fledge_rank_trees(const int64_t *rows, const int64_t *tokens, const int64_t *parents, const int64_t *depths,
+                       const float *scores, int64_t *tree_tokens, int64_t *tree_parents, int64_t *tree_depths,
+                       int64_t *tree_masks, int64_t tree_stride, int64_t masks_stride, int64_t batch, int64_t total,
+                       int64_t nodes) {
     for (int64_t tree = 0; tree < batch; tree++) {
         int64_t base = tree * total, to = rows[tree] * tree_stride, kept[MOST];
         int64_t *masks = tree_masks + rows[tree] * masks_stride;
         float values[MOST];
-        fledge_first_largest(scores + base, 1, total, nodes, values, kept);
+        fledge_first_largest(scores + base, values, kept, 1, total, nodes);
         for (int64_t i = 1; i < nodes; i++) /* back in order of number: parents first */
             for (int64_t j = i; j > 0 && kept[j] < kept[j - 1]; j--) {
                 int64_t other = kept[j];
@@ -62,11 +62,11 @@ void fledge_rank_trees(const int64_t *rows, int64_t batch, int64_t total, int64_
     }
 }
 
-void fledge_open_trees(const int64_t *rows, int64_t batch, int64_t width, int64_t block_size, const int64_t *last_token,
-                       const int64_t *tree_tokens, const int64_t *tree_depths, const int64_t *tree_masks,
-                       int64_t tree_stride, int64_t masks_stride, const int64_t *context, const int32_t *tables,
-                       int64_t max_blocks, int64_t *tokens, int64_t *positions, int64_t *slots, int64_t *masks,
-                       int64_t *depths) {
+void fledge_open_trees(const int64_t *rows, const int64_t *last_token, const int64_t *tree_tokens,
+                       const int64_t *tree_depths, const int64_t *tree_masks, const int64_t *context,
+                       const int32_t *tables, int64_t *tokens, int64_t *positions, int64_t *slots, int64_t *masks,
+                       int64_t *depths, int64_t tree_stride, int64_t masks_stride, int64_t max_blocks, int64_t batch,
+                       int64_t width, int64_t block_size) {
     for (int64_t entry = 0; entry < batch; entry++)
         for (int64_t i = 0, row = rows[entry]; i < width; i++) {
             int64_t at = entry * width + i, node = row * tree_stride + i - 1;
@@ -78,10 +78,10 @@ void fledge_open_trees(const int64_t *rows, int64_t batch, int64_t width, int64_
         }
 }
 
-void fledge_accept_trees(const int64_t *rows, int64_t batch, int64_t width, int64_t places, const int64_t *tree_tokens,
-                         const int64_t *tree_parents, int64_t tree_stride, const int64_t *choices, const int64_t *slots,
-                         const int64_t *limits, int64_t *tokens, int64_t *accepted, int64_t *path, int64_t *source,
-                         int64_t *destination) {
+void fledge_accept_trees(const int64_t *rows, const int64_t *tree_tokens, const int64_t *tree_parents,
+                         const int64_t *choices, const int64_t *slots, const int64_t *limits, int64_t *tokens,
+                         int64_t *accepted, int64_t *path, int64_t *source, int64_t *destination, int64_t tree_stride,
+                         int64_t batch, int64_t width, int64_t places) {
     for (int64_t entry = 0; entry < batch; entry++) {
         const int64_t *draft = tree_tokens + rows[entry] * tree_stride, *parent = tree_parents + rows[entry] * tree_stride;
         int64_t first = entry * width, row = 0, stands = 1;

@@ -21,8 +21,9 @@ from torch import Tensor
 from fledge.decoding.acceptance import Accepted, accept_matching, accept_rejection, accept_tree
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, TokenHistory, choose, distribution
+from fledge.decoding.sampling import SamplingRows, TokenHistory, distribution
 from fledge.decoding.tree import DraftTree, expand, rank, visibility
+from fledge.kernels.sample import choose
 
 VOCAB, DEPTH, LENGTH = 6, 3, 3
 PROMPT = [2, 0]  # the last token is the first context
@@ -72,9 +73,9 @@ class State:
     def history(self) -> TokenHistory:
         batch = self.seeds.shape[0]
         start = TokenHistory.from_tokens([PROMPT], [[]], vocab_size=VOCAB)
-        return TokenHistory(
-            prompt_mask=start.prompt_mask.repeat(batch, 1), output_counts=start.output_counts.repeat(batch, 1)
-        ).append(self.tokens)
+        counts = start.output_counts.repeat(batch, 1)
+        counts.scatter_add_(1, self.tokens.clamp(min=0), (self.tokens >= 0).to(torch.int32))
+        return TokenHistory(prompt_mask=start.prompt_mask.repeat(batch, 1), output_counts=counts)
 
     @property
     def positions(self) -> Tensor:

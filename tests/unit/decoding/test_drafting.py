@@ -21,6 +21,7 @@ from fledge.layers.dense_cache import DenseCache
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetModel
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
+from tests.toy_models import check_tree
 
 TARGET = make_target(
     replace(TINY_TARGET, vocab_size=6)
@@ -140,7 +141,7 @@ def test_trees(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     run = drafts_of_a_run(monkeypatch, draft_tree, params, Speculation(drafter=drafter, depth=DEPTH, tree=shape))
     for text, draft in run[-3:]:  # the cache has been through the most
         assert isinstance(draft, DraftTree)
-        draft.check_integrity()
+        check_tree(draft)
         assert paths_of(draft) == pytest.approx(FromScratch(TARGET, drafter, text).tree(DEPTH, shape), abs=TOLERANCE)
 
 

@@ -25,7 +25,8 @@ from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.reference import Round, Speculation, generate
-from fledge.decoding.sampling import TokenHistory, choose
+from fledge.decoding.sampling import TokenHistory
+from fledge.kernels.sample import choose
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from tests.tiny_models import TARGET_CONFIGS, drafter_configs, make_drafter, make_target

@@ -11,13 +11,12 @@ from fledge.decoding.random import Stream, uniform
 from fledge.decoding.sampling import (
     SamplingRows,
     TokenHistory,
-    choose,
     distribution,
     greedy,
-    process_logits,
 )
 from fledge.decoding.tree import visibility
 from fledge.errors import ConfigError
+from fledge.kernels.sample import choose
 
 VOCAB = 12
 
@@ -144,7 +143,7 @@ def test_a_row_without_top_p_keeps_its_rarest_tokens_beside_one_with():
     logits = torch.full((2, 1000), -80.0)
     logits[:, 0] = 0.0
     rows = rows_of(SamplingParams(), SamplingParams(top_p=0.5), vocab=1000)
-    kept = process_logits(logits, rows) > -math.inf
+    kept = distribution(logits, rows) > 0
     assert kept.sum(1).tolist() == [1000, 1]
 
 
@@ -242,11 +241,12 @@ def test_tree_histories_are_those_of_single_steps():
     assert same_history(history.after_tree(tokens[None], visibility(parents)[None]), expected)
 
 
-def test_append_counts_and_skips_padding():
+def test_histories_skip_padding_and_leave_the_old_one_alone():
     history = TokenHistory.from_tokens([[1], [2]], [[3], []], vocab_size=5)
-    after = history.append(torch.tensor([[3, 3, 4], [0, -1, -1]]))
-    assert same_history(after, TokenHistory.from_tokens([[1], [2]], [[3, 3, 3, 4], [0]], vocab_size=5))
-    assert history.output_counts.sum() == 1, "the old history is left alone"
+    after = history.after_chain(torch.tensor([[3, 3, 4], [0, -1, -1]]))
+    texts = [[3], [3, 3], [3, 3, 3], [3, 3, 3, 4], [], [0], [0], [0]]
+    assert same_history(after, TokenHistory.from_tokens([[1]] * 4 + [[2]] * 4, texts, vocab_size=5))
+    assert history.output_counts.sum() == 1
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.decoding.tree import DraftTree, Expansion, expand, rank, visibility
+from tests.toy_models import check_tree
 
 
 def grow(tables: list[torch.Tensor], width: int) -> list[Expansion]:
@@ -68,7 +69,7 @@ def test_rank_worked_example():
 def test_ranked_nodes_are_a_tree_and_the_best_ones(*, seed, levels, vocab, width, budget, coarse):
     expansions = grow(random_tables(seed, levels, vocab, coarse=coarse), width)
     tree = rank(expansions, budget)
-    tree.check_integrity()
+    check_tree(tree)
     candidates = torch.cat([level.scores for level in expansions]).sort(descending=True).values
     assert torch.equal(tree.scores.sort(descending=True).values, candidates[:budget])
     assert tree.max_depth == levels
@@ -110,7 +111,7 @@ def test_rounded_up_certainty_does_not_outscore_its_parent():
 def test_impossible_tokens_rank_last():
     tables = [torch.tensor([[0.0, -math.inf, -math.inf]]), torch.tensor([[math.log(0.5), math.log(0.5), -math.inf]])]
     tree = rank(grow(tables, width=3), budget=3)
-    tree.check_integrity()
+    check_tree(tree)
     assert torch.isfinite(tree.scores).all()
 
 
@@ -145,4 +146,4 @@ def test_broken_trees_are_noticed(tokens, parents, depths):
         max_depth=2,
     )
     with pytest.raises(AssertionError):
-        tree.check_integrity()
+        check_tree(tree)

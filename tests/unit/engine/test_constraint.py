@@ -13,13 +13,14 @@ from torch import Tensor
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.target import save_target
 from fledge.decoding.random import Stream, uniform
-from fledge.decoding.sampling import SamplingRows, choose, distribution
+from fledge.decoding.sampling import SamplingRows, distribution
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.decoding.tree import DraftTree
 from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
 from fledge.engine.sampler import masks_of
 from fledge.errors import ConfigError
+from fledge.kernels.sample import choose
 from fledge.layers.dense_cache import DenseCache
 from tests.engine_cases import (
     EOS,

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.draft_loss import DraftLoss, LossKind, draft_loss, draft_loss_reference
+from fledge.kernels.draft_loss import DraftLoss, LossKind, draft_loss
 from tests.unit.kernels.cases import DTYPES, UNIT
-from tests.unit.kernels.interpreter import in_triton
+from tests.unit.kernels.interpreter import in_plain_torch, in_triton
 
-__all__ = ["DTYPES", "KINDS", "Case", "draft_loss_triton", "kernel_against_reference"]
+__all__ = ["DTYPES", "KINDS", "Case", "draft_loss_reference", "draft_loss_triton", "kernel_against_reference"]
 
-draft_loss_triton = in_triton(draft_loss)
+draft_loss_triton, draft_loss_reference = in_triton(draft_loss), in_plain_torch(draft_loss)
 
 KINDS: list[tuple[LossKind, float]] = [("soft_ce", 0.0), ("kl", 0.0), ("lk", 0.0), ("lk", 0.7)]
 

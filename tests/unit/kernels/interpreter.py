@@ -13,3 +13,16 @@ def in_triton(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+def in_plain_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the public function of a kernel, which runs neither Triton's version nor one registered for CPUs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with (
+            mock.patch("fledge.kernels._triton.is_on_gpu", return_value=False),
+            mock.patch.dict("fledge.kernels._triton._cpu_kernels", clear=True),
+        ):
+            return function(*args, **kwargs)
+
+    return run

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.errors import ConfigError
 from fledge.kernels._triton import HAS_TRITON
-from fledge.kernels.draft_loss import OVERLAP_FLOOR, draft_loss, draft_loss_reference
+from fledge.kernels.draft_loss import OVERLAP_FLOOR, draft_loss
 from tests.unit.kernels import draft_loss_cases as cases
-from tests.unit.kernels.draft_loss_cases import KINDS, Case, draft_loss_triton
+from tests.unit.kernels.draft_loss_cases import KINDS, Case, draft_loss_reference, draft_loss_triton
 
 kinds = pytest.mark.parametrize(("kind", "kl_weight"), KINDS)
 interpreted = pytest.mark.skipif(

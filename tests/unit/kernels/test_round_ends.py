@@ -7,6 +7,7 @@ import torch
 
 from fledge.kernels._triton import HAS_TRITON
 from fledge.kernels.round_ends import OpenedRound, open_round, settle_round
+from tests.unit.kernels.interpreter import in_plain_torch, in_triton
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -32,7 +33,7 @@ def same_opening(found: OpenedRound, expected: OpenedRound) -> None:
 
 
 @pytest.mark.parametrize(("batch", "verify", "depth"), [(1, 0, 0), (1, 3, 3), (5, 3, 1), (7, 5, 8), (3, 0, 4)])
-def test_both_ends_of_a_round(batch: int, verify: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_of_a_round(batch: int, verify: int, depth: int) -> None:
     requests, max_depth, max_blocks = 9, 8, 300
     before = state(requests, max_depth, max_blocks)
     until = torch.randint(0, max_blocks * BLOCK_SIZE, (requests,))
@@ -42,12 +43,11 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int, monkeypatch: 
     emitted = torch.randint(0, 100, (batch, verify + 1))
     emitted[torch.arange(verify + 1) > accepted[:, None]] = -1
     results = []
-    for use_kernel in (False, True):
-        monkeypatch.setattr("fledge.kernels.round_ends.runs_triton", lambda *_, use=use_kernel: use)
+    for run in (in_plain_torch, in_triton):
         now = {name: tensor.clone() for name, tensor in before.items()}
-        held = SimpleNamespace(**now, draft_until=until, draft_limit=limit)
-        opened = open_round(rows, held, verify=verify, block_size=BLOCK_SIZE)
-        settled = settle_round(rows, held, opened, emitted, accepted, depth=depth, block_size=BLOCK_SIZE)
+        held = SimpleNamespace(**now, draft_until=until, draft_limit=limit, block_size=BLOCK_SIZE, lookahead=0)
+        opened = run(open_round)(rows, held, verify)
+        settled = run(settle_round)(rows, held, opened, emitted, accepted, depth)
         results.append((opened, settled, now))
     (opened, settled, now), (found_opened, found_settled, found_now) = results
     same_opening(found_opened, opened)

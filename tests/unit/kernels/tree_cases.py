@@ -56,7 +56,7 @@ def top_rows(rows: int, vocab: int, count: int, dtype: torch.dtype, device: str,
 def empty_state(requests: int, nodes: int, device: str) -> SimpleNamespace:
     names = ("tree_tokens", "tree_parents", "tree_depths", "tree_masks")
     rows = {name: torch.full((requests, nodes + 2), -7, device=device) for name in names}
-    return SimpleNamespace(**rows, last_token=torch.randint(50, (requests,), device=device))
+    return SimpleNamespace(**rows, last_token=torch.randint(50, (requests,), device=device), block_size=BLOCK_SIZE)
 
 
 def trees(width: int, budget: int, depth: int, vocab: int, device: str, run: Run = in_triton) -> None:
@@ -78,11 +78,10 @@ def trees(width: int, budget: int, depth: int, vocab: int, device: str, run: Run
         best = choosing.first_largest(logprobs, count)
         for tree in range(batch):
             levels[tree].append(expand(scores[tree], logprobs[tree], width))
-        level = TreeLevel(number=number, start=start, drafted=drafted, width=following)
+        level = TreeLevel(number, start, drafted, following, length, tables, BLOCK_SIZE)
         flat = (best[0].view(-1, count), best[1].view(-1, count))
-        given = {"length": length, "tables": tables, "block_size": BLOCK_SIZE}
         for side, grow in enumerate((growing.grow_trees_reference, run(growing.grow_trees))):
-            frontiers[side] = grow(tables_of[side], frontiers[side], flat, level, **given)
+            frontiers[side] = grow(tables_of[side], frontiers[side], flat, level)
         expected, found = frontiers
         for name in ("numbers", "masks", "tokens", "origins", "positions", "slots"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
@@ -129,8 +128,8 @@ def tree_ends(
     opened = OpenedRound(
         tokens=nothing, positions=nothing, slots=nothing, tables=tables, context=length, drafted=nothing
     )
-    expected = ends.open_trees_reference(rows, state, opened, nodes=nodes, block_size=BLOCK_SIZE)
-    found = run(ends.open_trees)(rows, state, opened, nodes=nodes, block_size=BLOCK_SIZE)
+    expected = ends.open_trees_reference(rows, state, opened, nodes)
+    found = run(ends.open_trees)(rows, state, opened, nodes)
     for name in ("tokens", "positions", "slots", "masks", "depths"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     stored = length[:, None] + torch.arange(nodes + 1, device=device)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fledge.kernels.prefill_attention import paged_prefill_attention_reference
+from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rms_norm import rms_norm_reference
-from fledge.kernels.swiglu import swiglu_reference
+from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, ProjectedHeads
 from fledge.layers.block import DecoderLayer
 from fledge.layers.config import LayerConfig, RopeConfig
@@ -121,7 +121,7 @@ class Case:
             mixed = self._attend(attention, plain_linear(attention.qkv_proj, read), storage)
             stream = stream + plain_linear(attention.o_proj, mixed)
             normed = rms_norm_reference(stream, layer.post_attention_layernorm.weight, EPS)
-            stream = stream + plain_linear(mlp.down_proj, swiglu_reference(plain_linear(mlp.gate_up_proj, normed)))
+            stream = stream + plain_linear(mlp.down_proj, swiglu(plain_linear(mlp.gate_up_proj, normed)))
         inputs[len(self.layers)] = stream
         aux = torch.cat([stream[:, :0], *(inputs[i] for i in aux_layer_ids)], dim=-1)
         return rms_norm_reference(stream, self.norm.weight, EPS), aux, storage.cache
@@ -137,8 +137,8 @@ class Case:
         values.flatten(0, 1)[storage.slots[kept]] = value[kept]
         common = {"scale": spec.scale, "sliding_window": spec.sliding_window}
         if isinstance(storage, ChunkPass):
-            chunks = (storage.block_tables, storage.query_starts, storage.context_lens)
-            return paged_prefill_attention_reference(query, keys, values, *chunks, **common).flatten(1)
+            chunks = (storage.block_tables, storage.query_starts, storage.context_lens, storage.max_chunk)
+            return paged_prefill_attention(query, keys, values, *chunks, **common).flatten(1)
         mixed = paged_attention_reference(
             query.view(len(storage.context_lens), -1, *query.shape[1:]),
             keys,

@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.kernels._triton import cpu_kernel, register_cpu_kernels
-from fledge.kernels.accept import accept_chain_reference, accept_greedy
+from fledge.kernels.accept import accept_chain, accept_chain_reference, accept_greedy
 from fledge.kernels.argmax import argmax_rows, argmax_rows_reference
 from fledge.kernels.round_ends import open_round, settle_round
-from fledge.native import rows as native
-from fledge.native.library import library
-from fledge.native.trees import KERNELS as TREE_KERNELS
+from fledge.native import kernels_of
+from fledge.native.library import library, required
 from tests.unit.kernels import tree_cases
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def registered() -> Iterator[None]:
-    register_cpu_kernels({**native.KERNELS, **TREE_KERNELS})
+    register_cpu_kernels(kernels_of(required()))
     yield
     register_cpu_kernels({})
 
 
+@pytest.mark.usefixtures("registered")
 @given(rows=st.integers(0, 9), vocab=st.integers(1, 70), values=st.integers(1, 100), has_offsets=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_the_first_of_the_largest(rows: int, vocab: int, values: int, has_offsets: bool) -> None:
@@ -35,14 +35,17 @@ def test_the_first_of_the_largest(rows: int, vocab: int, values: int, has_offset
     logits[torch.rand(rows, vocab) < 0.1] = -torch.inf
     logits[torch.rand(rows, vocab) < 0.01] = torch.nan
     offsets = torch.randint(0, 1000, (vocab,)) if has_offsets else None
-    assert torch.equal(native.argmax_rows(logits, offsets), argmax_rows_reference(logits, offsets))
+    assert cpu_kernel("argmax_rows", logits, offsets) is not None
+    assert torch.equal(argmax_rows(logits, offsets), argmax_rows_reference(logits, offsets))
 
 
+@pytest.mark.usefixtures("registered")
 def test_the_first_of_rows_of_nothing() -> None:
     for value in (-torch.inf, torch.inf, torch.nan):
-        assert native.argmax_rows(torch.full((2, 40), value)).tolist() == [0, 0]
+        assert argmax_rows(torch.full((2, 40), value)).tolist() == [0, 0]
 
 
+@pytest.mark.usefixtures("registered")
 @given(batch=st.integers(0, 5), depth=st.integers(0, 6), has_lengths=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_which_drafts_stand(batch: int, depth: int, has_lengths: bool) -> None:
@@ -51,11 +54,11 @@ def test_which_drafts_stand(batch: int, depth: int, has_lengths: bool) -> None:
     logits = torch.nn.functional.one_hot(choices, 5).float()
     expected = accept_chain_reference(drafts, choices, draft_lengths=lengths)
     for found in (
-        native.accept_chain(drafts, choices, draft_lengths=lengths),
-        native.accept_chain(drafts, native.argmax_rows(logits), draft_lengths=lengths),
+        accept_chain(drafts, choices, draft_lengths=lengths),
+        accept_chain(drafts, argmax_rows(logits), draft_lengths=lengths),
         accept_greedy(drafts, logits, draft_lengths=lengths),
     ):
-        for name in ("tokens", "accepted", "last"):
+        for name in ("tokens", "accepted"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
@@ -75,14 +78,15 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int) -> None:
     emitted = torch.randint(0, 100, (batch, verify + 1))
     emitted[torch.arange(verify + 1) > accepted[:, None]] = -1
     results = []
-    for kernels in ({}, native.KERNELS):
+    for kernels in ({}, kernels_of(required())):
         register_cpu_kernels(kernels)
         now = {name: tensor.clone() for name, tensor in before.items()}
-        state = SimpleNamespace(**now, **limits)
-        opened = open_round(rows, state, verify=verify, block_size=block_size)
-        settled = settle_round(rows, state, opened, emitted, accepted, depth=depth, block_size=block_size)
-        places = vars(settled.places)
-        results.append({**now, **vars(opened), **{f"settled {k}": v for k, v in vars(settled).items()}, **places})
+        state = SimpleNamespace(**now, **limits, block_size=block_size, lookahead=0)
+        opened = open_round(rows, state, verify)
+        settled = settle_round(rows, state, opened, emitted, accepted, depth)
+        parts = {"opened": opened, "settled": settled, "places": settled.places}
+        made = {f"{part} {k}": v for part, found in parts.items() for k, v in found._asdict().items()}
+        results.append(now | made)
     for name, expected in results[0].items():
         if isinstance(expected, Tensor):
             assert torch.equal(results[1][name], expected), name
@@ -91,13 +95,13 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int) -> None:
 @pytest.mark.usefixtures("registered")
 def test_what_the_library_does_not_take() -> None:
     x = torch.randn(4, 8)
-    assert cpu_kernel("argmax_rows", x) is native.argmax_rows
+    assert cpu_kernel("argmax_rows", x) is required().fledge_argmax_rows
     assert cpu_kernel("something_else", x) is None
     assert cpu_kernel("argmax_rows", x.half()) is None
     assert cpu_kernel("argmax_rows", x.T) is None
     assert cpu_kernel("argmax_rows", x, x.clone().requires_grad_()) is None
     with torch.no_grad():
-        assert cpu_kernel("argmax_rows", x.clone().requires_grad_()) is native.argmax_rows
+        assert cpu_kernel("argmax_rows", x.clone().requires_grad_()) is required().fledge_argmax_rows
     assert torch.equal(argmax_rows(x.half()), x.half().argmax(-1))
 
 

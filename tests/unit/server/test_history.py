@@ -6,7 +6,7 @@ import pytest
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import MIN_SAMPLES, CostTable
-from fledge.server.history import HistoryInterval, Shape, SpeculationNote, SpeedUp, explain, speed_up
+from fledge.server.history import HistoryInterval, SpeculationNote, SpeedUp, explain, speed_up
 from fledge.server.prompts import Template
 
 
@@ -27,7 +27,7 @@ def _acceptance(*rounds: tuple[int, int, int]) -> AcceptanceStatistics:
     return statistics
 
 
-Rounds = Mapping[Shape, tuple[int, int]]  # (batch, depth) -> rounds, tokens
+Rounds = Mapping[tuple[int, int], tuple[int, int]]  # (batch, depth) -> rounds, tokens
 
 
 def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
@@ -37,7 +37,7 @@ def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
 def _seen(rounds: Rounds) -> HistoryInterval:
     seen = HistoryInterval()
     for shape, (count, tokens) in rounds.items():
-        seen.rounds[shape], seen.round_tokens[shape] = count, tokens
+        seen.sums["rounds"][shape], seen.sums["round_tokens"][shape] = count, tokens
     return seen
 
 
@@ -51,9 +51,10 @@ def _explain(
 ) -> list[SpeculationNote]:
     """What is said after this was seen of late."""
     seen = _seen(rounds or {})
-    seen.acceptance = acceptance or AcceptanceStatistics()
-    seen.templates.update({Template(name, ""): part for name, part in (templates or {}).items()})
-    seen.contexts.update(contexts or {})
+    parts = {"acceptance": acceptance or AcceptanceStatistics(), **(contexts or {})}
+    parts |= {Template(name, ""): part for name, part in (templates or {}).items()}
+    for name, part in parts.items():
+        seen.add(name, part.tally)
     return explain(seen, costs or CostTable(), **options)
 
 

@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from fledge.cli.command import INTERRUPTED, leave, models, options
+from fledge.cli.command import INTERRUPTED, leave, models, options, settings_of
 from fledge.errors import CheckpointError, ConfigError
 
 
@@ -59,9 +59,7 @@ def drift(
         if not perturbations and figure.startswith(("al_drop", "own_attention_rise")):
             raise ConfigError(f"condition '{text}': needs perturbations; leave out --suite none")
     prompts = load_probe_workload(workload, sample=sample, seed=seed)
-    settings = ProbeSettings(
-        depth=depth, max_tokens=max_tokens, temperature=temperature, seed=seed, sink_tokens=sink_tokens
-    )
+    settings = settings_of(ProbeSettings, locals())
     chosen = {"dtype": dtype, "device": device, "seed": seed, "max_model_len": max_model_len}
     prober = Prober(target, prompts.name, settings, {name: one for name, one in chosen.items() if one is not None})
     try:

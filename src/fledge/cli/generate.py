@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.cli.command import engine_options, options, read_speculation
+from fledge.cli.command import engine_options, options, read_speculation, settings_of
 from fledge.errors import PromptError
 from fledge.files import read_json_lines
 
@@ -55,16 +55,7 @@ def generate(
     from fledge import LLM, SamplingParams  # noqa: PLC0415
     from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-    )
+    params = settings_of(SamplingParams, locals(), stop=stop or (), seed=None)
     llm = LLM(target, speculative_config=speculation, seed=seed, **engine)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
     started = time.perf_counter()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import engine_options, options
+from fledge.cli.command import engine_options, options, settings_of
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
 from fledge.files import parse_json, read_json
@@ -73,33 +73,27 @@ def serve(
         from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
-        from fledge.server.service import Service, check_options  # noqa: PLC0415
+        from fledge.server.service import Service  # noqa: PLC0415
     except ModuleNotFoundError as error:
         message = f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
         raise ConfigError(message) from None
     set_up_logging(log_format)
     directory = resolve(source)
     names, is_private = allowed_host or [], is_loopback(host) and not keys
-    settings = ServeOptions(
+    settings = settings_of(
+        ServeOptions,
+        locals(),
         served_model_names=tuple(served_model_name or (source,)),
         api_keys=tuple(keys),
         chat_template=template,
         chat_template_name=None if chat_template is None else Path(chat_template).stem,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
         disable_any_whitespace=_disables_any_whitespace(structured_outputs_config),
-        allow_client_templates=allow_client_templates,
         cors_origins=tuple(_origins(cors_origin or [])),
         allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
         root_path=root_path.rstrip("/"),
-        max_queue=max_queue,
-        max_body_bytes=max_body_bytes,
-        request_timeout=request_timeout,
-        drain_timeout=drain_timeout,
         default_sampling=_sampling_defaults(directory, generation_config),
         seed=engine["seed"],
     )
-    check_options(settings)
     drafting = None if speculation is None else asdict(speculation)
     llm = {**engine, "model": str(directory), "speculative_config": drafting}
     print(f"loading {pair}, to be served at port {listener.getsockname()[1]}", file=sys.stderr, flush=True)

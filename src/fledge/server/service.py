@@ -155,10 +155,3 @@ class Service:
             raise RequestError.of(error) from None
         entry.answers, entry.prompt_tokens = generation.answers, generation.prompt_tokens
         return generation
-
-
-def check_options(options: ServeOptions) -> None:
-    """Raise ConfigError for what can be known to be wrong before a model is loaded."""
-    ApiKeys(options.api_keys)
-    tool_parser(options.tool_call_parser)
-    reasoning_parser(options.reasoning_parser)

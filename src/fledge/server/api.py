@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import Any, TypeVar
 
 import jiter
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
@@ -55,6 +55,7 @@ BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, Det
 def router(service: Service) -> APIRouter:
     """Return all routes but those of the page."""
     routes = APIRouter()
+    guarded = [Depends(service.keys.check)]
     started = int(time.time())
 
     @routes.post("/v1/chat/completions", tags=["generation"], **_json_body(ChatRequest))
@@ -72,10 +73,9 @@ def router(service: Service) -> APIRouter:
         """Answer in the shapes of the Responses API; nothing is stored."""
         return await _answer(service, request, ResponsesRequest, "resp", service.respond)
 
-    @routes.post("/tokenize", tags=["tokens"], **_json_body(TokenizeRequest))
+    @routes.post("/tokenize", tags=["tokens"], dependencies=guarded, **_json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation through the chat template."""
-        await service.keys.check(request)
         asked = parse(TokenizeRequest, await read_json(service, request))
         service.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
@@ -89,10 +89,9 @@ def router(service: Service) -> APIRouter:
             body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
         return JSONResponse(body)
 
-    @routes.post("/detokenize", tags=["tokens"], **_json_body(DetokenizeRequest))
+    @routes.post("/detokenize", tags=["tokens"], dependencies=guarded, **_json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        await service.keys.check(request)
         asked = parse(DetokenizeRequest, await read_json(service, request))
         service.check_model(asked.model)
         vocab_size = service.engine.info.vocab_size
@@ -100,10 +99,9 @@ def router(service: Service) -> APIRouter:
             refuse("tokens", f"allowed are 0 to {vocab_size - 1}")
         return JSONResponse({"prompt": await service.prompts.decode(asked.tokens)})
 
-    @routes.get("/tokenizer_info", tags=["tokens"])
-    async def tokenizer_info(request: Request) -> Response:
+    @routes.get("/tokenizer_info", tags=["tokens"], dependencies=guarded)
+    async def tokenizer_info() -> Response:
         """Tell the tokenizer's settings and the chat template, for clients that tokenize through `/tokenize`."""
-        await service.keys.check(request)
         return JSONResponse(service.prompts.tokenizer_info())
 
     def card(name: str) -> dict[str, Any]:
@@ -117,16 +115,19 @@ def router(service: Service) -> APIRouter:
             "max_model_len": service.engine.info.max_model_len,
         }
 
-    @routes.get("/v1/models", tags=["models"])
-    async def models(request: Request) -> Response:
+    @routes.get("/v1/models", tags=["models"], dependencies=guarded)
+    async def models() -> Response:
         """List the names that this model is served under."""
-        await service.keys.check(request)
         return JSONResponse({"object": "list", "data": [card(name) for name in service.options.served_model_names]})
 
-    @routes.get("/v1/models/{name:path}", tags=["models"], responses={404: {"description": "No such model"}})
-    async def model(request: Request, name: str) -> Response:
+    @routes.get(
+        "/v1/models/{name:path}",
+        tags=["models"],
+        dependencies=guarded,
+        responses={404: {"description": "No such model"}},
+    )
+    async def model(name: str) -> Response:
         """Describe one of them."""
-        await service.keys.check(request)
         service.check_model(name)
         return JSONResponse(card(name))
 

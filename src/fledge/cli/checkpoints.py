@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from fledge.cli.command import options
 from fledge.errors import CheckpointError
@@ -46,8 +48,6 @@ def inspect(
 
 def _print(description: dict[str, Any], target: str | None) -> None:
     from jinja2 import Environment  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")

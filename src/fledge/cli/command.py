@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_origin, get_type_hints
 
 import typer
+from rich.console import Console
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.engine.config import EngineConfig, SpeculativeConfig
@@ -154,9 +155,7 @@ def settings_of(kind: type[_Settings], given: Mapping[str, Any], **own: Any) -> 
 
 def run_bench(run: "BenchRun", *, fail_on_errors: bool = True, as_json: bool) -> None:
     """Measure, print what was measured, and exit with 130 or 1 where it is not whole."""
-    from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
-
-    from fledge.bench.report import print_results  # noqa: PLC0415
+    from fledge.bench.report import print_results  # noqa: PLC0415 - `fledge --help` must stay quick
     from fledge.bench.summary import Summary  # noqa: PLC0415
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
 

@@ -3,6 +3,7 @@
 import json
 
 import typer
+from rich.console import Console
 
 from fledge.cli.command import options
 from fledge.errors import ConfigError
@@ -33,7 +34,6 @@ def demo(
             raise ConfigError(f"{name}: found {value}, allowed is 1 or more")
 
     import torch  # noqa: PLC0415 - torch takes seconds, and --help should not
-    from rich.console import Console  # noqa: PLC0415
 
     from fledge.bench.demo import PLAIN, PROMPTS, Demo, table  # noqa: PLC0415
 

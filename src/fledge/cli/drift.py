@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fledge.cli.command import INTERRUPTED, leave, models, options, settings_of
 from fledge.errors import CheckpointError, ConfigError
+from fledge.progress import Progress
 
 
 @options("drift")
@@ -43,7 +44,6 @@ def drift(
     from fledge.drift.prompts import load_probe_workload  # noqa: PLC0415
     from fledge.drift.report import REPORT_FILE, make_report, print_report, setup_of, write_report  # noqa: PLC0415
     from fledge.drift.suite import check, figures, parse_conditions, run_suite  # noqa: PLC0415
-    from fledge.progress import Progress  # noqa: PLC0415
     from fledge.provenance import run_provenance  # noqa: PLC0415
 
     for name in (target, *drafters):

@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from fledge.cli.command import INTERRUPTED, leave, models, numbers, options, settings_of
+from fledge.files import write_text
+from fledge.progress import Progress
 
 _WIDE = 160  # columns, where no terminal says how many it has
 
@@ -40,14 +43,10 @@ def evaluate(
     target, drafters = models(target, drafter)
     depths, temperatures = tuple(numbers("depth", depth, int)), tuple(numbers("temperature", temperature, float))
 
-    from rich.console import Console  # noqa: PLC0415
-
     from fledge.evaluation.evaluate import EvalSettings, run_eval  # noqa: PLC0415 - torch takes seconds
     from fledge.evaluation.report import EvalReport, plus_minus  # noqa: PLC0415
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
-    from fledge.files import write_text  # noqa: PLC0415
-    from fledge.progress import Progress  # noqa: PLC0415
 
     for option, path in (("--out", out), ("--markdown", markdown)):
         if path is not None:
@@ -65,7 +64,7 @@ def evaluate(
     else:
         console = Console(highlight=False)
         if not console.is_terminal:
-            console.width = 160  # where no terminal says how many columns it has
+            console.width = _WIDE
         for table in report.tables(plus_minus):
             console.print(*table.to_rich(console.width))
         console.print(report.lossless, markup=False)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from fledge.cli.command import engine_options, options, read_speculation, settings_of
 from fledge.errors import PromptError
 from fledge.files import read_json_lines
@@ -50,9 +52,7 @@ def generate(
     speculation = read_speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
     requests = _read_requests(prompt, prompts, chat)
 
-    from rich.console import Console  # noqa: PLC0415 - torch takes seconds, and --help should not
-
-    from fledge import LLM, SamplingParams  # noqa: PLC0415
+    from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
     from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
     params = settings_of(SamplingParams, locals(), stop=stop or (), seed=None)
@@ -99,8 +99,6 @@ def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[di
 
 def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
     """One prompt after another, streamed for a person to read."""
-    from rich.console import Console  # noqa: PLC0415
-
     console = Console(highlight=False, soft_wrap=True)
     for number, request in enumerate(requests, start=1):
         if len(requests) > 1:

@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from fledge.checkpoints.source import bundled_directory
 from fledge.cli.command import INTERRUPTED, leave, options
 from fledge.errors import ConfigError, FledgeError
 from fledge.files import write_text
+from fledge.progress import Progress
 
 if TYPE_CHECKING:
     from fledge.training.pipeline import RunReport
@@ -58,7 +61,6 @@ def train(
             if first:
                 _print_plan(loaded, as_json=as_json)
             return
-        from fledge.progress import Progress  # noqa: PLC0415
         from fledge.training.pipeline import Pipeline  # noqa: PLC0415 - torch takes seconds to import
 
         pipeline = Pipeline(loaded, progress=Progress(quiet=quiet))
@@ -84,7 +86,6 @@ def train(
 
 def _print_plan(recipe: "Recipe", *, as_json: bool) -> None:
     """What each stage does and takes, then the memory of `fit`, then what is wrong."""
-    from rich.console import Console  # noqa: PLC0415
     from rich.markdown import Markdown  # noqa: PLC0415
 
     from fledge.training.plan import make_plan, plan_text  # noqa: PLC0415
@@ -100,8 +101,6 @@ def _print_plan(recipe: "Recipe", *, as_json: bool) -> None:
 
 def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
     """Acceptance by source and depth, where the drafter is, and how to serve it."""
-    from rich.console import Console  # noqa: PLC0415
-
     from fledge.report.tables import Table  # noqa: PLC0415
 
     console = Console(highlight=False, soft_wrap=True)

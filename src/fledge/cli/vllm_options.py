@@ -12,7 +12,7 @@ from fledge.engine.vllm_options import ALIASES, FOREIGN, note_on
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.files import read_yaml
 
-_SEVERAL_VALUES = {"--served-model-name", "--api-key"}
+_SEVERAL_VALUES = {"--served-model-name", "--api-key"}  # vLLM's way is to list them, ours to repeat the option
 _JSON = {"--speculative-config"}  # its keys may be given one by one: --speculative-config.model
 
 
@@ -34,7 +34,7 @@ class ServeCommand(TyperCommand):
             ours, notes = translate([*_as_words(settings, ours, flags), *args], values, flags)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        rest = super().parse_args(ctx, _repeat_lists(ours))
+        rest = super().parse_args(ctx, ours)
         if model is not None and ctx.params["model"] is None:
             ctx.params["model"] = str(model)
         return rest
@@ -76,19 +76,6 @@ def _set(values: dict[str, Any], path: str, text: str) -> None:
         values[key] = value
 
 
-def _repeat_lists(arguments: list[str]) -> list[str]:
-    """`--served-model-name a b` is vLLM's way to give several values; ours is to repeat the option."""
-    made: list[str] = []
-    taking: str | None = None
-    for position, word in enumerate(arguments):
-        if word.startswith("-"):
-            taking = word if word in _SEVERAL_VALUES else None
-        elif taking is not None and position and arguments[position - 1] != taking:
-            made.append(taking)
-        made.append(word)
-    return made
-
-
 def translate(
     arguments: Sequence[str], own_values: Collection[str], own_flags: Collection[str]
 ) -> tuple[list[str], list[str]]:
@@ -121,6 +108,8 @@ def translate(
         elif name in own_values:
             ours += [name, value] if equals else [name, *rest[:1]]
             rest = rest if equals else rest[1:]
+            while name in _SEVERAL_VALUES and rest and not rest[0].startswith("-"):
+                ours += [name, rest.pop(0)]
         elif name in FOREIGN:
             option = FOREIGN[name]
             if option.get("flag") or word in ("-O0", "-O1", "-O2", "-O3"):

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
+from fledge.errors import FledgeError
 from fledge.server.bridge import ResponsesAnswer
 from fledge.server.errors import RequestError, refuse
 from fledge.server.protocol import (
@@ -194,7 +195,8 @@ async def _answer(
             answer.generation.close()
             entry.note(answer.generation)
         return JSONResponse(body, headers=headers)
-    except RequestError as error:
+    except FledgeError as wrong:
+        error = RequestError.of(wrong)
         entry.status, entry.error = error.status, error.code or "invalid_request"
         return error_response(error, headers)
     except ClientDisconnect:

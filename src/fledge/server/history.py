@@ -19,6 +19,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
 from fledge.engine.outputs import RoundRecord
+from fledge.engine.protocol import EngineStats
 from fledge.server.prompts import Template
 
 INTERVAL_SECONDS = 2.0
@@ -132,11 +133,12 @@ class SpeedUp(NamedTuple):
     depth: int = 0
 
 
-def speed_up(seen: HistoryInterval, costs: CostTable, choice: DepthChoice | None = None) -> SpeedUp:
+def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     """Estimate the speed-up of the speculation rounds that were seen. Plain steps among them are left out.
 
-    Where they do not tell, `choice` does: what the controller expects of the depth it has chosen.
+    Where they do not tell, the controller's choice does: what it expects of the depth it has chosen.
     """
+    costs, choice = stats.costs, stats.choice
     speculative = {shape: count for shape, count in seen.sums["rounds"].items() if shape[1] > 0 and count > 0}
     tokens = seen.sums["round_tokens"]
     total = sum(speculative.values())
@@ -169,32 +171,21 @@ class SpeculationNote(NamedTuple):
     text: str
 
 
-def explain(
-    seen: HistoryInterval,
-    costs: CostTable,
-    *,
-    has_drafter: bool = True,
-    fallback: bool = False,
-    lifetime: AcceptanceStatistics | None = None,
-    choice: DepthChoice | None = None,
-) -> list[SpeculationNote]:
-    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why.
-
-    `lifetime` is all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
-    `choice` is the controller's latest.
-    """
-    if not has_drafter or fallback:
+def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> list[SpeculationNote]:
+    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why."""
+    if not has_drafter or stats.drafter_failure is not None:
         return [_note("failed" if has_drafter else "no_drafter")]
     acceptance, num_rounds = seen.acceptance, seen.sums["rounds"].total()
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
-    dead = dead_drafter(acceptance if is_certain or lifetime is None else lifetime)
-    chosen = []
-    if choice is not None and choice.reason != "fixed" and num_rounds > 0:
-        chosen.append(_chosen(choice))
+    # By all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
+    dead = dead_drafter(acceptance if is_certain else stats.acceptance)
+    choice = stats.choice
+    is_chosen = choice is not None and choice.reason != "fixed" and num_rounds > 0
+    chosen = [_chosen(choice)] if choice is not None and is_chosen else []
     if length is None:
         return [*dead, *(chosen or [_note("only_plain" if num_rounds else "idle")])]
-    estimate = speed_up(seen, costs, choice)
+    estimate = speed_up(seen, stats)
     value, break_even = estimate.value, estimate.break_even
     if value is None or break_even is None:
         return [*(chosen or [_note("unknown", length=length, batch=estimate.batch)]), *dead]
@@ -207,7 +198,7 @@ def explain(
     useful = sum(rate >= 0.1 for rate in rates)
     is_too_deep = is_certain and 0 < useful < len(rates) and break_even >= PAYS
     depth = [_note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
-    return [verdict, *dead, *_batch(length, costs, estimate), *_slow_parts(seen, break_even), *depth]
+    return [verdict, *dead, *_batch(length, stats.costs, estimate), *_slow_parts(seen, break_even), *depth]
 
 
 def _chosen(choice: DepthChoice) -> SpeculationNote:

@@ -153,7 +153,7 @@ class Metrics(Collector):
         buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
         gaps.add_metric((self.model_name,), list(buckets), total.sums["token_gap_seconds"][""])
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
-        estimate = speed_up(recent, stats.costs, stats.choice)
+        estimate = speed_up(recent, stats)
         values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),

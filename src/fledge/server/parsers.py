@@ -82,15 +82,15 @@ class StreamParser(ABC):
 class Trimmer:
     """Text without the white space around it, as it comes."""
 
-    def __init__(self) -> None:
-        self.has_text = False
-        self._space = ""  # that the text so far ends with
+    def __init__(self, *, has_text: bool = False) -> None:
+        self.has_text = has_text  # then white space before it counts
+        self.space = ""  # that the text so far ends with
 
     def __call__(self, text: str) -> str:
-        text = self._space + text
+        text = self.space + text
         text = text if self.has_text else text.lstrip()
         kept = text.rstrip()
-        self._space = text[len(kept) :]
+        self.space = text[len(kept) :]
         self.has_text = self.has_text or bool(kept)
         return kept
 

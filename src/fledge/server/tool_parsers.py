@@ -126,9 +126,8 @@ class ToolParser(StreamParser):
         super().__init__()
         self.calls = 0
         self._parallel = parallel
-        self._space = ""  # white space that the content so far ends with
+        self._trimmed = Trimmer(has_text=True)  # content, since the last call
         self._has_content = False
-        self._after_call = False  # no content since the last call
 
     @classmethod
     def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
@@ -151,23 +150,17 @@ class ToolParser(StreamParser):
 
     def _read(self) -> Generator[None]:
         yield from self._read_calls()
-        if self._space and not self._after_call:
-            self._deltas.append({"content": self._space})
+        if self._trimmed.space:
+            self._deltas.append({"content": self._trimmed.space})
 
     def _content(self, text: str) -> None:
-        text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if self._after_call:
-            kept = kept.lstrip()
-        if kept:
-            between = "\n" if self._after_call and self._has_content else ""
+        between = "\n" if self._has_content and not self._trimmed.has_text else ""
+        if kept := self._trimmed(text):
             self._deltas.append({"content": between + kept})
-            self._after_call, self._has_content = False, True
+            self._has_content = True
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
-        self._space = ""
-        self._after_call = True
+        self._trimmed = Trimmer()
         self.calls += 1
         own = {"id": call_id or f"call_{secrets.token_hex(12)}", "type": "function"}  # such as OpenAI makes
         self._call_delta(own, {"name": name, "arguments": ""})

@@ -68,17 +68,9 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
     window = recent if recent.sums["rounds"] else whole
-    estimate = speed_up(window, stats.costs, stats.choice)
+    estimate = speed_up(window, stats)
     seconds = history.interval_seconds
-    has_failed = stats.drafter_failure is not None
-    notes = explain(
-        window,
-        stats.costs,
-        has_drafter=metrics.has_drafter,
-        fallback=has_failed,
-        lifetime=stats.acceptance,
-        choice=stats.choice,
-    )
+    notes = explain(window, stats, has_drafter=metrics.has_drafter)
     return {
         "server": {
             "model": metrics.model_name,
@@ -89,7 +81,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         },
         "interval_s": seconds,
         "kept_intervals": history.kept,
-        "tiles": _tiles(metrics, closed[-TILE_INTERVALS:], window, estimate),
+        "tiles": _tiles(metrics, HistoryInterval.sum(closed[-TILE_INTERVALS:]), window, estimate),
         "window_s": window.intervals * seconds,
         "now_s": TILE_INTERVALS * seconds,
         "findings": [note._asdict() for note in notes],
@@ -103,10 +95,8 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     }
 
 
-def _tiles(
-    metrics: Metrics, closed: list[HistoryInterval], window: HistoryInterval, estimate: SpeedUp
-) -> dict[str, float | int | bool | None]:
-    stats, now, total = metrics.stats, HistoryInterval.sum(closed), metrics.total.sums
+def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, estimate: SpeedUp) -> dict[str, Any]:
+    stats, total = metrics.stats, metrics.total.sums
     rates = _rates(now, now.intervals * metrics.history.interval_seconds)
     return {
         "output_tokens_per_s": rates["output"],

@@ -11,9 +11,9 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_type_hints
 
 import typer
 from rich.console import Console
@@ -25,7 +25,6 @@ from fledge.errors import ConfigError, nearest_name_hint
 if TYPE_CHECKING:
     from fledge.bench.run import BenchRun
 
-_Command = TypeVar("_Command", bound=Callable[..., None])
 _Settings = TypeVar("_Settings")
 _Number = TypeVar("_Number", int, float)
 INTERRUPTED = 130  # exit status
@@ -33,13 +32,14 @@ INTERRUPTED = 130  # exit status
 _HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 
 
-def options(verb: str) -> Callable[[_Command], _Command]:
-    """Decorator of a command: help.toml says what its parameters are called, allow, and are for."""
+def options(verb: str, *engine: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a command: help.toml says what its parameters are called, allow, and are for.
+
+    It also takes these options of `EngineConfig`, and gets their values as one mapping, `engine`.
+    """
     texts = {**_HELP["shared"], **_HELP[verb]}
 
     def described(parameter: inspect.Parameter) -> inspect.Parameter:
-        if get_origin(parameter.annotation) is Annotated:  # of `engine_options`
-            return parameter
         text = texts[parameter.name]
         values = {"help": text} if isinstance(text, str) else dict(text)
         make = typer.Argument if values.pop("argument", False) else typer.Option
@@ -49,38 +49,27 @@ def options(verb: str) -> Callable[[_Command], _Command]:
         info = make(**values) if name is None else make(name, **values)
         return parameter.replace(annotation=Annotated[parameter.annotation, info])
 
-    def decorate(command: _Command) -> _Command:
-        signature = inspect.signature(command)
-        parameters = [described(parameter) for parameter in signature.parameters.values()]
-        setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
-        return command
-
-    return decorate
-
-
-def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of `EngineConfig`. It gets their values as one mapping, `engine`."""
-    flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
-    types, added = get_type_hints(EngineConfig), []
-    for field in (field for name in names for field in fields(EngineConfig) if field.name == name):
-        more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
-        option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
-        annotation, kind = Annotated[types[field.name], option], inspect.Parameter.KEYWORD_ONLY
-        added.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
-
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "engine"]
-
         @functools.wraps(command)
         def with_engine(**given: Any) -> None:
-            engine = {name: given.pop(name) for name in names}
-            command(**given, engine=engine)
+            values = {name: given.pop(name) for name in engine}
+            command(**given, **({"engine": values} if engine else {}))
 
+        signature = inspect.signature(command)
+        own = [described(one) for one in signature.parameters.values() if not engine or one.name != "engine"]
+        added = [_engine_option(field) for name in engine for field in fields(EngineConfig) if field.name == name]
         setattr(with_engine, "__signature__", signature.replace(parameters=[*own, *added]))  # noqa: B010
         return with_engine
 
     return decorate
+
+
+def _engine_option(field: Field[Any]) -> inspect.Parameter:
+    flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
+    more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
+    option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
+    annotation = Annotated[get_type_hints(EngineConfig)[field.name], option]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
 
 
 def token_count(text: str) -> int | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fledge.cli.command import engine_options, options, read_speculation, settings_of
+from fledge.cli.command import options, read_speculation, settings_of
 from fledge.errors import PromptError
 from fledge.files import read_json_lines
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from fledge.engine.outputs import RequestOutput
 
 
-@options("generate")
-@engine_options("dtype", "device", "max_model_len")
+@options("generate", "dtype", "device", "max_model_len")
 def generate(
     prompt: str | None = None,
     *,

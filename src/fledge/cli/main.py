@@ -50,13 +50,9 @@ def _options(
     pass
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
-
-
 def run() -> None:
     """Entry point. A user's mistake is one line and exit status 2, never a traceback."""
-    warnings.showwarning = _show_warning
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     os.environ["PYTHONSAFEPATH"] = "1"  # Python children import nothing from the working directory
     try:
         app()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import engine_options, options, settings_of
+from fledge.cli.command import options, settings_of
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.errors import ConfigError
 from fledge.files import parse_json, read_json
@@ -21,8 +21,7 @@ _INTERNAL = {"speculative_config", "block_size", "num_blocks", "cudagraph_captur
 ENGINE_OPTIONS = tuple(one.name for one in fields(EngineConfig) if one.name not in _INTERNAL)
 
 
-@options("serve")
-@engine_options(*ENGINE_OPTIONS)
+@options("serve", *ENGINE_OPTIONS)
 def serve(
     model: str | None = None,
     *,

@@ -30,17 +30,13 @@ class StreamParser(ABC):
         self._deltas: list[Delta] = []
         self._reading = self._read()
 
-    def feed(self, text: str) -> list[Delta]:
-        """Take in more text; return what has become certain."""
+    def feed(self, text: str, *, final: bool = False) -> list[Delta]:
+        """Take in more text; return what has become certain, and all that is left when the answer has ended."""
+        self._is_final = self._is_final or final
         self._buffer += text
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
-
-    def finish(self) -> list[Delta]:
-        """Return what is left when the answer has ended."""
-        self._is_final = True
-        return self.feed("")
 
     @abstractmethod
     def _read(self) -> Generator[None]:
@@ -135,11 +131,11 @@ class AnswerParser:
         self._parsers = [parser for parser in parsers if parser is not None]
 
     def feed(self, text: str, *, final: bool = False) -> list[Delta]:
-        """Take in more text; return what has become certain, and all that is left when the answer has ended."""
+        """As a parser does."""
         deltas: list[Delta] = [{"content": text}] if text else []
         for parser in self._parsers:
             parts = [parser.feed(delta["content"]) if "content" in delta else [delta] for delta in deltas]
-            deltas = [*itertools.chain(*parts), *(parser.finish() if final else ())]
+            deltas = [*itertools.chain(*parts), *(parser.feed("", final=True) if final else ())]
         return deltas
 
 

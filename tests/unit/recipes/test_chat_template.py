@@ -37,6 +37,6 @@ def test_tools_are_shown_and_calls_written_as_they_are_read() -> None:
     assert text.count("<|im_start|>system") == 1
     written = text.rpartition(ANSWER)[0].rpartition(ANSWER)[2].removesuffix("<|im_end|>\n")
     parser = HermesParser()
-    deltas = parser.feed(written) + parser.finish()
+    deltas = parser.feed(written) + parser.feed("", final=True)
     assert "".join(part["function"]["arguments"] for one in deltas for part in one["tool_calls"]) == '{"a": 1}'
     assert "# Tools" in render([TURNS[1]], tools=[TOOL])

@@ -35,7 +35,7 @@ CASES = [
 def test_whole_and_character_by_character(text: str, opened: bool, reasoning: str | None, content: str | None) -> None:
     for pieces in ([text], list(text)):
         parser = ReasoningParser(opened=opened)
-        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.feed("", final=True)
         message = whole_message(deltas)
         assert message.get("reasoning_content") == reasoning
         assert message["content"] == (content or "")

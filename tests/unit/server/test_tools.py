@@ -155,7 +155,7 @@ def test_whole_answers(name: str, text: str, content: str | None, calls: list[tu
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_character_by_character(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
     parser = TOOL_PARSERS[name]()
-    deltas = [delta for character in text for delta in parser.feed(character)] + parser.finish()
+    deltas = [delta for character in text for delta in parser.feed(character)] + parser.feed("", final=True)
     assert assembled(deltas) == (content, calls)
     announced = set()
     for delta in deltas:
@@ -166,7 +166,7 @@ def test_character_by_character(name: str, text: str, content: str | None, calls
             announced.add(part["index"])
         else:
             assert delta["content"]
-    assert parser.feed("") == parser.finish() == []
+    assert parser.feed("") == parser.feed("", final=True) == []
 
 
 _FRAGMENTS = {
@@ -212,7 +212,7 @@ def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str, pa
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
     parser = TOOL_PARSERS[name](parallel=parallel)
     chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.finish()
+    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.feed("", final=True)
     assert assembled(deltas) == parse(name, text, parallel=parallel)
 
 

@@ -8,10 +8,8 @@ import typer
 
 from fledge.cli.bench import bench
 from fledge.cli.checkpoints import convert, inspect
-from fledge.cli.demo import demo
-from fledge.cli.drift import drift
-from fledge.cli.eval import evaluate
-from fledge.cli.generate import generate
+from fledge.cli.drafters import drift, evaluate
+from fledge.cli.generate import demo, generate
 from fledge.cli.serve import serve
 from fledge.cli.train import train
 from fledge.cli.vllm_options import ServeCommand

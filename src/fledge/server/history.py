@@ -53,10 +53,13 @@ class HistoryInterval:
     number: int = 0
     intervals: int = 1
     gauges: dict[str, float] = field(default_factory=lambda: {"running": 0, "waiting": 0, "kv": 0.0})
-    sums: defaultdict[Any, Counter[Any]] = field(default_factory=lambda: defaultdict(Counter))
+    sums: dict[Any, Counter[Any]] = field(default_factory=dict)
 
     def add(self, name: Any, amounts: Mapping[Any, float]) -> None:
-        self.sums[name].update(amounts)  # type: ignore[arg-type]  # seconds can be counted too
+        self.sums.setdefault(name, Counter()).update(amounts)  # type: ignore[arg-type]  # seconds can be counted too
+
+    def __getitem__(self, name: str) -> Counter[Any]:
+        return self.sums.get(name, Counter())
 
     @classmethod
     def sum(cls, parts: Sequence["HistoryInterval"]) -> "HistoryInterval":
@@ -70,7 +73,7 @@ class HistoryInterval:
 
     @property
     def acceptance(self) -> AcceptanceStatistics:
-        return AcceptanceStatistics(tally=self.sums["acceptance"])
+        return AcceptanceStatistics(tally=self["acceptance"])
 
     @property
     def templates(self) -> dict[Template, AcceptanceStatistics]:
@@ -85,7 +88,7 @@ class HistoryInterval:
     @property
     def fallback_ratio(self) -> float | None:
         """Share of requests' turns that were decoded without drafts."""
-        turns = self.sums["decode_turns"]
+        turns = self["decode_turns"]
         return ratio(turns["plain"], turns.total())
 
 
@@ -139,8 +142,8 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     Where they do not tell, the controller's choice does: what it expects of the depth it has chosen.
     """
     costs, choice = stats.costs, stats.choice
-    speculative = {shape: count for shape, count in seen.sums["rounds"].items() if shape[1] > 0 and count > 0}
-    tokens = seen.sums["round_tokens"]
+    speculative = {shape: count for shape, count in seen["rounds"].items() if shape[1] > 0 and count > 0}
+    tokens = seen["round_tokens"]
     total = sum(speculative.values())
     expected = SpeedUp() if choice is None else SpeedUp(value=choice.speed_up, break_even=choice.cost)
     if total == 0:
@@ -175,7 +178,7 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
     """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why."""
     if not has_drafter or stats.drafter_failure is not None:
         return [_note("failed" if has_drafter else "no_drafter")]
-    acceptance, num_rounds = seen.acceptance, seen.sums["rounds"].total()
+    acceptance, num_rounds = seen.acceptance, seen["rounds"].total()
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
     # By all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.

@@ -149,9 +149,9 @@ class Metrics(Collector):
         gaps = HistogramMetricFamily(
             PREFIX + "inter_token_latency_seconds", "Between two pieces of one stream.", labels=("model_name",)
         )
-        counts = itertools.accumulate(total.sums["token_gaps"][i] for i in range(len(_TOKEN_GAP_EDGES) + 1))
+        counts = itertools.accumulate(total["token_gaps"][i] for i in range(len(_TOKEN_GAP_EDGES) + 1))
         buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
-        gaps.add_metric((self.model_name,), list(buckets), total.sums["token_gap_seconds"][""])
+        gaps.add_metric((self.model_name,), list(buckets), total["token_gap_seconds"][""])
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
         estimate = speed_up(recent, stats)
         values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
@@ -173,7 +173,7 @@ class Metrics(Collector):
                 "speculative": stats.costs.cost(estimate.batch, estimate.depth) if estimate.depth else None,
                 "plain": stats.costs.cost(estimate.batch, 0) if estimate.batch else None,
             },
-            **{name: total.sums[name] for name in COUNTED},
+            **{name: total[name] for name in COUNTED},
         }
         for kind, parts in {"template": total.templates, "context": total.contexts}.items():
             name = f"spec_decode_{kind}_num"

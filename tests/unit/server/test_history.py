@@ -38,7 +38,8 @@ def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
 def _seen(rounds: Rounds) -> HistoryInterval:
     seen = HistoryInterval()
     for shape, (count, tokens) in rounds.items():
-        seen.sums["rounds"][shape], seen.sums["round_tokens"][shape] = count, tokens
+        seen.add("rounds", {shape: count})
+        seen.add("round_tokens", {shape: tokens})
     return seen
 
 

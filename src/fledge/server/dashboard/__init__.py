@@ -67,7 +67,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     with metrics.lock:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
-    window = recent if recent.sums["rounds"] else whole
+    window = recent if recent["rounds"] else whole
     estimate = speed_up(window, stats)
     seconds = history.interval_seconds
     notes = explain(window, stats, has_drafter=metrics.has_drafter)
@@ -86,7 +86,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         "now_s": TILE_INTERVALS * seconds,
         "findings": [note._asdict() for note in notes],
         "templates": [
-            {"hash": template.digest, "requests": whole.sums["requests"][template]}
+            {"hash": template.digest, "requests": whole["requests"][template]}
             | _acceptance(template.name, part, estimate)
             for template, part in sorted(whole.templates.items(), key=lambda item: -item[1].rounds)
         ],
@@ -96,7 +96,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
 
 
 def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, estimate: SpeedUp) -> dict[str, Any]:
-    stats, total = metrics.stats, metrics.total.sums
+    stats, total = metrics.stats, metrics.total
     rates = _rates(now, now.intervals * metrics.history.interval_seconds)
     return {
         "output_tokens_per_s": rates["output"],
@@ -132,17 +132,17 @@ def _acceptance(name: str, part: AcceptanceStatistics, estimate: SpeedUp) -> dic
 
 
 def _rates(interval: HistoryInterval, seconds: float) -> dict[str, float | None]:
-    tokens, ttft = interval.sums["tokens"], interval.sums["ttft"]
+    tokens, ttft = interval["tokens"], interval["ttft"]
     return {
         "output": ratio(tokens["output"], seconds),
         "prompt": ratio(tokens["prompt"], seconds),
-        "user": ratio(interval.sums["round_tokens"].total(), interval.sums["token_gap_seconds"][""]),
+        "user": ratio(interval["round_tokens"].total(), interval["token_gap_seconds"][""]),
         "ttft": ratio(ttft["seconds"], ttft["requests"]),
     }
 
 
 def _point(interval: HistoryInterval, seconds: float) -> dict[str, Any]:
-    phases = interval.sums["spec_decode_phase_seconds"]
+    phases = interval["spec_decode_phase_seconds"]
     return {
         "n": interval.number,
         **_rates(interval, seconds),

@@ -68,8 +68,8 @@ def _engine_option(field: Field[Any]) -> inspect.Parameter:
     flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
     more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
     option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
-    annotation = Annotated[get_type_hints(EngineConfig)[field.name], option]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
+    hint, kind = get_type_hints(EngineConfig)[field.name], inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, kind, default=field.default, annotation=Annotated[hint, option])
 
 
 def token_count(text: str) -> int | None:

@@ -200,7 +200,7 @@ class EngineWorker:
         last = self._engine.abort(request_id, reason)
         self._updates += [] if last is None else [last]
 
-    def add(self, request_id: str, *, grammar: Grammar | None = None, **request: Any) -> None:
+    def add(self, request_id: str, /, *, grammar: Grammar | None = None, **request: Any) -> None:
         """Begin a request, as `Engine.add_request` does. Its grammar has been compiled."""
         try:
             # Compiled a moment ago: this finds it, or in the worst case compiles what is known to be good again.

@@ -56,7 +56,9 @@ class HistoryInterval:
     sums: dict[Any, Counter[Any]] = field(default_factory=dict)
 
     def add(self, name: Any, amounts: Mapping[Any, float]) -> None:
-        self.sums.setdefault(name, Counter()).update(amounts)  # type: ignore[arg-type]  # seconds can be counted too
+        sums = self.sums.setdefault(name, Counter())
+        for label, amount in amounts.items():  # quicker than `update`, and after every step
+            sums[label] += amount  # type: ignore[assignment]  # seconds can be counted too
 
     def __getitem__(self, name: str) -> Counter[Any]:
         return self.sums.get(name, Counter())

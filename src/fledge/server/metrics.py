@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
 from fledge.server.history import History, HistoryInterval, by_context, dead_drafter, speed_up
@@ -124,8 +125,9 @@ class Metrics(Collector):
                     self._histograms[name].labels(self.model_name).observe(value)
             if metrics.time_to_first_token is not None:
                 self._add("ttft", {"seconds": metrics.time_to_first_token, "requests": 1})
-            for part, tally in {template: metrics.acceptance.tally, **by_context(metrics.rounds)}.items():
-                self._add(part, tally)
+            self._add(template, metrics.acceptance.tally)
+            for bucket, tally in by_context(metrics.rounds).items():
+                self._add(bucket, tally)
 
     def on_rejected(self, reason: str) -> None:
         """Count a request that was refused before the engine saw it."""
@@ -175,7 +177,9 @@ class Metrics(Collector):
             },
             **{name: total[name] for name in COUNTED},
         }
-        for kind, parts in {"template": total.templates, "context": total.contexts}.items():
+        labelled: dict[str, Mapping[Any, AcceptanceStatistics]]
+        labelled = {"template": total.templates, "context": total.contexts}
+        for kind, parts in labelled.items():
             name = f"spec_decode_{kind}_num"
             values[f"{name}_drafts"] = {label: part.rounds for label, part in parts.items()}
             values[f"{name}_draft_tokens"] = {label: sum(part.drafted_by_depth) for label, part in parts.items()}

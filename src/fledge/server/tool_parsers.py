@@ -66,7 +66,7 @@ def _read_members(text: str) -> CallObject:
         elif member is not None and end is not None:  # arguments: the object as a string
             if not isinstance(value, str) or (member == "name" and not value):
                 return call._replace(end=end, is_bad=True)
-            call = call._replace(**{member: value})
+            call = call._replace(name=value) if member == "name" else call._replace(arguments=value)
         if end is None:
             return call
         at = _skip_space(text, end)

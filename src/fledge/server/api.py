@@ -288,21 +288,11 @@ class EventStream(StreamingResponse):
 
 async def read_json(service: Service, request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raises RequestError for anything else."""
-    body = bytearray()
-    try:
-        await _read_body(service, request, body)
-        return _parse_json(bytes(body))
-    finally:
-        service.body_bytes -= len(body)
-
-
-async def _read_body(service: Service, request: Request, body: bytearray) -> None:
-    """Fill `body`, and count it in `service.body_bytes`, until it is whole or refused."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Anything else can be sent by a web page of another site without the browser asking us first.
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
-    most = service.options.max_body_bytes
+    most, body = service.options.max_body_bytes, bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
@@ -314,10 +304,13 @@ async def _read_body(service: Service, request: Request, body: bytearray) -> Non
                 if len(body) > SMALL_BODY_BYTES and service.body_bytes > max(MAX_BODIES_BYTES, most):
                     message = "too many large requests are arriving; try again"
                     raise RequestError(message, status=503, code="too_many_bodies", retry_after=1)
+        return _parse_json(bytes(body))
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408, code="timeout") from None
     except ClientDisconnect:
         raise RequestError("the client has gone", status=400) from None
+    finally:
+        service.body_bytes -= len(body)
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:

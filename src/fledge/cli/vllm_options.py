@@ -86,36 +86,32 @@ def translate(
     """
     ours: list[str] = []
     notes: list[str] = []
-    rest, last = list(arguments), list[str]()
     dotted: dict[str, list[tuple[str, str]]] = {}
-    while rest:
+    rest = list(arguments)
+    while rest and rest[0] != "--":
         word = rest.pop(0)
-        if word == "--":
-            last, rest = [word, *rest], []
-            continue
         if not word.startswith("-") or word == "-":
             ours.append(word)
             continue
         name, equals, value = word.partition("=")
         name, dot, path = name.partition(".")
         name = _spelled(name)
-        if dot and name in _JSON & set(own_values) and (equals or rest):
-            dotted.setdefault(name, []).append((path, value if equals else rest.pop(0)))
-        elif dot and name not in FOREIGN:
+        foreign = FOREIGN.get(name)
+        is_flag = name in own_flags or word in ("-O0", "-O1", "-O2", "-O3") or (foreign or {}).get("flag", False)
+        if not equals and not is_flag and rest:
+            equals, value = "=", rest.pop(0)
+        if dot and name in _JSON & set(own_values) and equals:
+            dotted.setdefault(name, []).append((path, value))
+        elif dot and foreign is None:
             raise ConfigError(f"unknown option '{name}.{path}'. See fledge serve --help.")
         elif name in own_flags:
             ours.append(name + equals + value)
         elif name in own_values:
-            ours += [name, value] if equals else [name, *rest[:1]]
-            rest = rest if equals else rest[1:]
+            ours += [name, value] if equals else [name]
             while name in _SEVERAL_VALUES and rest and not rest[0].startswith("-"):
                 ours += [name, rest.pop(0)]
-        elif name in FOREIGN:
-            option = FOREIGN[name]
-            if option.get("flag") or word in ("-O0", "-O1", "-O2", "-O3"):
-                value = ""
-            elif not equals and rest:
-                value = rest.pop(0)
+        elif foreign is not None:
+            value = "" if is_flag else value
             note = note_on(name, value, f"{name} {value}".strip())
             notes += [] if note is None else [f"{name}: {note}"]
         else:
@@ -130,4 +126,4 @@ def translate(
         except (ValueError, TypeError, AttributeError):
             raise ConfigError(f"{name}.{path}: what is above it is no JSON object") from None
         ours += [name, json.dumps(values)]
-    return [*ours, *last], notes
+    return [*ours, *rest], notes

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_t
 import typer
 from rich.console import Console
 
-from fledge.checkpoints.source import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.errors import CheckpointError, ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
     from fledge.bench.run import BenchRun
@@ -122,11 +122,16 @@ def one_of(option: str, value: str, known: Iterable[str]) -> None:
 
 
 def models(target: str | None, drafters: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
-    """Return the target and its drafters; the bundled ones if none is named."""
+    """Return the target and its drafters, which are there; the bundled ones if none is named."""
     if (target is None) != (not drafters):
         missing = "--target" if target is None else "--drafter"
         raise ConfigError(f"{missing} is missing: name a target and its drafters, or neither for the bundled models")
-    return target or TARGET, tuple(drafters or DRAFTERS.values())
+    found = (target or TARGET, *(drafters or DRAFTERS.values()))
+    for name in found:
+        if not resolve(name).is_dir():  # a bundled one
+            advice = "name your own with --target and --drafter"
+            raise CheckpointError(f"{name}: this installation of Fledge has no bundled models; {advice}")
+    return found[0], found[1:]
 
 
 def leave(status: int, *lines: str) -> NoReturn:

@@ -11,9 +11,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from fledge.checkpoints.source import resolve
 from fledge.cli.command import INTERRUPTED, leave, models, numbers, options, settings_of
-from fledge.errors import CheckpointError, ConfigError
+from fledge.errors import ConfigError
 from fledge.files import write_text
 from fledge.progress import Progress
 
@@ -120,11 +119,6 @@ def drift(
     from fledge.drift.suite import check, figures, parse_conditions, run_suite  # noqa: PLC0415
     from fledge.provenance import run_provenance  # noqa: PLC0415
 
-    for name in (target, *drafters):
-        if not resolve(name).is_dir():  # a bundled one, which this installation does not have
-            raise CheckpointError(
-                f"{name}: this installation of Fledge has no bundled models; name your own with --target and --drafter"
-            )
     conditions = fail_if or []
     perturbations = [*default_suite(suite or ("none" if perturb else "quick")), *(perturb or ())]
     for name in perturbations:

@@ -159,14 +159,13 @@ REASONING_PARSERS = dict.fromkeys(("think", "deepseek_r1", "qwen3", "kimi_k2"), 
 
 
 def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:
-    """Return the parser of that name; None or "auto": if the chat template knows about reasoning; "none": none."""
-    if name in (None, "auto"):
-        return ReasoningParser if ReasoningParser.END in (template or "") else None
-    return named_parser("reasoning", str(name), REASONING_PARSERS)
+    """`named_parser`, found if the chat template knows about reasoning."""
+    found = ReasoningParser if ReasoningParser.END in (template or "") else None
+    return named_parser("reasoning", name or "auto", REASONING_PARSERS, found)
 
 
-def named_parser(kind: str, name: str, known: Mapping[str, type[_P]]) -> type[_P] | None:
-    """Return the parser of that name; "none": none. Raises ConfigError."""
-    if name != "none" and name not in known:
+def named_parser(kind: str, name: str, known: Mapping[str, type[_P]], found: type[_P] | None) -> type[_P] | None:
+    """Return the parser of that name; "auto": the one found by the chat template; "none": none. Raises ConfigError."""
+    if name not in ("auto", "none") and name not in known:
         raise ConfigError(f"unknown {kind} parser '{name}'.{nearest_name_hint(name, known)}")
-    return known.get(name)
+    return found if name == "auto" else known.get(name)

@@ -331,16 +331,12 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 
 
 def tool_parser(name: str | None, template: str | None = None) -> type[ToolParser] | None:
-    """Return the parser of that name; None or "auto": for what the chat template tells its model to write, if it is
-    one that we know; "none": none. Raises ConfigError.
-    """
-    if name not in (None, "auto"):
-        return named_parser("tool", str(name), TOOL_PARSERS)
-    template = template or ""
+    """`named_parser`, found by what the chat template tells its model to write, if it is one that we know."""
+    template, found = template or "", None
     if "<|tool_calls_section_begin|>" in template:
-        return KimiK2Parser
-    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML inside
-        return HermesParser
-    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
-        return Llama3Parser
-    return None
+        found = "kimi_k2"
+    elif "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML inside
+        found = "hermes"
+    elif "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
+        found = "llama3_json"
+    return named_parser("tool", name or "auto", TOOL_PARSERS, TOOL_PARSERS.get(found or ""))

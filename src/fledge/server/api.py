@@ -39,6 +39,7 @@ from fledge.server.responses import DONE, OpenAIResponse, event
 from fledge.server.service import Service
 
 _T = TypeVar("_T")
+Answer = OpenAIResponse | ResponsesAnswer
 _log = logging.getLogger("fledge.server")
 
 MAX_BODIES_BYTES = 64 * 2**20  # that are being read, of all requests together
@@ -174,7 +175,7 @@ async def _answer(
     request: Request,
     kind: type[ApiModel],
     prefix: str,
-    begin: Callable[[Any, RequestLogEntry], Awaitable[OpenAIResponse | ResponsesAnswer]],
+    begin: Callable[[Any, RequestLogEntry], Awaitable[Answer]],
 ) -> Response:
     entry = RequestLogEntry(id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path)
     headers = {"X-Request-Id": entry.id}
@@ -242,13 +243,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        answer: OpenAIResponse | ResponsesAnswer,
-        entry: RequestLogEntry,
-        headers: dict[str, str],
-        patience: float,
-    ) -> None:
+    def __init__(self, answer: Answer, entry: RequestLogEntry, headers: dict[str, str], patience: float) -> None:
         super().__init__(self._events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._answer = answer
         self._entry = entry

@@ -55,10 +55,13 @@ class HistoryInterval:
     gauges: dict[str, float] = field(default_factory=lambda: {"running": 0, "waiting": 0, "kv": 0.0})
     sums: dict[Any, Counter[Any]] = field(default_factory=dict)
 
-    def add(self, name: Any, amounts: Mapping[Any, float]) -> None:
-        sums = self.sums.setdefault(name, Counter())
-        for label, amount in amounts.items():  # quicker than `update`, and after every step
-            sums[label] += amount  # type: ignore[assignment]  # seconds can be counted too
+    def add(self, sums: Mapping[Any, Mapping[Any, float]]) -> None:
+        for name, amounts in sums.items():
+            mine = self.sums.get(name)
+            if mine is None:
+                mine = self.sums[name] = Counter()
+            for label, amount in amounts.items():  # quicker than `update`, and after every step
+                mine[label] += amount  # type: ignore[assignment]  # seconds can be counted too
 
     def __getitem__(self, name: str) -> Counter[Any]:
         return self.sums.get(name, Counter())
@@ -69,8 +72,7 @@ class HistoryInterval:
         total = cls(intervals=len(parts))
         for part in parts:
             total.number, total.gauges = part.number, part.gauges
-            for name, amounts in part.sums.items():
-                total.add(name, amounts)
+            total.add(part.sums)
         return total
 
     @property
@@ -78,14 +80,16 @@ class HistoryInterval:
         return AcceptanceStatistics(tally=self["acceptance"])
 
     @property
-    def templates(self) -> dict[Template, AcceptanceStatistics]:
-        parts = {part: tally for part, tally in self.sums.items() if isinstance(part, Template)}
-        return {template: AcceptanceStatistics(tally=tally) for template, tally in parts.items()}
+    def templates(self) -> dict[Any, AcceptanceStatistics]:
+        return self._acceptance_by(part for part in self.sums if isinstance(part, Template))
 
     @property
-    def contexts(self) -> dict[str, AcceptanceStatistics]:
+    def contexts(self) -> dict[Any, AcceptanceStatistics]:
         """Shortest contexts first."""
-        return {part: AcceptanceStatistics(tally=self.sums[part]) for part in CONTEXT_BUCKETS if part in self.sums}
+        return self._acceptance_by(part for part in CONTEXT_BUCKETS if part in self.sums)
+
+    def _acceptance_by(self, parts: Iterable[Any]) -> dict[Any, AcceptanceStatistics]:
+        return {part: AcceptanceStatistics(tally=self.sums[part]) for part in parts}
 
     @property
     def fallback_ratio(self) -> float | None:

@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
 from fledge.server.history import History, HistoryInterval, by_context, dead_drafter, speed_up
@@ -70,8 +69,7 @@ class Metrics(Collector):
         }
         for histogram in self._histograms.values():  # shown from the beginning, like these
             histogram.labels(model_name)
-        for name, labels in COUNTED.items():
-            self._add(name, dict.fromkeys(labels, 0))
+        self._add({name: dict.fromkeys(labels, 0) for name, labels in COUNTED.items()})
 
     # What the engine tells
 
@@ -83,25 +81,24 @@ class Metrics(Collector):
             interval.gauges = {"running": stats.running, "waiting": stats.waiting, "kv": kv_use(stats)}
             fresh = stats.num_rounds - before.num_rounds
             prompt, output = stats.prompt_tokens - before.prompt_tokens, stats.output_tokens - before.output_tokens
-            self._add("tokens", {"prompt": prompt, "output": output})
+            self._add({"tokens": {"prompt": prompt, "output": output}})
             if fresh <= 0:
                 return
             tally = stats.acceptance.tally - before.acceptance.tally
-            self._add("acceptance", tally)
             for note in [] if self._warned else dead_drafter(stats.acceptance):
                 self._warned = True
                 _log.warning("%s", note.text)
             rounds = stats.rounds[-fresh:]
             turns, drafted = sum(report.batch for report in rounds), tally.total()
-            self._add("decode_turns", {"speculative": drafted, "plain": max(0, turns - drafted)})
             seconds = (_busy_seconds(stats) - _busy_seconds(before)) / fresh  # rounds read in one step share its time
             # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
-            self._add("token_gaps", {bisect_left(_TOKEN_GAP_EDGES, seconds): turns})
-            self._add("token_gap_seconds", {"": seconds * turns})
+            gaps = {bisect_left(_TOKEN_GAP_EDGES, seconds): turns}
+            self._add({"acceptance": tally, "token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
+            self._add({"decode_turns": {"speculative": drafted, "plain": max(0, turns - drafted)}})
             for report in rounds:
-                self._add("rounds", {(report.batch, report.verify): 1})
-                self._add("round_tokens", {(report.batch, report.verify): report.tokens})
-                self._add("spec_decode_phase_seconds", report.seconds._asdict())
+                shape, phases = (report.batch, report.verify), report.seconds._asdict()
+                given = {"rounds": {shape: 1}, "round_tokens": {shape: report.tokens}}
+                self._add({**given, "spec_decode_phase_seconds": phases})
 
     def on_finished(self, last: RequestUpdate, template: Template) -> None:
         """Count a request that the engine has ended, by its last update."""
@@ -111,8 +108,7 @@ class Metrics(Collector):
         with self.lock:
             if template not in self.total.sums and len(self.total.templates) >= MAX_TEMPLATES:
                 template = Template("other", "")  # labels must not grow
-            self._add("request_success", {last.finish_reason or "abort": 1})
-            self._add("requests", {template: 1})
+            self._add({"request_success": {last.finish_reason or "abort": 1}, "requests": {template: 1}})
             for name, value in (
                 ("request_prompt_tokens", metrics.prompt_tokens),
                 ("request_generation_tokens", metrics.output_tokens),
@@ -124,19 +120,18 @@ class Metrics(Collector):
                 if value is not None:
                     self._histograms[name].labels(self.model_name).observe(value)
             if metrics.time_to_first_token is not None:
-                self._add("ttft", {"seconds": metrics.time_to_first_token, "requests": 1})
-            self._add(template, metrics.acceptance.tally)
-            for bucket, tally in by_context(metrics.rounds).items():
-                self._add(bucket, tally)
+                self._add({"ttft": {"seconds": metrics.time_to_first_token, "requests": 1}})
+            self._add({template: metrics.acceptance.tally})
+            self._add(by_context(metrics.rounds))
 
     def on_rejected(self, reason: str) -> None:
         """Count a request that was refused before the engine saw it."""
         with self.lock:
-            self._add("requests_rejected", {reason: 1})
+            self._add({"requests_rejected": {reason: 1}})
 
-    def _add(self, name: Any, amounts: Mapping[Any, float]) -> None:
-        for one in (self.total, self.history.current()):
-            one.add(name, amounts)
+    def _add(self, sums: Mapping[Any, Mapping[Any, float]]) -> None:
+        self.total.add(sums)
+        self.history.current().add(sums)
 
     # What others ask
 
@@ -177,9 +172,7 @@ class Metrics(Collector):
             },
             **{name: total[name] for name in COUNTED},
         }
-        labelled: dict[str, Mapping[Any, AcceptanceStatistics]]
-        labelled = {"template": total.templates, "context": total.contexts}
-        for kind, parts in labelled.items():
+        for kind, parts in (("template", total.templates), ("context", total.contexts)):
             name = f"spec_decode_{kind}_num"
             values[f"{name}_drafts"] = {label: part.rounds for label, part in parts.items()}
             values[f"{name}_draft_tokens"] = {label: sum(part.drafted_by_depth) for label, part in parts.items()}

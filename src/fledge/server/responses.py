@@ -219,15 +219,14 @@ class CompletionChoice(_Choice):
         return told
 
 
+Choice = ChatChoice | CompletionChoice
+
+
 class OpenAIResponse:
     """The response to one request, from the deltas of its generation."""
 
     def __init__(
-        self,
-        request: SamplingRequest,
-        generation: Generation,
-        entry: RequestLogEntry,
-        choices: Sequence[ChatChoice | CompletionChoice],
+        self, request: SamplingRequest, generation: Generation, entry: RequestLogEntry, choices: Sequence[Choice]
     ) -> None:
         self.generation = generation
         self._request = request

@@ -16,8 +16,9 @@ from fledge import LLM
 from fledge.cli import serve as serve_module
 from fledge.cli.command import token_count
 from fledge.cli.main import app
-from fledge.cli.vllm_options import FOREIGN, translate
+from fledge.cli.serve import translate
 from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.vllm_options import FOREIGN
 from fledge.errors import ConfigError
 from tests.command_line import fledge
 

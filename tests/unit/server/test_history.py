@@ -38,8 +38,7 @@ def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
 def _seen(rounds: Rounds) -> HistoryInterval:
     seen = HistoryInterval()
     for shape, (count, tokens) in rounds.items():
-        seen.add("rounds", {shape: count})
-        seen.add("round_tokens", {shape: tokens})
+        seen.add({"rounds": {shape: count}, "round_tokens": {shape: tokens}})
     return seen
 
 
@@ -57,8 +56,7 @@ def _explain(
     seen = _seen(rounds or {})
     parts = {"acceptance": acceptance or AcceptanceStatistics(), **(contexts or {})}
     parts |= {Template(name, ""): part for name, part in (templates or {}).items()}
-    for name, part in parts.items():
-        seen.add(name, part.tally)
+    seen.add({name: part.tally for name, part in parts.items()})
     ever = lifetime or AcceptanceStatistics()
     return explain(seen, EngineStats(costs=costs or CostTable(), acceptance=ever, **stats), has_drafter=has_drafter)
 

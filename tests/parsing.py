@@ -17,4 +17,4 @@ def assembled(deltas: Sequence[Delta]) -> tuple[str | None, Calls]:
 
 def parse_whole(parser: Any, text: str) -> tuple[str | None, Calls]:
     """Feed a whole answer to a parser in one piece."""
-    return assembled([*parser.feed(text), *parser.finish()])
+    return assembled([*parser.feed(text), *parser.feed("", final=True)])

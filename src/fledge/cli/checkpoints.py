@@ -1,11 +1,12 @@
 """`fledge inspect` and `fledge convert`: what a checkpoint is, whether it fits a target, and it in another format."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from fledge.cli.command import options
 from fledge.errors import CheckpointError
@@ -47,8 +48,6 @@ def inspect(
 
 def _print(description: dict[str, Any], target: str | None) -> None:
     from jinja2 import Environment  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -79,19 +78,12 @@ def _short(number: float) -> str:
     return f"{number:.4g}G"
 
 
-class Destination(StrEnum):
-    """The formats that can be written."""
-
-    VLLM = "vllm"
-    SPECULATORS = "speculators"
-
-
 @options("convert")
 def convert(
     source: str,
     destination: Path,
     *,
-    to: Destination,
+    to: Literal["vllm", "speculators"],
     target: str | None = None,
     num_speculative_tokens: int = 3,
     as_json: bool = False,
@@ -104,14 +96,14 @@ def convert(
     from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
 
     fixed, remaining = convert_drafter(
-        source, destination, to=to.value, target=target, num_speculative_tokens=num_speculative_tokens
+        source, destination, to=to, target=target, num_speculative_tokens=num_speculative_tokens
     )
     if as_json:
         found = {"fixed": [one.as_dict() for one in fixed], "remaining": [one.as_dict() for one in remaining]}
-        typer.echo(json.dumps({"source": source, "destination": str(destination), "to": to.value, **found}))
+        typer.echo(json.dumps({"source": source, "destination": str(destination), "to": to, **found}))
         return
     for finding in fixed:
         typer.echo(f"fixed: {finding.message()}")
     for finding in remaining:
         typer.echo(f"{finding.severity}: {finding.message()}")
-    typer.echo(f"wrote {destination} ({to.value} format)")
+    typer.echo(f"wrote {destination} ({to} format)")

@@ -11,20 +11,20 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast, get_type_hints
 
 import typer
+from rich.console import Console
 
-from fledge.checkpoints.source import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.errors import CheckpointError, ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
     from fledge.bench.run import BenchRun
 
-_Command = TypeVar("_Command", bound=Callable[..., None])
 _Settings = TypeVar("_Settings")
 _Number = TypeVar("_Number", int, float)
 INTERRUPTED = 130  # exit status
@@ -32,13 +32,14 @@ INTERRUPTED = 130  # exit status
 _HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text(encoding="utf-8"))
 
 
-def options(verb: str) -> Callable[[_Command], _Command]:
-    """Decorator of a command: help.toml says what its parameters are called, allow, and are for."""
+def options(verb: str, *engine: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a command: help.toml says what its parameters are called, allow, and are for.
+
+    It also takes these options of `EngineConfig`, and gets their values as one mapping, `engine`.
+    """
     texts = {**_HELP["shared"], **_HELP[verb]}
 
     def described(parameter: inspect.Parameter) -> inspect.Parameter:
-        if get_origin(parameter.annotation) is Annotated:  # of `engine_options`
-            return parameter
         text = texts[parameter.name]
         values = {"help": text} if isinstance(text, str) else dict(text)
         make = typer.Argument if values.pop("argument", False) else typer.Option
@@ -48,38 +49,27 @@ def options(verb: str) -> Callable[[_Command], _Command]:
         info = make(**values) if name is None else make(name, **values)
         return parameter.replace(annotation=Annotated[parameter.annotation, info])
 
-    def decorate(command: _Command) -> _Command:
-        signature = inspect.signature(command)
-        parameters = [described(parameter) for parameter in signature.parameters.values()]
-        setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
-        return command
-
-    return decorate
-
-
-def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of `EngineConfig`. It gets their values as one mapping, `engine`."""
-    flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
-    types, added = get_type_hints(EngineConfig), []
-    for field in (field for name in names for field in fields(EngineConfig) if field.name == name):
-        more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
-        option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
-        annotation, kind = Annotated[types[field.name], option], inspect.Parameter.KEYWORD_ONLY
-        added.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
-
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "engine"]
-
         @functools.wraps(command)
         def with_engine(**given: Any) -> None:
-            engine = {name: given.pop(name) for name in names}
-            command(**given, engine=engine)
+            values = {name: given.pop(name) for name in engine}
+            command(**given, **({"engine": values} if engine else {}))
 
+        signature = inspect.signature(command)
+        own = [described(one) for one in signature.parameters.values() if not engine or one.name != "engine"]
+        added = [_engine_option(field) for name in engine for field in fields(EngineConfig) if field.name == name]
         setattr(with_engine, "__signature__", signature.replace(parameters=[*own, *added]))  # noqa: B010
         return with_engine
 
     return decorate
+
+
+def _engine_option(field: Field[Any]) -> inspect.Parameter:
+    flags = {"kv_cache_bytes": ["--kv-cache-memory-bytes", "--kv-cache-bytes"], "enforce_eager": ["--enforce-eager"]}
+    more: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"} if field.name == "max_model_len" else {}
+    option = typer.Option(*flags.get(field.name, ()), help=field.metadata["help"], **more)
+    hint, kind = get_type_hints(EngineConfig)[field.name], inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, kind, default=field.default, annotation=Annotated[hint, option])
 
 
 def token_count(text: str) -> int | None:
@@ -132,11 +122,16 @@ def one_of(option: str, value: str, known: Iterable[str]) -> None:
 
 
 def models(target: str | None, drafters: Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
-    """Return the target and its drafters; the bundled ones if none is named."""
+    """Return the target and its drafters, which are there; the bundled ones if none is named."""
     if (target is None) != (not drafters):
         missing = "--target" if target is None else "--drafter"
         raise ConfigError(f"{missing} is missing: name a target and its drafters, or neither for the bundled models")
-    return target or TARGET, tuple(drafters or DRAFTERS.values())
+    found = (target or TARGET, *(drafters or DRAFTERS.values()))
+    for name in found:
+        if not resolve(name).is_dir():  # a bundled one
+            advice = "name your own with --target and --drafter"
+            raise CheckpointError(f"{name}: this installation of Fledge has no bundled models; {advice}")
+    return found[0], found[1:]
 
 
 def leave(status: int, *lines: str) -> NoReturn:
@@ -154,9 +149,7 @@ def settings_of(kind: type[_Settings], given: Mapping[str, Any], **own: Any) -> 
 
 def run_bench(run: "BenchRun", *, fail_on_errors: bool = True, as_json: bool) -> None:
     """Measure, print what was measured, and exit with 130 or 1 where it is not whole."""
-    from rich.console import Console  # noqa: PLC0415 - `fledge --help` must stay quick
-
-    from fledge.bench.report import print_results  # noqa: PLC0415
+    from fledge.bench.report import print_results  # noqa: PLC0415 - `fledge --help` must stay quick
     from fledge.bench.summary import Summary  # noqa: PLC0415
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
 

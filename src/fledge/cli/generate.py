@@ -1,4 +1,4 @@
-"""`fledge generate`: one-off generation from any target and any drafter."""
+"""`fledge generate`: answers of any target with any drafter; `fledge demo`: those of the bundled models."""
 
 import json
 import time
@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.cli.command import engine_options, options, read_speculation
-from fledge.errors import PromptError
+import typer
+from rich.console import Console
+
+from fledge.cli.command import options, read_speculation, settings_of
+from fledge.errors import ConfigError, PromptError
 from fledge.files import read_json_lines
 
 if TYPE_CHECKING:
@@ -17,8 +20,13 @@ if TYPE_CHECKING:
     from fledge.engine.outputs import RequestOutput
 
 
-@options("generate")
-@engine_options("dtype", "device", "max_model_len")
+INTRODUCTION = (
+    "[bold]Fledge[/bold] answers with a small bundled chat model: alone, with its EAGLE-3 drafter, and with its "
+    "EAGLE-3.1 drafter. The tokens are the same each time; those that a drafter had proposed are [green]green[/green]."
+)
+
+
+@options("generate", "dtype", "device", "max_model_len")
 def generate(
     prompt: str | None = None,
     *,
@@ -50,21 +58,10 @@ def generate(
     speculation = read_speculation(drafter, speculative_config, depth, (tree_width, tree_budget) if tree else None)
     requests = _read_requests(prompt, prompts, chat)
 
-    from rich.console import Console  # noqa: PLC0415 - torch takes seconds, and --help should not
-
-    from fledge import LLM, SamplingParams  # noqa: PLC0415
+    from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
     from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-    )
+    params = settings_of(SamplingParams, locals(), stop=stop or (), seed=None)
     llm = LLM(target, speculative_config=speculation, seed=seed, **engine)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
     started = time.perf_counter()
@@ -108,8 +105,6 @@ def _read_requests(prompt: str | None, file: Path | None, chat: bool) -> list[di
 
 def _answer_in_turn(llm: "LLM", requests: list[Any], params: "SamplingParams") -> Iterator["RequestOutput"]:
     """One prompt after another, streamed for a person to read."""
-    from rich.console import Console  # noqa: PLC0415
-
     console = Console(highlight=False, soft_wrap=True)
     for number, request in enumerate(requests, start=1):
         if len(requests) > 1:
@@ -143,3 +138,49 @@ def _total(outputs: "list[RequestOutput]", seconds: float) -> dict[str, Any]:
 
     pooled = replace(RequestMetrics.pooled([output.metrics for output in outputs]), seconds=seconds)
     return pooled.to_dict(sum(len(output.outputs[0].token_ids) for output in outputs))
+
+
+@options("demo")
+def demo(
+    prompt: list[str] | None = None,
+    *,
+    depth: int = 3,
+    max_tokens: int = 120,
+    repeats: int = 3,
+    device: str = "auto",
+    threads: int | None = None,
+    as_json: bool = False,
+) -> None:
+    """See the bundled models answer with and without speculation.
+
+    Beside them, transformers is timed on the same questions.
+    """
+    for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"{name}: found {value}, allowed is 1 or more")
+
+    import torch  # noqa: PLC0415
+
+    from fledge.bench.demo import PLAIN, PROMPTS, Demo, table  # noqa: PLC0415
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console = Console(highlight=False, stderr=as_json)
+    it = Demo(prompt or PROMPTS, depth=depth, max_tokens=max_tokens, device=device)  # refuses what cannot be run
+    console.print(INTRODUCTION)
+    it.stream(console)
+    with console.status("timing, beside transformers"):
+        figures = it.measure(repeats)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        caption = f"speed: against transformers; by drafting: against {PLAIN}"
+        console.print("", *table(figures).to_rich(console.width), caption, sep="\n")
+    if figures["identical"]:
+        others = ", and from transformers" if figures["identical_to_transformers"] else ""
+        console.print(f"Lossless: the same {figures['tokens']} tokens with and without drafters{others}.")
+    elif figures["device"] == "cpu":
+        console.print("[red]Not lossless: the tokens differ.[/red] This is a bug; please report it.")
+        raise typer.Exit(1)
+    else:
+        console.print("Some tokens differ: in bfloat16 a batch of another size may round a near-tie the other way.")

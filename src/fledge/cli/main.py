@@ -8,13 +8,10 @@ import typer
 
 from fledge.cli.bench import bench
 from fledge.cli.checkpoints import convert, inspect
-from fledge.cli.demo import demo
-from fledge.cli.drift import drift
-from fledge.cli.eval import evaluate
-from fledge.cli.generate import generate
-from fledge.cli.serve import serve
+from fledge.cli.drafters import drift, evaluate
+from fledge.cli.generate import demo, generate
+from fledge.cli.serve import ServeCommand, serve
 from fledge.cli.train import train
-from fledge.cli.vllm_options import ServeCommand
 from fledge.errors import FledgeError
 from fledge.version import __version__
 
@@ -50,13 +47,9 @@ def _options(
     pass
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
-
-
 def run() -> None:
     """Entry point. A user's mistake is one line and exit status 2, never a traceback."""
-    warnings.showwarning = _show_warning
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     os.environ["PYTHONSAFEPATH"] = "1"  # Python children import nothing from the working directory
     try:
         app()

@@ -4,25 +4,29 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from typer.core import TyperCommand
+
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import engine_options, options
+from fledge.cli.command import options, settings_of
 from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.errors import ConfigError
-from fledge.files import parse_json, read_json
+from fledge.engine.vllm_options import ALIASES, FOREIGN, note_on
+from fledge.errors import ConfigError, nearest_name_hint
+from fledge.files import parse_json, read_json, read_yaml
 
 BUNDLED_DEPTH = 5
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _INTERNAL = {"speculative_config", "block_size", "num_blocks", "cudagraph_capture_sizes", "pack_weights", "read_late"}
 ENGINE_OPTIONS = tuple(one.name for one in fields(EngineConfig) if one.name not in _INTERNAL)
+_SEVERAL_VALUES = {"--served-model-name", "--api-key"}  # vLLM's way is to list them, ours to repeat the option
+_JSON = {"--speculative-config"}  # its keys may be given one by one: --speculative-config.model
 
 
-@options("serve")
-@engine_options(*ENGINE_OPTIONS)
+@options("serve", *ENGINE_OPTIONS)
 def serve(
     model: str | None = None,
     *,
@@ -73,33 +77,27 @@ def serve(
         from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
-        from fledge.server.service import Service, check_options  # noqa: PLC0415
+        from fledge.server.service import Service  # noqa: PLC0415
     except ModuleNotFoundError as error:
         message = f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
         raise ConfigError(message) from None
     set_up_logging(log_format)
     directory = resolve(source)
     names, is_private = allowed_host or [], is_loopback(host) and not keys
-    settings = ServeOptions(
+    settings = settings_of(
+        ServeOptions,
+        locals(),
         served_model_names=tuple(served_model_name or (source,)),
         api_keys=tuple(keys),
         chat_template=template,
         chat_template_name=None if chat_template is None else Path(chat_template).stem,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
         disable_any_whitespace=_disables_any_whitespace(structured_outputs_config),
-        allow_client_templates=allow_client_templates,
         cors_origins=tuple(_origins(cors_origin or [])),
         allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
         root_path=root_path.rstrip("/"),
-        max_queue=max_queue,
-        max_body_bytes=max_body_bytes,
-        request_timeout=request_timeout,
-        drain_timeout=drain_timeout,
         default_sampling=_sampling_defaults(directory, generation_config),
         seed=engine["seed"],
     )
-    check_options(settings)
     drafting = None if speculation is None else asdict(speculation)
     llm = {**engine, "model": str(directory), "speculative_config": drafting}
     print(f"loading {pair}, to be served at port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
@@ -195,3 +193,119 @@ def _sampling_defaults(directory: Path, source: str) -> dict[str, float | int]:
         raise ConfigError(f"--generation-config: found '{source}', allowed is auto or vllm")
     values = {} if source == "vllm" else read_json(directory / "generation_config.json") or {}
     return {name: values[name] for name in _SAMPLING_DEFAULTS if isinstance(values.get(name), int | float)}
+
+
+# The command line of `vllm serve`: which options are harmless, and who handles the others
+
+
+class ServeCommand(TyperCommand):
+    """Reads vLLM's options too: those that do no harm are noted, others refused in words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
+        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
+        flags = {name for is_flag, name in names if is_flag} | {"--help"}
+        values = {name for is_flag, name in names if not is_flag}
+        ours, notes = translate(args, values, flags)
+        files = [ours[i + 1] for i, word in enumerate(ours[:-1]) if word == "--config"]
+        if len(files) > 1:
+            raise ConfigError("--config: one file can be given")
+        settings = {_spelled(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
+        model = settings.pop("--model", None)
+        if settings:
+            ours, notes = translate([*_as_words(settings, ours, flags), *args], values, flags)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        rest = super().parse_args(ctx, ours)
+        if model is not None and ctx.params["model"] is None:
+            ctx.params["model"] = str(model)
+        return rest
+
+
+def _as_words(settings: Mapping[str, Any], given: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Options of a file as they are written on a command line, but for those that were given there."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is None or (name in given and name not in _JSON):
+            continue
+        if isinstance(value, bool):
+            off = f"--no-{name[2:]}"
+            words += [name] if value else [off] if off in flags else []
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            words.append(f"{name}={one if isinstance(one, str) else json.dumps(one)}")
+    return words
+
+
+def _spelled(name: str) -> str:
+    """The name of an option as it is listed: vLLM writes `_` for `-`, and has short ones."""
+    name = name.replace("_", "-") if name.startswith("--") else name
+    return ALIASES.get(name, name)
+
+
+def _set(values: dict[str, Any], path: str, text: str) -> None:
+    """`a.b` = text, which may be JSON; `a.b+` adds to a list."""
+    *above, key = path.split(".")
+    for one in above:
+        values = values.setdefault(one, {})
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if key.endswith("+"):
+        values.setdefault(key[:-1], []).append(value)
+    else:
+        values[key] = value
+
+
+def translate(
+    arguments: Sequence[str], own_values: Collection[str], own_flags: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return the arguments that are ours, and notes on those that are vLLM's and do no harm.
+
+    `own_values` and `own_flags` are our options with and without a value. Raises ConfigError for an option that needs
+    another engine, and for one that nobody has.
+    """
+    ours: list[str] = []
+    notes: list[str] = []
+    dotted: dict[str, list[tuple[str, str]]] = {}
+    rest = list(arguments)
+    while rest and rest[0] != "--":
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            ours.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        name, dot, path = name.partition(".")
+        name = _spelled(name)
+        foreign = FOREIGN.get(name)
+        is_flag = name in own_flags or word in ("-O0", "-O1", "-O2", "-O3") or (foreign or {}).get("flag", False)
+        if not equals and not is_flag and rest:
+            equals, value = "=", rest.pop(0)
+        if dot and name in _JSON & set(own_values) and equals:
+            dotted.setdefault(name, []).append((path, value))
+        elif dot and foreign is None:
+            raise ConfigError(f"unknown option '{name}.{path}'. See fledge serve --help.")
+        elif name in own_flags:
+            ours.append(name + equals + value)
+        elif name in own_values:
+            ours += [name, value] if equals else [name]
+            while name in _SEVERAL_VALUES and rest and not rest[0].startswith("-"):
+                ours += [name, rest.pop(0)]
+        elif foreign is not None:
+            value = "" if is_flag else value
+            note = note_on(name, value, f"{name} {value}".strip())
+            notes += [] if note is None else [f"{name}: {note}"]
+        else:
+            hint = nearest_name_hint(name, [*own_values, *own_flags, *FOREIGN])
+            raise ConfigError(f"unknown option '{name}'.{hint if 'Did you' in hint else ' See fledge serve --help.'}")
+    for name, keys in dotted.items():
+        whole = next((ours[i + 1] for i in range(len(ours) - 2, -1, -1) if ours[i] == name), "{}")
+        try:
+            values = json.loads(whole)
+            for path, value in keys:
+                _set(values, path, value)
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{name}.{path}: what is above it is no JSON object") from None
+        ours += [name, json.dumps(values)]
+    return [*ours, *rest], notes

@@ -5,46 +5,36 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from rich.console import Console
 
 from fledge.checkpoints.source import bundled_directory
+from fledge.cli.command import INTERRUPTED, leave, options
 from fledge.errors import ConfigError, FledgeError
 from fledge.files import write_text
+from fledge.progress import Progress
 
 if TYPE_CHECKING:
     from fledge.training.pipeline import RunReport
     from fledge.training.recipe import Recipe
 
-INTERRUPTED = 130
 GRACE_SECONDS = 5.0
 
 
+@options("train")
 def train(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a recipe in the package, such as eagle3.1."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe, for example fit.lr=2e-4.")
-    ] = None,
+    recipe: Path | None = None,
+    overrides: list[str] | None = None,
     *,
-    init: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write RECIPE (eagle3.1: every key explained) to FILE, to be changed there."),
-    ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Only say what the run would take: tokens, disk, memory, time.")
-    ] = False,
-    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
-    from_stage: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Begin with this stage.")] = None,
-    until: Annotated[str | None, typer.Option(metavar="STAGE", help="End with this stage.")] = None,
-    force: Annotated[
-        list[str] | None, typer.Option(metavar="STAGE", help="Run it again even if up to date; may be repeated.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    init: Path | None = None,
+    plan: bool = False,
+    only: str | None = None,
+    from_stage: str | None = None,
+    until: str | None = None,
+    force: list[str] | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Train a drafter for a target, in stages that can be resumed.
 
@@ -71,7 +61,6 @@ def train(
             if first:
                 _print_plan(loaded, as_json=as_json)
             return
-        from fledge.progress import Progress  # noqa: PLC0415
         from fledge.training.pipeline import Pipeline  # noqa: PLC0415 - torch takes seconds to import
 
         pipeline = Pipeline(loaded, progress=Progress(quiet=quiet))
@@ -81,9 +70,8 @@ def train(
             time.sleep(GRACE_SECONDS)
         raise
     except KeyboardInterrupt as interruption:
-        if first:
-            print(str(interruption) or "interrupted; the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+        said = str(interruption) or "interrupted; the same command goes on from here"
+        leave(INTERRUPTED, *([said] if first else []))
     if first and as_json:
         stages = {
             name: {"directory": str(state.directory), "summary": state.manifest.summary}
@@ -98,7 +86,6 @@ def train(
 
 def _print_plan(recipe: "Recipe", *, as_json: bool) -> None:
     """What each stage does and takes, then the memory of `fit`, then what is wrong."""
-    from rich.console import Console  # noqa: PLC0415
     from rich.markdown import Markdown  # noqa: PLC0415
 
     from fledge.training.plan import make_plan, plan_text  # noqa: PLC0415
@@ -114,8 +101,6 @@ def _print_plan(recipe: "Recipe", *, as_json: bool) -> None:
 
 def _print_summary(recipe: "Recipe", report: "RunReport") -> None:
     """Acceptance by source and depth, where the drafter is, and how to serve it."""
-    from rich.console import Console  # noqa: PLC0415
-
     from fledge.report.tables import Table  # noqa: PLC0415
 
     console = Console(highlight=False, soft_wrap=True)

@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from typing import Any, TypeVar
 
 import jiter
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
+from fledge.errors import FledgeError
 from fledge.server.bridge import ResponsesAnswer
 from fledge.server.errors import RequestError, refuse
 from fledge.server.protocol import (
@@ -38,6 +39,7 @@ from fledge.server.responses import DONE, OpenAIResponse, event
 from fledge.server.service import Service
 
 _T = TypeVar("_T")
+Answer = OpenAIResponse | ResponsesAnswer
 _log = logging.getLogger("fledge.server")
 
 MAX_BODIES_BYTES = 64 * 2**20  # that are being read, of all requests together
@@ -55,6 +57,7 @@ BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, Det
 def router(service: Service) -> APIRouter:
     """Return all routes but those of the page."""
     routes = APIRouter()
+    guarded = [Depends(service.keys.check)]
     started = int(time.time())
 
     @routes.post("/v1/chat/completions", tags=["generation"], **_json_body(ChatRequest))
@@ -72,10 +75,9 @@ def router(service: Service) -> APIRouter:
         """Answer in the shapes of the Responses API; nothing is stored."""
         return await _answer(service, request, ResponsesRequest, "resp", service.respond)
 
-    @routes.post("/tokenize", tags=["tokens"], **_json_body(TokenizeRequest))
+    @routes.post("/tokenize", tags=["tokens"], dependencies=guarded, **_json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation through the chat template."""
-        await service.keys.check(request)
         asked = parse(TokenizeRequest, await read_json(service, request))
         service.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
@@ -89,10 +91,9 @@ def router(service: Service) -> APIRouter:
             body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
         return JSONResponse(body)
 
-    @routes.post("/detokenize", tags=["tokens"], **_json_body(DetokenizeRequest))
+    @routes.post("/detokenize", tags=["tokens"], dependencies=guarded, **_json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        await service.keys.check(request)
         asked = parse(DetokenizeRequest, await read_json(service, request))
         service.check_model(asked.model)
         vocab_size = service.engine.info.vocab_size
@@ -100,10 +101,9 @@ def router(service: Service) -> APIRouter:
             refuse("tokens", f"allowed are 0 to {vocab_size - 1}")
         return JSONResponse({"prompt": await service.prompts.decode(asked.tokens)})
 
-    @routes.get("/tokenizer_info", tags=["tokens"])
-    async def tokenizer_info(request: Request) -> Response:
+    @routes.get("/tokenizer_info", tags=["tokens"], dependencies=guarded)
+    async def tokenizer_info() -> Response:
         """Tell the tokenizer's settings and the chat template, for clients that tokenize through `/tokenize`."""
-        await service.keys.check(request)
         return JSONResponse(service.prompts.tokenizer_info())
 
     def card(name: str) -> dict[str, Any]:
@@ -117,16 +117,19 @@ def router(service: Service) -> APIRouter:
             "max_model_len": service.engine.info.max_model_len,
         }
 
-    @routes.get("/v1/models", tags=["models"])
-    async def models(request: Request) -> Response:
+    @routes.get("/v1/models", tags=["models"], dependencies=guarded)
+    async def models() -> Response:
         """List the names that this model is served under."""
-        await service.keys.check(request)
         return JSONResponse({"object": "list", "data": [card(name) for name in service.options.served_model_names]})
 
-    @routes.get("/v1/models/{name:path}", tags=["models"], responses={404: {"description": "No such model"}})
-    async def model(request: Request, name: str) -> Response:
+    @routes.get(
+        "/v1/models/{name:path}",
+        tags=["models"],
+        dependencies=guarded,
+        responses={404: {"description": "No such model"}},
+    )
+    async def model(name: str) -> Response:
         """Describe one of them."""
-        await service.keys.check(request)
         service.check_model(name)
         return JSONResponse(card(name))
 
@@ -172,7 +175,7 @@ async def _answer(
     request: Request,
     kind: type[ApiModel],
     prefix: str,
-    begin: Callable[[Any, RequestLogEntry], Awaitable[OpenAIResponse | ResponsesAnswer]],
+    begin: Callable[[Any, RequestLogEntry], Awaitable[Answer]],
 ) -> Response:
     entry = RequestLogEntry(id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path)
     headers = {"X-Request-Id": entry.id}
@@ -193,7 +196,8 @@ async def _answer(
             answer.generation.close()
             entry.note(answer.generation)
         return JSONResponse(body, headers=headers)
-    except RequestError as error:
+    except FledgeError as wrong:
+        error = RequestError.of(wrong)
         entry.status, entry.error = error.status, error.code or "invalid_request"
         return error_response(error, headers)
     except ClientDisconnect:
@@ -239,13 +243,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        answer: OpenAIResponse | ResponsesAnswer,
-        entry: RequestLogEntry,
-        headers: dict[str, str],
-        patience: float,
-    ) -> None:
+    def __init__(self, answer: Answer, entry: RequestLogEntry, headers: dict[str, str], patience: float) -> None:
         super().__init__(self._events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._answer = answer
         self._entry = entry
@@ -285,21 +283,11 @@ class EventStream(StreamingResponse):
 
 async def read_json(service: Service, request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raises RequestError for anything else."""
-    body = bytearray()
-    try:
-        await _read_body(service, request, body)
-        return _parse_json(bytes(body))
-    finally:
-        service.body_bytes -= len(body)
-
-
-async def _read_body(service: Service, request: Request, body: bytearray) -> None:
-    """Fill `body`, and count it in `service.body_bytes`, until it is whole or refused."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Anything else can be sent by a web page of another site without the browser asking us first.
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
-    most = service.options.max_body_bytes
+    most, body = service.options.max_body_bytes, bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
@@ -311,10 +299,13 @@ async def _read_body(service: Service, request: Request, body: bytearray) -> Non
                 if len(body) > SMALL_BODY_BYTES and service.body_bytes > max(MAX_BODIES_BYTES, most):
                     message = "too many large requests are arriving; try again"
                     raise RequestError(message, status=503, code="too_many_bodies", retry_after=1)
+        return _parse_json(bytes(body))
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408, code="timeout") from None
     except ClientDisconnect:
         raise RequestError("the client has gone", status=400) from None
+    finally:
+        service.body_bytes -= len(body)
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:

@@ -64,28 +64,23 @@ def create_app(service: Service) -> FastAPI:
         )
     app.add_middleware(RequestGuard, hosts=options.allowed_hosts)
 
-    @app.exception_handler(FledgeError)
-    async def refused(_request: Request, error: FledgeError) -> Response:
-        return api.error_response(RequestError.of(error))
+    async def refused(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            message = str(error.detail)
+            if error.status_code == 404:
+                path, served = request.url.path, ", ".join(schema["paths"])
+                message = NOT_SERVED.get(path) or f"there is no {path[:100]!r} here, but {served}"
+            return api.error_response(RequestError(message, status=error.status_code), error.headers)
+        return api.error_response(RequestError.of(error) if isinstance(error, FledgeError) else api.INTERNAL_ERROR)
 
-    @app.exception_handler(HTTPException)
-    async def not_served(request: Request, error: HTTPException) -> Response:
-        message = str(error.detail)
-        if error.status_code == 404:
-            served = ", ".join(schema["paths"])
-            message = NOT_SERVED.get(request.url.path) or f"there is no {request.url.path[:100]!r} here, but {served}"
-        return api.error_response(RequestError(message, status=error.status_code), error.headers)
-
-    @app.exception_handler(Exception)
-    async def failed(_request: Request, _error: Exception) -> Response:
-        return api.error_response(api.INTERNAL_ERROR)
-
+    for kind in (FledgeError, HTTPException, Exception):
+        app.add_exception_handler(kind, refused)
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     known = schema.setdefault("components", {}).setdefault("schemas", {})
-    for kind in api.BODIES:
-        made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    for body in api.BODIES:
+        made = body.model_json_schema(ref_template="#/components/schemas/{model}")
         known |= made.pop("$defs", {})
-        known[kind.__name__] = made
+        known[body.__name__] = made
     app.openapi = lambda: schema  # type: ignore[method-assign]
     pages = Environment(loader=PackageLoader("fledge.server", "."), autoescape=True, trim_blocks=True)
     page = pages.get_template("docs.html.jinja").render(schema=schema)

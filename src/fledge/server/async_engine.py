@@ -19,15 +19,8 @@ from fledge.engine.constraint import CONSTRAINT_FAILURE
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import next_int64
 from fledge.engine.outputs import RequestMetrics, RequestUpdate, TextPiece, TokenLogprobs
-from fledge.server.engine_process import (
-    Abort,
-    AddRequest,
-    CompileGrammar,
-    EngineDied,
-    EngineProcess,
-    GrammarCompiled,
-    Output,
-)
+from fledge.engine.protocol import EngineStats
+from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.errors import RequestError, refuse
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import NO_TEMPLATE, Template
@@ -145,7 +138,7 @@ class AsyncEngine:
         done.add_done_callback(lambda _: self._compile_slots.release())  # its thread is busy until then
         number = next(self._numbers)
         self._compiling[number] = done
-        self.process.send(CompileGrammar(number, grammar))
+        self.process.send(EngineWorker.compile, number, grammar)
         try:
             error = await asyncio.wait_for(asyncio.shield(done), seconds)
         except TimeoutError:
@@ -182,42 +175,44 @@ class AsyncEngine:
             self._running[name] = generation
             self._templates[name] = template
             self.process.send(
-                AddRequest(
-                    request_id=name,
-                    parent=request_id,
-                    prompt=prompts[number // n],
-                    params=replace(params, seed=None, n=1),
-                    seed=next_int64(seed, number % n),  # answers to one prompt differ, and follow from the seed
-                    draft_limit=draft_limit,
-                    cache_salt=cache_salt,
-                    grammar=grammar,
-                )
+                EngineWorker.add,
+                name,
+                parent=request_id,
+                prompt=prompts[number // n],
+                params=replace(params, seed=None, n=1),
+                seed=next_int64(seed, number % n),  # answers to one prompt differ, and follow from the seed
+                draft_limit=draft_limit,
+                cache_salt=cache_salt,
+                grammar=grammar,
             )
         return generation
 
     def abort(self, request_id: str, reason: str) -> None:
         """End a request that nobody waits for any more, unless it has ended."""
         if self._running.pop(request_id, None) is not None:
-            self.process.send(Abort(request_id, reason))
+            self.process.send(EngineWorker.abort, request_id, reason)
 
-    def _deliver(self, output: Output) -> None:
-        """Take what the engine's process says."""
+    def _deliver(self, name: str, *output: Any) -> None:
+        """Take what the engine's process says, by the method that it is for."""
         self._heard_at = time.monotonic()
-        if isinstance(output, EngineDied):
-            self._die(output.reason)
-        elif isinstance(output, GrammarCompiled):
-            self._compiling.pop(output.number).set_result(output.error)
-        else:
-            for update in output.updates:
-                generation = self._running.get(update.request_id)
-                if update.finish_reason is not None:
-                    self._running.pop(update.request_id, None)  # whoever reads it may take their time
-                    self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
-                if generation is not None:
-                    generation.put(update)
-            self._metrics.on_stats(output.stats)
+        getattr(self, name)(*output)
 
-    def _die(self, reason: str) -> None:
+    def on_step(self, updates: Sequence[RequestUpdate], stats: EngineStats) -> None:
+        """Take what one step has brought, and where the engine stands after it."""
+        for update in updates:
+            generation = self._running.get(update.request_id)
+            if update.finish_reason is not None:
+                self._running.pop(update.request_id, None)  # whoever reads it may take their time
+                self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
+            if generation is not None:
+                generation.put(update)
+        self._metrics.on_stats(stats)
+
+    def on_compiled(self, number: int, error: RequestError | None) -> None:
+        self._compiling.pop(number).set_result(error)
+
+    def on_died(self, reason: str) -> None:
+        """There will be no more."""
         if self.death is not None:
             return  # the end of its process follows its last words
         self.death = reason
@@ -226,7 +221,7 @@ class AsyncEngine:
         self._running.clear()
         self._templates.clear()
         for number in list(self._compiling):
-            self._compiling.pop(number).set_result(lost)
+            self.on_compiled(number, lost)
         self.on_death()
 
 
@@ -294,7 +289,7 @@ class Generation:
                     raise message
                 number = self._numbers[message.request_id]
                 if self._texts[number].add(message):  # a stop string was found; the last update is still to come
-                    self._engine.process.send(Abort(message.request_id, "stop"))
+                    self._engine.process.send(EngineWorker.abort, message.request_id, "stop")
                 concerned[number] = None
             for number in concerned:
                 text, told = self._texts[number], self._told[number]

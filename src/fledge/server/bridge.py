@@ -53,11 +53,8 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
 def _nested(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     """{"type": "function", "name": ...} as chats have it: the function in an object of its own."""
     if value.get("type") != "function":
-        refuse(
-            where,
-            "expected {'type': 'function', 'name': ...}; there are no other tools here",
-            param=where.partition("[")[0],
-        )
+        message = "expected {'type': 'function', 'name': ...}; there are no other tools here"
+        refuse(where, message, param=where.partition("[")[0])
     return {"type": "function", "function": {name: inner for name, inner in value.items() if name != "type"}}
 
 
@@ -104,12 +101,11 @@ class ResponsesAnswer:
                 reason = chunk["finish_reason"] or reason
                 for told in self._take(chunk["delta"]):
                     yield told
-        is_whole = reason != "length"
-        for told in self._close("completed" if is_whole else "incomplete"):
+        status = "incomplete" if reason == "length" else "completed"
+        for told in self._close(status):
             yield told
-        usage = self.generation.usage()
-        self._body["status"] = "completed" if is_whole else "incomplete"
-        self._body["incomplete_details"] = None if is_whole else {"reason": "max_output_tokens"}
+        usage, self._body["status"] = self.generation.usage(), status
+        self._body["incomplete_details"] = {"reason": "max_output_tokens"} if reason == "length" else None
         self._body["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -117,7 +113,7 @@ class ResponsesAnswer:
             "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart, as are those written to the cache
             "total_tokens": usage["total_tokens"],
         }
-        yield f"response.{self._body['status']}", {"response": self._body}
+        yield f"response.{status}", {"response": self._body}
 
     def _take(self, delta: Delta) -> Iterator[tuple[str, dict[str, Any]]]:
         """Let the items grow by what a chat's delta brings."""

@@ -1,8 +1,8 @@
 """The engine in a process of its own, so that HTTP and rounds never wait for each other's Python.
 
     EngineProcess (parent, in the event loop)              EngineWorker (child)
-    AddRequest, Abort, CompileGrammar  ----------------->  between two steps
-    RequestUpdates and EngineStats  <--------------------  one StepOutput for each step, whatever the number of clients
+    calls of its `add`, `abort`, `compile`  ------------>  between two steps
+    RequestUpdates and EngineStats  <--------------------  one message for each step, whatever the number of clients
 
 The parent starts Python with `main` of this file and speaks with it over two pipes of pickled values. Both ends are
 ours; nothing that a client sends is ever unpickled. The child ends when its parent does, whatever way that comes about.
@@ -21,20 +21,18 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.decoding.params import SamplingParams
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestUpdate
-from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo, EngineStats
+from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, FledgeError, describe
 from fledge.server.errors import RequestError
@@ -46,50 +44,7 @@ _log = logging.getLogger("fledge.server")
 CLOSING_SECONDS = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class AddRequest:
-    """Begin a request. Its grammar has been compiled, which the worker remembers."""
-
-    request_id: str  # never used before
-    parent: str = ""  # the client's request, of several answers perhaps
-    prompt: Sequence[int]
-    params: SamplingParams
-    seed: int
-    draft_limit: int | None = None
-    cache_salt: bytes = b""
-    grammar: Grammar | None = None
-
-
-class Abort(NamedTuple):
-    request_id: str
-    reason: str
-
-
-class CompileGrammar(NamedTuple):
-    number: int  # of the question, for the answer
-    grammar: Grammar
-
-
-class StepOutput(NamedTuple):
-    """What one step has brought, and where the engine stands after it."""
-
-    updates: list[RequestUpdate]
-    stats: EngineStats
-
-
-class GrammarCompiled(NamedTuple):
-    number: int
-    error: RequestError | None
-
-
-class EngineDied(NamedTuple):
-    """There will be no more."""
-
-    reason: str
-
-
-Command = AddRequest | Abort | CompileGrammar
-Output = StepOutput | GrammarCompiled | EngineDied
+_P = ParamSpec("_P")
 
 
 def packed(value: Any) -> bytes:
@@ -113,7 +68,7 @@ class EngineProcess:
         self._outputs = Connection(our_outputs, writable=False)
         self._writer: asyncio.WriteTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._deliver: Callable[[Output], None] = lambda _output: None
+        self._deliver: Callable[..., None] = lambda *_output: None
         self._commands.write(packed((llm, threads, log_format)))
 
     def _start(self, commands: int, outputs: int) -> Any:
@@ -140,18 +95,20 @@ class EngineProcess:
             raise answer
         self.info = answer
 
-    async def connect(self, deliver: Callable[[Output], None]) -> None:
-        """Serve the running event loop: from now on `deliver` is called in it with each output."""
+    async def connect(self, deliver: Callable[..., None]) -> None:
+        """Serve the running event loop: from now on `deliver` is called in it with the parts of each output."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._writer, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, self._commands)
         self._loop.add_reader(self._outputs.fileno(), self._read)
 
-    def send(self, command: Command) -> None:
-        """Send without waiting: what does not fit into the pipe goes later, in order."""
+    def send(
+        self, method: Callable[Concatenate["EngineWorker", _P], None], *given: _P.args, **named: _P.kwargs
+    ) -> None:
+        """Have the worker's method called, without waiting: what does not fit into the pipe goes later, in order."""
         assert self._writer is not None, "connect first"
         if not self._writer.is_closing():  # the child has gone, which the reader finds out
-            self._writer.write(packed(command))
+            self._writer.write(packed((method, given, named)))
 
     @property
     def is_alive(self) -> bool:
@@ -174,11 +131,11 @@ class EngineProcess:
 
     def _read(self) -> None:
         try:
-            output = self._outputs.recv()
+            name, output = self._outputs.recv()
         except (EOFError, OSError):
             self._stop_reading()
-            output = EngineDied(self._end())
-        self._deliver(output)
+            name, output = "on_died", (self._end(),)
+        self._deliver(name, *output)
 
     def _end(self) -> str:
         """Return how the child has ended, and log it unless it was told to."""
@@ -221,61 +178,52 @@ class EngineWorker:
             while True:
                 is_idle = not self._engine.has_unfinished
                 while self._has_commands.poll(None if is_idle and not self._updates else 0):
-                    self._obey(self._commands.recv())
+                    method, given, named = self._commands.recv()
+                    method(self, *given, **named)
                     is_idle = not self._engine.has_unfinished
                 self._updates += [] if is_idle else self._engine.step()
                 updates, self._updates = self._updates, []
                 stats = self._engine.stats()
                 fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
                 stats.rounds = stats.rounds[-fresh:] if fresh else ()  # those that have not been told yet
-                self._write(StepOutput(updates, stats))
+                self._write("on_step", updates, stats)
         except (EOFError, BrokenPipeError):
             pass  # the parent has gone, or wants no more: there is nobody to compute for
         except Exception as error:
             expected = isinstance(error, DeadEngineError)
             _log.critical("the engine has stopped: %s", describe(error), exc_info=not expected)
-            self._write(EngineDied(describe(error)))
+            self._write("on_died", describe(error))
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, CompileGrammar):
-            self._threads.submit(self._compile, command)
-        elif isinstance(command, Abort):
-            last = self._engine.abort(command.request_id, command.reason)
-            self._updates += [] if last is None else [last]
-        else:
-            self._add(command)
+    def abort(self, request_id: str, reason: str) -> None:
+        last = self._engine.abort(request_id, reason)
+        self._updates += [] if last is None else [last]
 
-    def _add(self, asked: AddRequest) -> None:
+    def add(self, request_id: str, /, *, grammar: Grammar | None = None, **request: Any) -> None:
+        """Begin a request, as `Engine.add_request` does. Its grammar has been compiled."""
         try:
             # Compiled a moment ago: this finds it, or in the worst case compiles what is known to be good again.
-            constraint = None if asked.grammar is None else self._grammars().compile(asked.grammar)()
-            self._engine.add_request(
-                asked.request_id,
-                asked.prompt,
-                asked.params,
-                seed=asked.seed,
-                eos_ids=self._engine.info.eos_ids,
-                draft_limit=asked.draft_limit,
-                cache_salt=asked.cache_salt,
-                constraint=constraint,
-                parent=asked.parent,
-            )
+            constraint = None if grammar is None else self._grammars().compile(grammar)()
+            ends = self._engine.info.eos_ids
+            self._engine.add_request(request_id, **request, eos_ids=ends, constraint=constraint)
         except Exception as error:  # whatever it is, it is this request's
-            self._updates.append(RequestUpdate(asked.request_id, [], finish_reason="error", error=describe(error)))
+            self._updates.append(RequestUpdate(request_id, [], finish_reason="error", error=describe(error)))
 
-    def _compile(self, asked: CompileGrammar) -> None:
-        """In a thread of its own."""
+    def compile(self, number: int, grammar: Grammar) -> None:
+        """Compile in a thread of its own; `number` is the question's, for the answer."""
+        self._threads.submit(self._compile, number, grammar)
+
+    def _compile(self, number: int, grammar: Grammar) -> None:
         error: RequestError | None = None
         try:
-            self._grammars().compile(asked.grammar)
+            self._grammars().compile(grammar)
         except RequestError as refused:
             error = refused
         except Exception as unexpected:
             _log.exception("a grammar could not be compiled")
-            error = RequestError(f"{asked.grammar.param}: {describe(unexpected)}", param=asked.grammar.param)
-        self._write(GrammarCompiled(asked.number, error))
+            error = RequestError(f"{grammar.param}: {describe(unexpected)}", param=grammar.param)
+        self._write("on_compiled", number, error)
 
     def _grammars(self) -> GrammarCompiler:
         with self._making_compiler:
@@ -286,9 +234,10 @@ class EngineWorker:
                 )
             return self._compiler
 
-    def _write(self, output: Output) -> None:
+    def _write(self, name: str, *output: Any) -> None:
+        """Tell the parent: which of its methods takes this, and what."""
         with self._writing:
-            self._outputs.send(output)
+            self._outputs.send((name, output))
 
 
 def main(commands: int, outputs: int) -> None:

@@ -47,7 +47,7 @@ class GrammarSandbox:
     ) -> None:
         """`tokenizer`: the arguments of `LLTokenizer`; `limits`: those of `LLParserLimits`."""
         self._settings = json.dumps([tokenizer, limits, seconds, mib]).encode()
-        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()  # processes; None: one that may be started
         for _ in range(processes):
             self._idle.put(None)
 
@@ -57,21 +57,18 @@ class GrammarSandbox:
         try:
             if process is None or process.poll() is not None:
                 process = self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(json.dumps(text).encode() + b"\n")
             process.stdin.flush()
-            answer = json.loads(process.stdout.readline())
-            return None if answer is None else str(answer)
+            answer: str | None = json.loads(process.stdout.readline())
+            return answer
         except (OSError, ValueError):  # it has died, which is not this grammar's fault
             return "the grammar could not be compiled; try again"
         finally:
             self._idle.put(process)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Any:
         command = [sys.executable, "-P", "-c", "from fledge.server.grammar_sandbox import main; main()"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
+        process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process.stdin.write(self._settings + b"\n")
         return process
 

@@ -5,12 +5,11 @@ A speculation round of `batch` requests costs `cost(batch, depth)` seconds and g
 plain step was ever measured near a batch size, it is unknown, and that is what is said.
 """
 
-import itertools
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
 from fledge.engine.outputs import RoundRecord
+from fledge.engine.protocol import EngineStats
 from fledge.server.prompts import Template
 
 INTERVAL_SECONDS = 2.0
@@ -32,74 +32,74 @@ PAYS = 1.05  # below, speculation is called not worth it
 LOSES = 0.97  # below, it is called a loss
 
 _NOTES = yaml.safe_load((resources.files(__package__) / "notes.yaml").read_text(encoding="utf-8"))
-Shape = tuple[int, int]  # of a round: batch, depth
 
 
-def _acceptances() -> defaultdict[Any, AcceptanceStatistics]:
-    return defaultdict(AcceptanceStatistics)
-
-
-def by_context(rounds: Iterable[RoundRecord]) -> dict[str, AcceptanceStatistics]:
-    """Split a request's rounds by the length of the context they drafted from."""
-    parts = _acceptances()
+def by_context(rounds: Iterable[RoundRecord]) -> dict[str, Counter[tuple[int, int]]]:
+    """Tally a request's rounds by the length of the context they drafted from."""
+    parts: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for record in rounds:
-        bucket = CONTEXT_BUCKETS[bisect_left(CONTEXT_EDGES, record.start)]
-        parts[bucket].tally[record.drafted, record.accepted] += 1
+        parts[CONTEXT_BUCKETS[bisect_left(CONTEXT_EDGES, record.start)]][record.drafted, record.accepted] += 1
     return parts
 
 
 @dataclass(kw_only=True)
 class HistoryInterval:
-    """Sums over one or several intervals; gauges as they stood at the end."""
+    """Sums over one or several intervals; gauges as they stood at the end.
+
+    Each kind of sum is by label: `decode_turns` by mode, `rounds` and `round_tokens` by shape. Those called
+    `acceptance`, by a `Template` or by a bucket of contexts are tallies of `AcceptanceStatistics`.
+    """
 
     number: int = 0
     intervals: int = 1
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    request_seconds: float = 0.0  # that requests spent in rounds, added up
-    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    rounds: Counter[Shape] = field(default_factory=Counter)
-    round_tokens: Counter[Shape] = field(default_factory=Counter)  # what streaming users see
-    phase_seconds: Counter[str] = field(default_factory=Counter)
-    plain_turns: int = 0  # of requests, in rounds without drafts
-    drafted_turns: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_use: float = 0.0
-    ttft_sum: float = 0.0
-    ttft_count: int = 0
-    templates: defaultdict[Template, AcceptanceStatistics] = field(default_factory=_acceptances)
-    contexts: defaultdict[str, AcceptanceStatistics] = field(default_factory=_acceptances)
-    requests_by_template: Counter[Template] = field(default_factory=Counter)
+    gauges: dict[str, float] = field(default_factory=lambda: {"running": 0, "waiting": 0, "kv": 0.0})
+    sums: dict[Any, Counter[Any]] = field(default_factory=dict)
+
+    def add(self, sums: Mapping[Any, Mapping[Any, float]]) -> None:
+        for name, amounts in sums.items():
+            mine = self.sums.get(name)
+            if mine is None:
+                mine = self.sums[name] = Counter()
+            for label, amount in amounts.items():  # quicker than `update`, and after every step
+                mine[label] += amount  # type: ignore[assignment]  # seconds can be counted too
+
+    def __getitem__(self, name: str) -> Counter[Any]:
+        return self.sums.get(name, Counter())
 
     @classmethod
-    def sum(cls, parts: Iterable["HistoryInterval"]) -> "HistoryInterval":
+    def sum(cls, parts: Sequence["HistoryInterval"]) -> "HistoryInterval":
         """Several intervals as one, which shares nothing with them."""
-        total = cls(intervals=0)
-        for part, name in itertools.product(parts, (one.name for one in fields(cls))):
-            mine, theirs = getattr(total, name), getattr(part, name)
-            if isinstance(mine, AcceptanceStatistics):
-                mine.tally.update(theirs.tally)
-            elif isinstance(mine, Counter):
-                mine.update(theirs)
-            elif isinstance(mine, dict):
-                for key, acceptance in theirs.items():
-                    mine[key].tally.update(acceptance.tally)
-            else:
-                is_gauge = name in ("number", "running", "waiting", "kv_use")
-                setattr(total, name, theirs if is_gauge else mine + theirs)
+        total = cls(intervals=len(parts))
+        for part in parts:
+            total.number, total.gauges = part.number, part.gauges
+            total.add(part.sums)
         return total
 
     @property
-    def contexts_in_order(self) -> dict[str, AcceptanceStatistics]:
+    def acceptance(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics(tally=self["acceptance"])
+
+    @property
+    def templates(self) -> dict[Any, AcceptanceStatistics]:
+        return self._acceptance_by(part for part in self.sums if isinstance(part, Template))
+
+    @property
+    def contexts(self) -> dict[Any, AcceptanceStatistics]:
         """Shortest contexts first."""
-        return {bucket: self.contexts[bucket] for bucket in CONTEXT_BUCKETS if bucket in self.contexts}
+        return self._acceptance_by(part for part in CONTEXT_BUCKETS if part in self.sums)
+
+    def _acceptance_by(self, parts: Iterable[Any]) -> dict[Any, AcceptanceStatistics]:
+        return {part: AcceptanceStatistics(tally=self.sums[part]) for part in parts}
 
     @property
     def fallback_ratio(self) -> float | None:
         """Share of requests' turns that were decoded without drafts."""
-        turns = self.plain_turns + self.drafted_turns
-        return self.plain_turns / turns if turns else None
+        turns = self["decode_turns"]
+        return ratio(turns["plain"], turns.total())
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 class History:
@@ -118,9 +118,7 @@ class History:
         last = self._current
         for following in range(max(last.number + 1, number - self.kept), number + 1):
             self._closed.append(self._current)
-            self._current = HistoryInterval(
-                number=following, running=last.running, waiting=last.waiting, kv_use=last.kv_use
-            )
+            self._current = HistoryInterval(number=following, gauges=last.gauges)
         return self._current
 
     def closed(self) -> list[HistoryInterval]:
@@ -144,18 +142,20 @@ class SpeedUp(NamedTuple):
     depth: int = 0
 
 
-def speed_up(seen: HistoryInterval, costs: CostTable, choice: DepthChoice | None = None) -> SpeedUp:
+def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     """Estimate the speed-up of the speculation rounds that were seen. Plain steps among them are left out.
 
-    Where they do not tell, `choice` does: what the controller expects of the depth it has chosen.
+    Where they do not tell, the controller's choice does: what it expects of the depth it has chosen.
     """
-    speculative = {shape: count for shape, count in seen.rounds.items() if shape[1] > 0 and count > 0}
+    costs, choice = stats.costs, stats.choice
+    speculative = {shape: count for shape, count in seen["rounds"].items() if shape[1] > 0 and count > 0}
+    tokens = seen["round_tokens"]
     total = sum(speculative.values())
     expected = SpeedUp() if choice is None else SpeedUp(value=choice.speed_up, break_even=choice.cost)
     if total == 0:
         return expected
     rows = sum(batch * count for (batch, _), count in speculative.items())
-    tokens_per_round = sum(seen.round_tokens[shape] for shape in speculative) / rows
+    tokens_per_round = sum(tokens[shape] for shape in speculative) / rows
     depth = max(speculative, key=lambda shape: speculative[shape])[1]
     estimate = SpeedUp(tokens_per_round=tokens_per_round, batch=round(rows / total), depth=depth)
     spent = plain = break_even = 0.0
@@ -164,7 +164,7 @@ def speed_up(seen: HistoryInterval, costs: CostTable, choice: DepthChoice | None
         step, cost = costs.cost(shape[0], 0), costs.cost(*shape)
         if step and cost is not None:
             spent += count * cost
-            plain += seen.round_tokens[shape] / shape[0] * step
+            plain += tokens[shape] / shape[0] * step
             break_even += count * shape[0] * cost / step
             known_rounds += count
             known_rows += count * shape[0]
@@ -180,32 +180,21 @@ class SpeculationNote(NamedTuple):
     text: str
 
 
-def explain(
-    seen: HistoryInterval,
-    costs: CostTable,
-    *,
-    has_drafter: bool = True,
-    fallback: bool = False,
-    lifetime: AcceptanceStatistics | None = None,
-    choice: DepthChoice | None = None,
-) -> list[SpeculationNote]:
-    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why.
-
-    `lifetime` is all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
-    `choice` is the controller's latest.
-    """
-    if not has_drafter or fallback:
+def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> list[SpeculationNote]:
+    """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why."""
+    if not has_drafter or stats.drafter_failure is not None:
         return [_note("failed" if has_drafter else "no_drafter")]
-    acceptance = seen.acceptance
+    acceptance, num_rounds = seen.acceptance, seen["rounds"].total()
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
-    dead = dead_drafter(acceptance if is_certain or lifetime is None else lifetime)
-    chosen = []
-    if choice is not None and choice.reason != "fixed" and seen.rounds.total() > 0:
-        chosen.append(_chosen(choice))
+    # By all that was ever drafted: a wrong drafter is not used for long, and must be told of all the same.
+    dead = dead_drafter(acceptance if is_certain else stats.acceptance)
+    choice = stats.choice
+    is_chosen = choice is not None and choice.reason != "fixed" and num_rounds > 0
+    chosen = [_chosen(choice)] if choice is not None and is_chosen else []
     if length is None:
-        return [*dead, *(chosen or [_note("only_plain" if seen.rounds.total() else "idle")])]
-    estimate = speed_up(seen, costs, choice)
+        return [*dead, *(chosen or [_note("only_plain" if num_rounds else "idle")])]
+    estimate = speed_up(seen, stats)
     value, break_even = estimate.value, estimate.break_even
     if value is None or break_even is None:
         return [*(chosen or [_note("unknown", length=length, batch=estimate.batch)]), *dead]
@@ -218,7 +207,7 @@ def explain(
     useful = sum(rate >= 0.1 for rate in rates)
     is_too_deep = is_certain and 0 < useful < len(rates) and break_even >= PAYS
     depth = [_note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
-    return [verdict, *dead, *_batch(length, costs, estimate), *_slow_parts(seen, break_even), *depth]
+    return [verdict, *dead, *_batch(length, stats.costs, estimate), *_slow_parts(seen, break_even), *depth]
 
 
 def _chosen(choice: DepthChoice) -> SpeculationNote:
@@ -265,7 +254,7 @@ def _slow_parts(seen: HistoryInterval, break_even: float) -> list[SpeculationNot
     ]
     if len(low) > 3:
         notes.append(_note("more_templates", count=len(low) - 3))
-    low, fine = _divide(seen.contexts_in_order, break_even)
+    low, fine = _divide(seen.contexts, break_even)
     if low and fine:
         (name, length), (reference, best) = list(low.items())[-1], next(iter(fine.items()))
         notes.append(_note("context", name=name, length=length, break_even=break_even, fine=reference, best=best))

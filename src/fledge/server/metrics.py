@@ -1,7 +1,7 @@
 """Watches the engine: metrics for Prometheus, and the last ten minutes for the page.
 
 metrics.yaml names the metrics. What the engine counts itself is read from its latest `EngineStats` when somebody
-scrapes; the rest are prometheus_client's counters and histograms.
+scrapes; the rest is summed here, of each interval and since the beginning, or is in prometheus_client's histograms.
 """
 
 import itertools
@@ -9,20 +9,19 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
 import prometheus_client
 import yaml
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
-from fledge.server.history import History, by_context, dead_drafter, speed_up
+from fledge.server.history import History, HistoryInterval, by_context, dead_drafter, speed_up
 from fledge.server.prompts import Template
 
 _log = logging.getLogger("fledge.server")
@@ -31,6 +30,14 @@ PREFIX = "fledge_"  # vLLM writes "vllm:", but colons are for recording rules, a
 RECENT_INTERVALS = 60  # two minutes: what verdicts and estimates are about
 MAX_TEMPLATES = 20
 PHASES = ("verify", "accept", "draft")
+# Sums that are metrics too, and the labels that they have from the beginning: Prometheus sees no rise in what begins at
+# 1, so an alert would sleep through the first request refused.
+COUNTED = {
+    "decode_turns": ("speculative", "plain"),
+    "spec_decode_phase_seconds": PHASES,
+    "request_success": ("stop", "length", "abort"),
+    "requests_rejected": ("queue_full", "draining", "unhealthy"),
+}
 
 _METRICS = yaml.safe_load((resources.files(__package__) / "metrics.yaml").read_text(encoding="utf-8"))
 _TOKEN_GAP_EDGES = tuple(_METRICS["edges"]["tpot"])
@@ -50,36 +57,19 @@ class Metrics(Collector):
         self.started = time.time()
         self.history = history or History()
         self.stats = EngineStats()  # the latest
-        self.finished = 0  # requests
-        self.rejected = 0
+        self.total = HistoryInterval()  # since the beginning
         self.lock = threading.Lock()
         self._warned = False  # of a drafter that looks like another target's
-        self._templates: set[Template] = set()
-        # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
-        self._token_gaps = [0] * (len(_TOKEN_GAP_EDGES) + 1)
-        self._token_gap_seconds = 0.0
         registry = self._registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
-        self._counters = {
-            name: Counter(PREFIX + name, words, ("model_name", *labels), registry=registry)
-            for name, (words, *labels) in _METRICS["told"].items()
-        }
         self._histograms = {
             name: Histogram(PREFIX + name, words, ("model_name",), registry=registry, buckets=_METRICS["edges"][edges])
             for name, (words, edges) in _METRICS["observed"].items()
         }
         for histogram in self._histograms.values():  # shown from the beginning, like these
             histogram.labels(model_name)
-        # Prometheus sees no rise in what begins at 1: an alert would sleep through the first request refused.
-        for name, labels in {
-            "decode_turns": ("speculative", "plain"),
-            "spec_decode_phase_seconds": PHASES,
-            "request_success": ("stop", "length", "abort"),
-            "requests_rejected": ("queue_full", "draining", "unhealthy"),
-        }.items():
-            for label in labels:
-                self._count(name, 0, label)
+        self._add({name: dict.fromkeys(labels, 0) for name, labels in COUNTED.items()})
 
     # What the engine tells
 
@@ -88,34 +78,27 @@ class Metrics(Collector):
         with self.lock:
             before, self.stats = self.stats, stats
             interval = self.history.current()
-            interval.running, interval.waiting, interval.kv_use = stats.running, stats.waiting, kv_use(stats)
-            interval.prompt_tokens += stats.prompt_tokens - before.prompt_tokens
-            interval.output_tokens += stats.output_tokens - before.output_tokens
+            interval.gauges = {"running": stats.running, "waiting": stats.waiting, "kv": kv_use(stats)}
             fresh = stats.num_rounds - before.num_rounds
+            prompt, output = stats.prompt_tokens - before.prompt_tokens, stats.output_tokens - before.output_tokens
+            self._add({"tokens": {"prompt": prompt, "output": output}})
             if fresh <= 0:
                 return
             tally = stats.acceptance.tally - before.acceptance.tally
-            interval.acceptance.tally.update(tally)
             for note in [] if self._warned else dead_drafter(stats.acceptance):
                 self._warned = True
                 _log.warning("%s", note.text)
             rounds = stats.rounds[-fresh:]
             turns, drafted = sum(report.batch for report in rounds), tally.total()
-            plain = max(0, turns - drafted)
-            interval.drafted_turns += drafted
-            interval.plain_turns += plain
-            self._count("decode_turns", drafted, "speculative")
-            self._count("decode_turns", plain, "plain")
             seconds = (_busy_seconds(stats) - _busy_seconds(before)) / fresh  # rounds read in one step share its time
-            interval.request_seconds += seconds * turns
-            self._token_gaps[bisect_left(_TOKEN_GAP_EDGES, seconds)] += turns
-            self._token_gap_seconds += seconds * turns
+            # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
+            gaps = {bisect_left(_TOKEN_GAP_EDGES, seconds): turns}
+            self._add({"acceptance": tally, "token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
+            self._add({"decode_turns": {"speculative": drafted, "plain": max(0, turns - drafted)}})
             for report in rounds:
-                interval.rounds[report.batch, report.verify] += 1
-                interval.round_tokens[report.batch, report.verify] += report.tokens
-                for phase, spent in report.seconds._asdict().items():
-                    interval.phase_seconds[phase] += spent
-                    self._count("spec_decode_phase_seconds", spent, phase)
+                shape, phases = (report.batch, report.verify), report.seconds._asdict()
+                given = {"rounds": {shape: 1}, "round_tokens": {shape: report.tokens}}
+                self._add({**given, "spec_decode_phase_seconds": phases})
 
     def on_finished(self, last: RequestUpdate, template: Template) -> None:
         """Count a request that the engine has ended, by its last update."""
@@ -123,12 +106,9 @@ class Metrics(Collector):
         if metrics is None:  # the engine never had it
             return
         with self.lock:
-            if template not in self._templates and len(self._templates) >= MAX_TEMPLATES:
+            if template not in self.total.sums and len(self.total.templates) >= MAX_TEMPLATES:
                 template = Template("other", "")  # labels must not grow
-            else:
-                self._templates.add(template)
-            self.finished += 1
-            self._count("request_success", 1, last.finish_reason or "abort")
+            self._add({"request_success": {last.finish_reason or "abort": 1}, "requests": {template: 1}})
             for name, value in (
                 ("request_prompt_tokens", metrics.prompt_tokens),
                 ("request_generation_tokens", metrics.output_tokens),
@@ -139,31 +119,19 @@ class Metrics(Collector):
             ):
                 if value is not None:
                     self._histograms[name].labels(self.model_name).observe(value)
-            interval = self.history.current()
-            interval.requests_by_template[template] += 1
             if metrics.time_to_first_token is not None:
-                interval.ttft_sum += metrics.time_to_first_token
-                interval.ttft_count += 1
-            interval.templates[template].tally.update(metrics.acceptance.tally)
-            self._count_acceptance("template", metrics.acceptance, *template)
-            for bucket, acceptance in by_context(metrics.rounds).items():
-                interval.contexts[bucket].tally.update(acceptance.tally)
-                self._count_acceptance("context", acceptance, bucket)
+                self._add({"ttft": {"seconds": metrics.time_to_first_token, "requests": 1}})
+            self._add({template: metrics.acceptance.tally})
+            self._add(by_context(metrics.rounds))
 
     def on_rejected(self, reason: str) -> None:
         """Count a request that was refused before the engine saw it."""
         with self.lock:
-            self.rejected += 1
-            self._count("requests_rejected", 1, reason)
+            self._add({"requests_rejected": {reason: 1}})
 
-    def _count(self, name: str, amount: float, *labels: str) -> None:
-        self._counters[name].labels(self.model_name, *labels).inc(amount)
-
-    def _count_acceptance(self, kind: str, acceptance: AcceptanceStatistics, *labels: str) -> None:
-        """Count a finished request's speculation by some label."""
-        self._count(f"spec_decode_{kind}_num_drafts", acceptance.rounds, *labels)
-        self._count(f"spec_decode_{kind}_num_draft_tokens", sum(acceptance.drafted_by_depth), *labels)
-        self._count(f"spec_decode_{kind}_num_accepted_tokens", sum(acceptance.accepted_by_depth), *labels)
+    def _add(self, sums: Mapping[Any, Mapping[Any, float]]) -> None:
+        self.total.add(sums)
+        self.history.current().add(sums)
 
     # What others ask
 
@@ -174,13 +142,15 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         with self.lock:
             stats, recent = self.stats, self.history.latest(RECENT_INTERVALS)
-            gaps = HistogramMetricFamily(
-                PREFIX + "inter_token_latency_seconds", "Between two pieces of one stream.", labels=("model_name",)
-            )
-            buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), itertools.accumulate(self._token_gaps), strict=True)
-            gaps.add_metric((self.model_name,), list(buckets), self._token_gap_seconds)
+            total = HistoryInterval.sum([self.total])
+        gaps = HistogramMetricFamily(
+            PREFIX + "inter_token_latency_seconds", "Between two pieces of one stream.", labels=("model_name",)
+        )
+        counts = itertools.accumulate(total["token_gaps"][i] for i in range(len(_TOKEN_GAP_EDGES) + 1))
+        buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
+        gaps.add_metric((self.model_name,), list(buckets), total["token_gap_seconds"][""])
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
-        estimate = speed_up(recent, stats.costs, stats.choice)
+        estimate = speed_up(recent, stats)
         values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),
@@ -200,17 +170,23 @@ class Metrics(Collector):
                 "speculative": stats.costs.cost(estimate.batch, estimate.depth) if estimate.depth else None,
                 "plain": stats.costs.cost(estimate.batch, 0) if estimate.batch else None,
             },
+            **{name: total[name] for name in COUNTED},
         }
+        for kind, parts in (("template", total.templates), ("context", total.contexts)):
+            name = f"spec_decode_{kind}_num"
+            values[f"{name}_drafts"] = {label: part.rounds for label, part in parts.items()}
+            values[f"{name}_draft_tokens"] = {label: sum(part.drafted_by_depth) for label, part in parts.items()}
+            values[f"{name}_accepted_tokens"] = {label: sum(part.accepted_by_depth) for label, part in parts.items()}
         return [*(self._family(name, value) for name, value in values.items()), gaps]
 
     def _family(self, name: str, value: Any) -> Metric:
-        label = _METRICS["labels"].get(name)
-        labels = ("model_name",) if label is None else ("model_name", label)
+        labels = _METRICS["labels"].get(name, ())
         kind = CounterMetricFamily if name in _METRICS["counters"] else GaugeMetricFamily
-        family = kind(PREFIX + name, (_METRICS["counters"] | _METRICS["gauges"])[name], labels=labels)
-        for key, number in (value if isinstance(value, dict) else {None: value}).items():
+        words = (_METRICS["counters"] | _METRICS["gauges"])[name]
+        family = kind(PREFIX + name, words, labels=("model_name", *labels))
+        for key, number in (value if isinstance(value, dict) else {(): value}).items():
             if number is not None:
-                family.add_metric((self.model_name, str(key))[: len(labels)], number)
+                family.add_metric((self.model_name, *(key if isinstance(key, tuple) else (str(key),))), number)
         return family
 
 

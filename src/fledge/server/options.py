@@ -9,6 +9,8 @@ from starlette.requests import Request
 
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
+from fledge.server.parsers import reasoning_parser
+from fledge.server.tool_parsers import tool_parser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,9 @@ class ServeOptions:
             raise ConfigError(f"--max-body-bytes: found {self.max_body_bytes}, allowed is 1024 to {2**30}")
         if self.max_queue < 0:
             raise ConfigError(f"--max-queue: found {self.max_queue}, allowed is 0 or more")
+        ApiKeys(self.api_keys)  # these three refuse what they cannot be
+        tool_parser(self.tool_call_parser)
+        reasoning_parser(self.reasoning_parser)
 
     @property
     def model_name(self) -> str:

@@ -30,17 +30,13 @@ class StreamParser(ABC):
         self._deltas: list[Delta] = []
         self._reading = self._read()
 
-    def feed(self, text: str) -> list[Delta]:
-        """Take in more text; return what has become certain."""
+    def feed(self, text: str, *, final: bool = False) -> list[Delta]:
+        """Take in more text; return what has become certain, and all that is left when the answer has ended."""
+        self._is_final = self._is_final or final
         self._buffer += text
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
-
-    def finish(self) -> list[Delta]:
-        """Return what is left when the answer has ended."""
-        self._is_final = True
-        return self.feed("")
 
     @abstractmethod
     def _read(self) -> Generator[None]:
@@ -82,15 +78,15 @@ class StreamParser(ABC):
 class Trimmer:
     """Text without the white space around it, as it comes."""
 
-    def __init__(self) -> None:
-        self.has_text = False
-        self._space = ""  # that the text so far ends with
+    def __init__(self, *, has_text: bool = False) -> None:
+        self.has_text = has_text  # then white space before it counts
+        self.space = ""  # that the text so far ends with
 
     def __call__(self, text: str) -> str:
-        text = self._space + text
+        text = self.space + text
         text = text if self.has_text else text.lstrip()
         kept = text.rstrip()
-        self._space = text[len(kept) :]
+        self.space = text[len(kept) :]
         self.has_text = self.has_text or bool(kept)
         return kept
 
@@ -135,11 +131,11 @@ class AnswerParser:
         self._parsers = [parser for parser in parsers if parser is not None]
 
     def feed(self, text: str, *, final: bool = False) -> list[Delta]:
-        """Take in more text; return what has become certain, and all that is left when the answer has ended."""
+        """As a parser does."""
         deltas: list[Delta] = [{"content": text}] if text else []
         for parser in self._parsers:
             parts = [parser.feed(delta["content"]) if "content" in delta else [delta] for delta in deltas]
-            deltas = [*itertools.chain(*parts), *(parser.finish() if final else ())]
+            deltas = [*itertools.chain(*parts), *(parser.feed("", final=True) if final else ())]
         return deltas
 
 
@@ -163,14 +159,13 @@ REASONING_PARSERS = dict.fromkeys(("think", "deepseek_r1", "qwen3", "kimi_k2"), 
 
 
 def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:
-    """Return the parser of that name; None or "auto": if the chat template knows about reasoning; "none": none."""
-    if name in (None, "auto"):
-        return ReasoningParser if ReasoningParser.END in (template or "") else None
-    return named_parser("reasoning", str(name), REASONING_PARSERS)
+    """`named_parser`, found if the chat template knows about reasoning."""
+    found = ReasoningParser if ReasoningParser.END in (template or "") else None
+    return named_parser("reasoning", name or "auto", REASONING_PARSERS, found)
 
 
-def named_parser(kind: str, name: str, known: Mapping[str, type[_P]]) -> type[_P] | None:
-    """Return the parser of that name; "none": none. Raises ConfigError."""
-    if name != "none" and name not in known:
+def named_parser(kind: str, name: str, known: Mapping[str, type[_P]], found: type[_P] | None) -> type[_P] | None:
+    """Return the parser of that name; "auto": the one found by the chat template; "none": none. Raises ConfigError."""
+    if name not in ("auto", "none") and name not in known:
         raise ConfigError(f"unknown {kind} parser '{name}'.{nearest_name_hint(name, known)}")
-    return known.get(name)
+    return found if name == "auto" else known.get(name)

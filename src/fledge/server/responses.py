@@ -6,9 +6,8 @@ import json
 import math
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -101,10 +100,11 @@ def _finite(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else LOWEST
 
 
-class Choice(ABC):
-    """One answer: what has not been told yet, or all of it if nothing is told before the end."""
+class _Choice:
+    """One answer: what has not been told yet, or all of it if nothing is told before the end.
 
-    objects: ClassVar[tuple[str, str]]  # OpenAI's names of the whole response, and of a chunk of it
+    `whole` is an entry of `choices`, `chunks` are entries for chunks of their own: what can be told now.
+    """
 
     def __init__(self, number: int, request: SamplingRequest, texts: TokenTexts) -> None:
         self._number = number
@@ -126,16 +126,8 @@ class Choice(ABC):
         prompt = [one._replace(top=one.top[:top]) for one in self._prompt]
         return {} if top is None else {"prompt_logprobs": prompt_logprobs(prompt, self._texts)}
 
-    @abstractmethod
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer: an entry of `choices`."""
-
-    @abstractmethod
-    def chunks(self) -> list[dict[str, Any]]:
-        """Return what can be told now: entries of `choices`, each for a chunk of its own."""
-
-    @abstractmethod
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None: ...
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        raise NotImplementedError
 
     def _tell(self) -> dict[str, Any]:
         """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
@@ -151,10 +143,8 @@ class Choice(ABC):
         return {"index": self._number, name: content, "logprobs": None, **self._ending} | self._tell()
 
 
-class ChatChoice(Choice):
+class ChatChoice(_Choice):
     """An answer of `/v1/chat/completions`. It goes through a parser of its own."""
-
-    objects = ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, number: int, request: ChatRequest, texts: TokenTexts, parser: AnswerParser) -> None:
         super().__init__(number, request, texts)
@@ -196,10 +186,8 @@ class ChatChoice(Choice):
         return chat_logprobs(logprobs, self._texts) if self._shows_logprobs and logprobs else None
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(_Choice):
     """An answer of `/v1/completions`. It begins with `echo`: the prompt's text, or nothing."""
-
-    objects = ("text_completion", "text_completion")
 
     def __init__(self, number: int, request: CompletionRequest, texts: TokenTexts, echo: str) -> None:
         super().__init__(number, request, texts)
@@ -231,6 +219,9 @@ class CompletionChoice(Choice):
         return told
 
 
+Choice = ChatChoice | CompletionChoice
+
+
 class OpenAIResponse:
     """The response to one request, from the deltas of its generation."""
 
@@ -240,16 +231,17 @@ class OpenAIResponse:
         self.generation = generation
         self._request = request
         self.choices = choices
-        self._whole_object, chunk_object = choices[0].objects
-        self.head = {"id": entry.id, "object": chunk_object, "created": int(time.time()), "model": entry.model}
+        self._is_chat = isinstance(request, ChatRequest)
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        self.head = {"id": entry.id, "object": kind, "created": int(time.time()), "model": entry.model}
 
     async def whole(self) -> dict[str, Any]:
         """Wait for all answers and return the response."""
         async for number, delta in self.generation.deltas():
             self.choices[number].take(delta)
         choices = [choice.whole() for choice in self.choices]
-        body = {**self.head, "object": self._whole_object, "choices": choices, "usage": self._usage()}
-        return body | (self.choices[0].prompt_logprobs() if isinstance(self.choices[0], ChatChoice) else {})
+        body = {**self.head, "choices": choices, "usage": self._usage()}
+        return body | ({"object": "chat.completion", **self.choices[0].prompt_logprobs()} if self._is_chat else {})
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from fledge import __version__
-from fledge.errors import ConfigError, PromptError
 from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.bridge import ResponsesAnswer, as_chat
 from fledge.server.engine_process import EngineProcess
@@ -131,7 +130,7 @@ class Service:
         grammar: Grammar | None,
         template: Template = NO_TEMPLATE,
     ) -> Generation:
-        """Submit. Raises RequestError if something is wrong with the request."""
+        """Submit. Raises a FledgeError if something is wrong with the request."""
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
@@ -139,26 +138,16 @@ class Service:
             await self.engine.compile(grammar)
         if request.truncate_prompt_tokens is not None:
             prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
-        try:
-            generation = self.engine.generate(
-                prompts,
-                request.sampling_params(self.options.default_sampling),
-                request_id=entry.id,
-                n=request.answers,
-                draft_limit=request.speculation_depth,
-                cache_salt=request.salt,
-                grammar=grammar,
-                template=template,
-                timeout=self.options.request_timeout,
-            )
-        except (ConfigError, PromptError) as error:
-            raise RequestError.of(error) from None
+        generation = self.engine.generate(
+            prompts,
+            request.sampling_params(self.options.default_sampling),
+            request_id=entry.id,
+            n=request.answers,
+            draft_limit=request.speculation_depth,
+            cache_salt=request.salt,
+            grammar=grammar,
+            template=template,
+            timeout=self.options.request_timeout,
+        )
         entry.answers, entry.prompt_tokens = generation.answers, generation.prompt_tokens
         return generation
-
-
-def check_options(options: ServeOptions) -> None:
-    """Raise ConfigError for what can be known to be wrong before a model is loaded."""
-    ApiKeys(options.api_keys)
-    tool_parser(options.tool_call_parser)
-    reasoning_parser(options.reasoning_parser)

@@ -46,6 +46,7 @@ PARSER_LIMITS = {  # llguidance's, per token where they are called step
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
+_spelled = functools.partial(json.dumps, ensure_ascii=False)  # as JSON, and so are Lark's strings
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -129,7 +130,7 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
         if len(value) > MAX_CHOICES:
             _refuse_grammar(param, f"found {len(value)} choices, allowed are {MAX_CHOICES}")
         # One terminal: as alternatives of a rule they would all be items of one row, which has room for 2,000.
-        lark = "start: CHOICE\nCHOICE: " + " | ".join(map(_lark_string, value))
+        lark = "start: CHOICE\nCHOICE: " + " | ".join(map(_spelled, value))
         _check_size(param, lark)
         return {"lark_grammar": lark}
     if not isinstance(value, str) or not value.strip():
@@ -143,10 +144,9 @@ def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
         _refuse_grammar(param, f"neither Lark nor GBNF: {_one_line(error)}")
 
 
-def _spaced(part: Mapping[str, Any], *, any_whitespace: bool) -> Mapping[str, Any]:
+def _spaced(part: Mapping[str, Any], any_whitespace: bool) -> Mapping[str, Any]:
     """Return a grammar with our way of writing JSON, which a schema's own `x-guidance` may overrule."""
-    schema = part.get("json_schema")
-    if schema is None:
+    if (schema := part.get("json_schema")) is None:
         return part
     own = schema.get("x-guidance")
     options = {**(WHITESPACE if any_whitespace else NO_WHITESPACE), **(own if isinstance(own, Mapping) else {})}
@@ -156,7 +156,7 @@ def _spaced(part: Mapping[str, Any], *, any_whitespace: bool) -> Mapping[str, An
 def _check_size(param: str, value: Any) -> None:
     """Refuse what is too long as text or JSON, or is no text: JSON can spell halves of characters."""
     try:
-        size = len((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode())
+        size = len((value if isinstance(value, str) else _spelled(value)).encode())
     except RecursionError:
         _refuse_grammar(param, "nested too deeply")
     except UnicodeEncodeError:
@@ -253,10 +253,9 @@ class GrammarCompiler:
         backend.no_truncation()
         sizes: dict[str, Any] = {"n_vocab": max(vocab_size, len(tokenizer)), "eos_token": list(eos_ids) or None}
         self._tokenizer = LLTokenizer(backend.to_str(), **sizes)
-        self._sandbox: GrammarSandbox | None = None
-        if sandboxed:
-            whole = {"tokenizer": backend.to_str(), **sizes}
-            self._sandbox = GrammarSandbox(processes=COMPILE_THREADS, tokenizer=whole, limits=limits)
+        whole = {"tokenizer": backend.to_str(), **sizes}
+        sandbox = functools.partial(GrammarSandbox, processes=COMPILE_THREADS, tokenizer=whole, limits=limits)
+        self._sandbox = sandbox() if sandboxed else None
         added = tokenizer.get_added_vocab()
         self._special = {text for text, token in added.items() if self._tokenizer.is_special_token(token)}
 
@@ -267,11 +266,9 @@ class GrammarCompiler:
 
     def _compile(self, text: str, param: str) -> LLMatcher:
         """Other threads go on meanwhile."""
-        if self._sandbox is not None and (error := self._sandbox.check(text)) is not None:
-            _refuse_compiled(param, error)
+        _refuse_error(param, self._sandbox.check(text) if self._sandbox is not None else None)
         matcher = compile_text(self._tokenizer, text, self._limits)
-        if matcher.is_error():
-            _refuse_compiled(param, matcher.get_error())
+        _refuse_error(param, matcher.get_error())
         return matcher
 
     def _text(self, grammar: Grammar) -> str:
@@ -280,11 +277,11 @@ class GrammarCompiler:
         if grammar.markers:
             rules = [f"{name}: {self._marker(text)}" for name, text in grammar.markers.items()]
             source["lark_grammar"] = "\n".join([source["lark_grammar"], *rules])
-        spaced = functools.partial(_spaced, any_whitespace=grammar.any_whitespace)
-        grammars = [{**spaced(part), "name": name} for name, part in {"answer": source, **grammar.parts}.items()]
+        parts = {"answer": source, **grammar.parts}
+        grammars = [{**_spaced(part, grammar.any_whitespace), "name": name} for name, part in parts.items()]
         opened = grammar.reasoning_opened
-        head = None if opened is None else self._after_reasoning(opened=opened)
-        spelled = json.dumps(grammars, ensure_ascii=False)
+        head = None if opened is None else self._after_reasoning(opened)
+        spelled = _spelled(grammars)
         if any(text in spelled for text in self._special):
             # Text that must come is tokenized for the model, and llguidance would make special tokens of it.
             head = '%llguidance {"no_forcing": true}\n' + (head or "start: @answer")
@@ -292,7 +289,7 @@ class GrammarCompiler:
             grammars.insert(0, {"name": "whole", "lark_grammar": head})
         return json.dumps({"grammars": grammars})
 
-    def _after_reasoning(self, *, opened: bool) -> str:
+    def _after_reasoning(self, opened: bool) -> str:
         begin, end = map(self._marker, (ReasoningParser.BEGIN, ReasoningParser.END))
         if end == ReasoningParser.END:
             free = f"free: /(.|\\n)*/ {end}"
@@ -304,7 +301,7 @@ class GrammarCompiler:
 
     def _marker(self, text: str) -> str:
         """Write a marker (`<tool_call>`) in Lark: as the special token it is in this tokenizer, or as text."""
-        return text if text in self._special and text.startswith("<") and text.endswith(">") else _lark_string(text)
+        return text if text in self._special and text.startswith("<") and text.endswith(">") else _spelled(text)
 
 
 class ConstraintFailed(Exception):  # noqa: N818 - of one answer, told by the engine
@@ -319,9 +316,6 @@ class GrammarConstraint:
         self._vocab_size = vocab_size
         self.is_complete = False
 
-    def valid_prefix(self, tokens: Sequence[int]) -> int:
-        return len(self.masks(tokens)) - 1
-
     def masks(self, tokens: Sequence[int]) -> Masks:
         mask = self.allowed()
         found: Masks = [mask]
@@ -331,15 +325,12 @@ class GrammarConstraint:
                 break
             mask = self.allowed()
             found.append(mask)
-        if len(found) > 1 and not self._matcher.rollback(len(found) - 1):
-            self._fail()
-        self._check()
+        self._check(len(found) == 1 or self._matcher.rollback(len(found) - 1))
         return found
 
     def accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            if not self.is_complete and not self._matcher.consume_token(token):
-                self._fail()
+            self._check(self.is_complete or self._matcher.consume_token(token))
             self.is_complete = self.is_complete or self._matcher.is_stopped()
 
     def allowed(self) -> Tensor:
@@ -350,25 +341,19 @@ class GrammarConstraint:
             raise ConstraintFailed("the grammar allows no token of the vocabulary here")
         return torch.from_numpy(mask)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            self._fail()
-
-    def _fail(self) -> NoReturn:
-        raise ConstraintFailed(_one_line(self._matcher.get_error() or "the grammar's parser failed"))
+    def _check(self, went_well: bool = True) -> None:
+        if not went_well or self._matcher.is_error():
+            raise ConstraintFailed(_one_line(self._matcher.get_error() or "the grammar's parser failed"))
 
 
 def _refuse_grammar(param: str, message: str) -> NoReturn:
     refuse(param, message, code="invalid_grammar")
 
 
-def _refuse_compiled(param: str, error: str) -> NoReturn:
-    nothing = "NoExtension" in error  # llguidance has no other way to say so
-    _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
-
-
-def _lark_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _refuse_error(param: str, error: str | None) -> None:
+    if error:
+        nothing = "NoExtension" in error  # llguidance has no other way to say so
+        _refuse_grammar(param, "nothing satisfies it" if nothing else _one_line(error))
 
 
 def _one_line(error: object, longest: int = 300) -> str:

@@ -5,8 +5,8 @@ import re
 import secrets
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jiter
 
@@ -17,80 +17,65 @@ _MEMBERS = {"name": "name", "arguments": "arguments", "parameters": "arguments",
 _DECODER = json.JSONDecoder()
 
 
-class CallObject:
-    """A call `{"name": ..., "arguments": {...}}` being read. Once it `is_call` there is no way back.
+class CallObject(NamedTuple):
+    """A call `{"name": ..., "arguments": {...}}`, as far as it has come."""
 
-    jiter says whether what has come so far can still become JSON, the standard library where a value ends. The
-    arguments are handed on as written.
-    """
-
-    def __init__(self) -> None:
-        self.text = ""  # all that was read
-        self.name: str | None = None
-        self.arguments: str | None = None  # as far as they have come
-        self.is_done = False
-        self.is_bad = False  # it is no call, or breaks off
+    end: int | None = None  # where it ended, or turned out to be no call; None: it goes on
+    name: str | None = None
+    arguments: str | None = None  # as written
+    is_bad: bool = False  # it is no call, or breaks off
 
     @property
     def is_call(self) -> bool:
+        """Once it is one there is no way back."""
         return self.name is not None and self.arguments is not None
 
-    def feed(self, text: str) -> str:
-        """Read on; return what follows the place where the call ended, or where it turned out to be none."""
-        whole = self.text + text
-        valid = valid_prefix(whole)
-        end = self._read(whole[:valid])
-        if end is None and valid < len(whole):
-            self.is_bad, end = True, valid
-        self.text = whole[:end]
-        return "" if end is None else whole[end:]
 
-    def _read(self, text: str) -> int | None:
-        """Read the members of an object from its beginning; return where it ended, None if it has not."""
-        self.name = self.arguments = None
-        at = _skip_space(text, 0)
-        if text[at : at + 1] != "{":
-            self.is_bad = at < len(text)
-            return at if self.is_bad else None
-        at = _skip_space(text, at + 1)
-        while at < len(text) and text[at] != "}":
-            if text[at] != '"':  # jiter lets it pass
-                self.is_bad = True
-                return at
-            key, end = _read_value(text, at)
-            if end is None:
-                return None
-            # After a call has been announced, what else it has is skipped.
-            member = None if self.is_call else _MEMBERS.get(key, "")
-            if member is not None and getattr(self, member, "") is not None:
-                self.is_bad = True
-                return end
-            value_at = _skip_space(text, _skip_space(text, end) + 1)  # behind the colon
-            if value_at >= len(text):
-                return None
-            value, end = _read_value(text, value_at)
-            if member is not None:
-                self._take(member, value, text[value_at:end], is_complete=end is not None)
-            if end is None or self.is_bad:
-                return end
-            at = _skip_space(text, end)
-            if text[at : at + 1] == ",":
-                at = _skip_space(text, at + 1)
-        if at >= len(text):
-            return None
-        self.is_bad = self.name is None
-        self.is_done = not self.is_bad
-        self.arguments = "{}" if self.arguments is None else self.arguments
-        return at + 1
+def read_call(text: str) -> CallObject:
+    """Read a call from its beginning.
 
-    def _take(self, member: str, value: Any, written: str, *, is_complete: bool) -> None:
-        if member == "arguments" and written.startswith("{"):
-            self.arguments = written
-        elif member == "arguments" and is_complete and value is None:
-            self.arguments = "{}"  # some models write null for none
-        elif is_complete:
-            self.is_bad = not isinstance(value, str) or (member == "name" and not value)
-            setattr(self, member, value or None if member == "name" else value)  # arguments: the object as a string
+    jiter says whether what has come so far can still become JSON, the standard library where a value ends.
+    """
+    valid = valid_prefix(text)
+    call = _read_members(text[:valid])
+    return call._replace(end=valid, is_bad=True) if call.end is None and valid < len(text) else call
+
+
+def _read_members(text: str) -> CallObject:
+    call = CallObject()
+    at = _skip_space(text, 0)
+    if text[at : at + 1] != "{":
+        return CallObject(end=at, is_bad=True) if at < len(text) else call
+    at = _skip_space(text, at + 1)
+    while at < len(text) and text[at] != "}":
+        key, end = _read_value(text, at)
+        if text[at] != '"' or end is None:  # jiter lets other keys pass
+            return call if text[at] == '"' else call._replace(end=at, is_bad=True)
+        # After a call has been announced, what else it has is skipped.
+        member = None if call.is_call else _MEMBERS.get(key, "")
+        if member is not None and getattr(call, member, "") is not None:
+            return call._replace(end=end, is_bad=True)
+        value_at = _skip_space(text, _skip_space(text, end) + 1)  # behind the colon
+        if value_at >= len(text):
+            return call
+        value, end = _read_value(text, value_at)
+        if member == "arguments" and text[value_at] == "{":
+            call = call._replace(arguments=text[value_at:end])
+        elif member == "arguments" and end is not None and value is None:
+            call = call._replace(arguments="{}")  # some models write null for none
+        elif member is not None and end is not None:  # arguments: the object as a string
+            if not isinstance(value, str) or (member == "name" and not value):
+                return call._replace(end=end, is_bad=True)
+            call = call._replace(name=value) if member == "name" else call._replace(arguments=value)
+        if end is None:
+            return call
+        at = _skip_space(text, end)
+        if text[at : at + 1] == ",":
+            at = _skip_space(text, at + 1)
+    if at >= len(text):
+        return call
+    arguments = "{}" if call.arguments is None else call.arguments
+    return call._replace(end=at + 1, is_bad=call.name is None, arguments=arguments)
 
 
 def valid_prefix(text: str) -> int:
@@ -122,11 +107,6 @@ def _read_value(text: str, at: int) -> tuple[Any, int | None]:
     return value, None if may_go_on else end
 
 
-def new_call_id() -> str:
-    """Return an id such as OpenAI makes."""
-    return f"call_{secrets.token_hex(12)}"
-
-
 class ToolParser(StreamParser):
     """One model family's way of writing tool calls.
 
@@ -141,15 +121,13 @@ class ToolParser(StreamParser):
     CALL: ClassVar[str]
     TOOL: ClassVar[str]
 
-    def __init__(self, *, parallel: bool = True, new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(self, *, parallel: bool = True) -> None:
         """Without `parallel`, calls after the first are dropped."""
         super().__init__()
         self.calls = 0
         self._parallel = parallel
-        self._new_id = new_id
-        self._space = ""  # white space that the content so far ends with
+        self._trimmed = Trimmer(has_text=True)  # content, since the last call
         self._has_content = False
-        self._after_call = False  # no content since the last call
 
     @classmethod
     def grammar(cls, tools: Sequence[str], *, parallel: bool) -> str:
@@ -172,25 +150,20 @@ class ToolParser(StreamParser):
 
     def _read(self) -> Generator[None]:
         yield from self._read_calls()
-        if self._space and not self._after_call:
-            self._deltas.append({"content": self._space})
+        if self._trimmed.space:
+            self._deltas.append({"content": self._trimmed.space})
 
     def _content(self, text: str) -> None:
-        text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if self._after_call:
-            kept = kept.lstrip()
-        if kept:
-            between = "\n" if self._after_call and self._has_content else ""
+        between = "\n" if self._has_content and not self._trimmed.has_text else ""
+        if kept := self._trimmed(text):
             self._deltas.append({"content": between + kept})
-            self._after_call, self._has_content = False, True
+            self._has_content = True
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
-        self._space = ""
-        self._after_call = True
+        self._trimmed = Trimmer()
         self.calls += 1
-        self._call_delta({"id": call_id or self._new_id(), "type": "function"}, {"name": name, "arguments": ""})
+        own = {"id": call_id or f"call_{secrets.token_hex(12)}", "type": "function"}  # such as OpenAI makes
+        self._call_delta(own, {"name": name, "arguments": ""})
 
     def _arguments(self, text: str) -> None:
         if text:
@@ -202,20 +175,23 @@ class ToolParser(StreamParser):
 
     def _read_object(self, marker: str) -> Generator[None, None, CallObject]:
         """Read a call written as a JSON object; with `marker`, which came before, it is content if it is no call."""
-        call = CallObject()
+        text = ""
         told: int | None = None  # characters of the arguments, once the call is announced
         while True:
-            self._buffer = call.feed(self._buffer)
+            text += self._buffer
+            call = read_call(text)
+            self._buffer = "" if call.end is None else text[call.end :]
+            text = text[: call.end]
             if call.name is not None and call.arguments is not None:
                 if told is None:
                     self._begin_call(call.name)
                 self._arguments(call.arguments[told or 0 :])
                 told = len(call.arguments)
-            if call.is_done or call.is_bad or self._is_final:
+            if call.end is not None or self._is_final:
                 break
             yield
         if not call.is_call:
-            self._content(marker + call.text)
+            self._content(marker + text)
         return call
 
 
@@ -264,7 +240,7 @@ class Llama3Parser(ToolParser):
             if marker is None:
                 return
             call = yield from self._read_object(marker)
-            may_begin = call.is_done
+            may_begin = call.end is not None and not call.is_bad
 
     def _begin(self) -> Generator[None, None, str | None]:
         """If the answer begins, or goes on after a call, with a call, consume and return what comes before it."""
@@ -355,16 +331,12 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 
 
 def tool_parser(name: str | None, template: str | None = None) -> type[ToolParser] | None:
-    """Return the parser of that name; None or "auto": for what the chat template tells its model to write, if it is
-    one that we know; "none": none. Raises ConfigError.
-    """
-    if name not in (None, "auto"):
-        return named_parser("tool", str(name), TOOL_PARSERS)
-    template = template or ""
+    """`named_parser`, found by what the chat template tells its model to write, if it is one that we know."""
+    template, found = template or "", None
     if "<|tool_calls_section_begin|>" in template:
-        return KimiK2Parser
-    if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML inside
-        return HermesParser
-    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
-        return Llama3Parser
-    return None
+        found = "kimi_k2"
+    elif "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML inside
+        found = "hermes"
+    elif "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
+        found = "llama3_json"
+    return named_parser("tool", name or "auto", TOOL_PARSERS, TOOL_PARSERS.get(found or ""))

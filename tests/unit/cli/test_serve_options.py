@@ -16,8 +16,9 @@ from fledge import LLM
 from fledge.cli import serve as serve_module
 from fledge.cli.command import token_count
 from fledge.cli.main import app
-from fledge.cli.vllm_options import FOREIGN, _repeat_lists, translate
+from fledge.cli.serve import translate
 from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.vllm_options import FOREIGN
 from fledge.errors import ConfigError
 from tests.command_line import fledge
 
@@ -212,7 +213,8 @@ def test_every_refusal_is_a_sentence_and_every_option_of_vllms_does_something() 
 
 
 def test_several_names_in_a_row_and_origins_in_json() -> None:
-    assert _repeat_lists(["--served-model-name", "a", "b", "--port", "1"]) == [
+    values = VALUES | {"--served-model-name", "--api-key"}
+    assert translate(["--served-model-name", "a", "b", "--port", "1"], values, FLAGS)[0] == [
         "--served-model-name",
         "a",
         "--served-model-name",
@@ -220,7 +222,8 @@ def test_several_names_in_a_row_and_origins_in_json() -> None:
         "--port",
         "1",
     ]
-    assert _repeat_lists(["m", "--api-key", "k", "--host", "h"]) == ["m", "--api-key", "k", "--host", "h"]
+    words = ["m", "--api-key", "k", "--host", "h"]
+    assert translate(words, values, FLAGS)[0] == words
     assert serve_module._origins(["https://a", '["https://b", "https://c"]']) == ["https://a", "https://b", "https://c"]
     for wrong in ("[", "[1]", ""):
         with pytest.raises(ConfigError):

@@ -36,7 +36,7 @@ def test_tools_are_shown_and_calls_written_as_they_are_read() -> None:
     assert '"name": "add"' in text.partition("</tools>")[0]
     assert text.count("<|im_start|>system") == 1
     written = text.rpartition(ANSWER)[0].rpartition(ANSWER)[2].removesuffix("<|im_end|>\n")
-    parser = HermesParser(new_id=lambda: "call_1")
-    deltas = parser.feed(written) + parser.finish()
+    parser = HermesParser()
+    deltas = parser.feed(written) + parser.feed("", final=True)
     assert "".join(part["function"]["arguments"] for one in deltas for part in one["tool_calls"]) == '{"a": 1}'
     assert "# Tools" in render([TURNS[1]], tools=[TOOL])

@@ -16,7 +16,7 @@ from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import DeadEngineError, EngineStats
 from fledge.errors import PromptError
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
-from fledge.server.engine_process import AddRequest
+from fledge.server.engine_process import EngineWorker
 from fledge.server.errors import RequestError
 from fledge.server.prompts import Template
 from fledge.server.structured import Grammar, GrammarCompiler, read_format
@@ -264,8 +264,8 @@ def test_what_the_engine_refuses_is_raised_before_anything_is_streamed() -> None
                 engine.generate([PROMPTS[0], prompt], GREEDY, request_id="bad")
         assert engine.active == 0  # nothing is half accepted
         first = engine.generate([PROMPTS[0]], GREEDY, request_id="same")
-        again = AddRequest(request_id="same-0", prompt=PROMPTS[0], params=GREEDY, seed=0)
-        engine.process.send(again)  # what the engine itself refuses
+        again = {"prompt": PROMPTS[0], "params": GREEDY, "seed": 0}
+        engine.process.send(EngineWorker.add, "same-0", **again)  # what the engine itself refuses
         with pytest.raises(RequestError, match="in use"):
             await collect(first)
 

@@ -6,7 +6,8 @@ import pytest
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import MIN_SAMPLES, CostTable
-from fledge.server.history import HistoryInterval, Shape, SpeculationNote, SpeedUp, explain, speed_up
+from fledge.engine.protocol import EngineStats
+from fledge.server.history import HistoryInterval, SpeculationNote, SpeedUp, explain, speed_up
 from fledge.server.prompts import Template
 
 
@@ -27,17 +28,17 @@ def _acceptance(*rounds: tuple[int, int, int]) -> AcceptanceStatistics:
     return statistics
 
 
-Rounds = Mapping[Shape, tuple[int, int]]  # (batch, depth) -> rounds, tokens
+Rounds = Mapping[tuple[int, int], tuple[int, int]]  # (batch, depth) -> rounds, tokens
 
 
 def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
-    return speed_up(_seen(rounds), costs)
+    return speed_up(_seen(rounds), EngineStats(costs=costs))
 
 
 def _seen(rounds: Rounds) -> HistoryInterval:
     seen = HistoryInterval()
     for shape, (count, tokens) in rounds.items():
-        seen.rounds[shape], seen.round_tokens[shape] = count, tokens
+        seen.add({"rounds": {shape: count}, "round_tokens": {shape: tokens}})
     return seen
 
 
@@ -47,14 +48,17 @@ def _explain(
     costs: CostTable | None = None,
     templates: Mapping[str, AcceptanceStatistics] | None = None,
     contexts: Mapping[str, AcceptanceStatistics] | None = None,
-    **options: Any,
+    has_drafter: bool = True,
+    lifetime: AcceptanceStatistics | None = None,
+    **stats: Any,
 ) -> list[SpeculationNote]:
     """What is said after this was seen of late."""
     seen = _seen(rounds or {})
-    seen.acceptance = acceptance or AcceptanceStatistics()
-    seen.templates.update({Template(name, ""): part for name, part in (templates or {}).items()})
-    seen.contexts.update(contexts or {})
-    return explain(seen, costs or CostTable(), **options)
+    parts = {"acceptance": acceptance or AcceptanceStatistics(), **(contexts or {})}
+    parts |= {Template(name, ""): part for name, part in (templates or {}).items()}
+    seen.add({name: part.tally for name, part in parts.items()})
+    ever = lifetime or AcceptanceStatistics()
+    return explain(seen, EngineStats(costs=costs or CostTable(), acceptance=ever, **stats), has_drafter=has_drafter)
 
 
 def _texts(**seen: Any) -> str:
@@ -97,7 +101,7 @@ def test_speed_up_is_unknown_where_most_rounds_have_no_plain_cost():
 
 def test_explains_that_there_is_no_drafter_or_that_it_failed():
     assert "No drafter" in _texts(has_drafter=False)
-    failed = _explain(fallback=True)
+    failed = _explain(drafter_failure="it broke")
     assert failed[0].level == "bad"
     assert "switched off" in failed[0].text
     assert "Nothing was decoded" in _texts()
@@ -217,6 +221,6 @@ def test_what_the_controller_does_is_said_and_why(choice: DepthChoice, said: str
 
 def test_what_the_controller_expects_is_the_estimate_where_nothing_else_tells() -> None:
     nothing = HistoryInterval()
-    assert speed_up(nothing, CostTable(), _choice(3)).value == pytest.approx(1.5)
-    assert speed_up(nothing, CostTable(), _choice(0)).value == 1.0
-    assert speed_up(_seen({(8, 3): (100, 1920)}), CostTable(), _choice(3)).value == pytest.approx(1.5)
+    assert speed_up(nothing, EngineStats(choice=_choice(3))).value == pytest.approx(1.5)
+    assert speed_up(nothing, EngineStats(choice=_choice(0))).value == 1.0
+    assert speed_up(_seen({(8, 3): (100, 1920)}), EngineStats(choice=_choice(3))).value == pytest.approx(1.5)

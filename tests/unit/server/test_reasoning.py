@@ -1,6 +1,7 @@
 """Reasoning is split from the answer, whole or streamed, alone or before tool calls."""
 
 import itertools
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ CASES = [
 def test_whole_and_character_by_character(text: str, opened: bool, reasoning: str | None, content: str | None) -> None:
     for pieces in ([text], list(text)):
         parser = ReasoningParser(opened=opened)
-        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.feed("", final=True)
         message = whole_message(deltas)
         assert message.get("reasoning_content") == reasoning
         assert message["content"] == (content or "")
@@ -57,15 +58,16 @@ def test_any_split_gives_what_the_whole_gives(
     pieces: list[str], data: st.DataObject, opened: bool, tools: bool
 ) -> None:
     def parser() -> AnswerParser:
-        made = HermesParser(new_id=lambda: "id") if tools else None
+        made = HermesParser() if tools else None
         return AnswerParser(ReasoningParser(opened=opened), made)
 
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
     one, whole = parser(), parser()
-    deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])]
-    deltas += one.feed("", final=True)
-    assert whole_message(deltas) == whole_message(whole.feed(text, final=True))
+    with mock.patch("secrets.token_hex", return_value="id"):
+        deltas = [d for a, b in itertools.pairwise([0, *cuts, len(text)]) for d in one.feed(text[a:b])]
+        deltas += one.feed("", final=True)
+        assert whole_message(deltas) == whole_message(whole.feed(text, final=True))
 
 
 def test_calls_in_reasoning_are_thoughts() -> None:

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +70,11 @@ TOKENIZERS = {"plain": make_tokenizer(()), "special": make_tokenizer((*MARKERS, 
 COMPILERS = {name: make_compiler(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
+def taken_by(constraint: TokenConstraint, tokens: Sequence[int]) -> int:
+    """How many of the tokens the grammar takes in a row."""
+    return len(constraint.masks(tokens)) - 1
+
+
 def walk(kind: str, factory: ConstraintFactory, seed: int, longest: int = 3000) -> str:
     """Pick allowed tokens at random until the answer ends; return its text."""
     tokenizer, pick = TOKENIZERS[kind], random.Random(seed)
@@ -132,7 +137,7 @@ def test_json_objects_are_objects_and_their_white_space_is_bounded() -> None:
 
     def accepted(text: str) -> int:
         tokens = tokenizer.encode(text)
-        count = factory().valid_prefix(tokens)
+        count = taken_by(factory(), tokens)
         return len(tokenizer.decode(tokens[:count]))
 
     pretty = json.dumps({"a": [1, {"b": None}], "ü": "x\n"}, indent=4, ensure_ascii=False)
@@ -152,7 +157,7 @@ def test_masks_are_those_of_one_token_at_a_time(kind: str) -> None:
     one_by_one, looking = factory(), factory()
     for place, token in enumerate(tokens[:-2]):
         ahead = looking.masks(tokens[place : place + 6])
-        assert looking.valid_prefix(tokens[place : place + 6]) == len(ahead) - 1 == min(6, len(tokens) - 2 - place)
+        assert taken_by(looking, tokens[place : place + 6]) == len(ahead) - 1 == min(6, len(tokens) - 2 - place)
         copy = factory()
         copy.accept(tokens[:place])
         for offset, mask in enumerate(ahead):
@@ -166,8 +171,8 @@ def test_masks_are_those_of_one_token_at_a_time(kind: str) -> None:
     assert looking.masks([tokens[-1]])[0].nonzero().flatten().tolist() == [tokenizer.eos_token_id]  # type: ignore[union-attr]
     wrong = tokenizer.encode('{"name": "ab", "old": 7}')
     fresh = factory()
-    assert tokenizer.decode(wrong[: fresh.valid_prefix(wrong)]) == '{"name": "ab", "'
-    assert fresh.valid_prefix(tokens[:-2]) == len(tokens) - 2
+    assert tokenizer.decode(wrong[: taken_by(fresh, wrong)]) == '{"name": "ab", "'
+    assert taken_by(fresh, tokens[:-2]) == len(tokens) - 2
 
 
 def test_a_grammar_that_may_go_on_ends_by_the_end_of_text() -> None:
@@ -309,7 +314,7 @@ def test_compiled_grammars_are_kept_and_constraints_are_independent() -> None:
     first.accept(TOKENIZERS["plain"].encode("ab"))
     assert first.is_complete
     assert not again.is_complete
-    assert again.valid_prefix(TOKENIZERS["plain"].encode("aab")) > 0
+    assert taken_by(again, TOKENIZERS["plain"].encode("aab")) > 0
     constraint("c")
     constraint("a+b")  # used: the other one is the oldest now
     constraint("d")
@@ -376,7 +381,7 @@ def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None
 
         def taken(text: str, factory: ConstraintFactory = factory) -> bool:
             constraint, tokens = factory(), tokenizer.encode(text)
-            if constraint.valid_prefix(tokens) < len(tokens):
+            if taken_by(constraint, tokens) < len(tokens):
                 return False
             constraint.accept(tokens)
             return constraint.is_complete

@@ -13,7 +13,7 @@ from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
 from fledge.server.parsers import whole_message
 from fledge.server.structured import read_tools
-from fledge.server.tool_parsers import TOOL_PARSERS, new_call_id, tool_parser
+from fledge.server.tool_parsers import TOOL_PARSERS, tool_parser
 from tests.parsing import Calls, assembled, parse_whole
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
@@ -21,13 +21,8 @@ KIMI_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|
 WEATHER = '{"city": "Paris, \\"FR\\" {x}", "days": [1, 2]}'
 
 
-def ids() -> Any:
-    counter = itertools.count()
-    return lambda: f"id{next(counter)}"
-
-
 def parse(name: str, text: str, **more: Any) -> tuple[str | None, Calls]:
-    return parse_whole(TOOL_PARSERS[name](new_id=ids(), **more), text)
+    return parse_whole(TOOL_PARSERS[name](**more), text)
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -159,8 +154,8 @@ def test_whole_answers(name: str, text: str, content: str | None, calls: list[tu
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_character_by_character(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    parser = TOOL_PARSERS[name](new_id=ids())
-    deltas = [delta for character in text for delta in parser.feed(character)] + parser.finish()
+    parser = TOOL_PARSERS[name]()
+    deltas = [delta for character in text for delta in parser.feed(character)] + parser.feed("", final=True)
     assert assembled(deltas) == (content, calls)
     announced = set()
     for delta in deltas:
@@ -171,7 +166,7 @@ def test_character_by_character(name: str, text: str, content: str | None, calls
             announced.add(part["index"])
         else:
             assert delta["content"]
-    assert parser.feed("") == parser.finish() == []
+    assert parser.feed("") == parser.feed("", final=True) == []
 
 
 _FRAGMENTS = {
@@ -215,9 +210,9 @@ def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str, pa
     pieces = st.sampled_from(_FRAGMENTS[name] + _NOISE + _FRAGMENTS[name])
     text = "".join(data.draw(st.lists(pieces, max_size=10)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
-    parser = TOOL_PARSERS[name](parallel=parallel, new_id=ids())
+    parser = TOOL_PARSERS[name](parallel=parallel)
     chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.finish()
+    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.feed("", final=True)
     assert assembled(deltas) == parse(name, text, parallel=parallel)
 
 
@@ -264,10 +259,10 @@ def test_without_parallel_calls_the_first_counts() -> None:
 
 
 def test_ids_are_openais_or_the_models_own() -> None:
-    assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", new_call_id())
-    assert new_call_id() != new_call_id()
-    message = whole_message(TOOL_PARSERS["hermes"]().feed(f"<tool_call>{call('a', '{}')}</tool_call>"))
-    assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", message["tool_calls"][0]["id"])
+    message = whole_message(TOOL_PARSERS["hermes"]().feed(2 * f"<tool_call>{call('a', '{}')}</tool_call>"))
+    first, second = (made["id"] for made in message["tool_calls"])
+    assert re.fullmatch(r"call_[a-zA-Z0-9]{24}", first)
+    assert first != second
     text = KIMI.format(KIMI_CALL.format("functions.get_x:3", "{}"))
     message = whole_message(TOOL_PARSERS["kimi_k2"]().feed(text))
     function = {"name": "get_x", "arguments": "{}"}

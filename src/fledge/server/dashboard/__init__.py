@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.server.errors import RequestError
-from fledge.server.history import HistoryInterval, SpeedUp, explain, speed_up
+from fledge.server.history import HistoryInterval, SpeedUp, explain, ratio, speed_up
 from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
@@ -67,18 +67,10 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     with metrics.lock:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
-    window = recent if recent.rounds else whole
-    estimate = speed_up(window, stats.costs, stats.choice)
+    window = recent if recent["rounds"] else whole
+    estimate = speed_up(window, stats)
     seconds = history.interval_seconds
-    has_failed = stats.drafter_failure is not None
-    notes = explain(
-        window,
-        stats.costs,
-        has_drafter=metrics.has_drafter,
-        fallback=has_failed,
-        lifetime=stats.acceptance,
-        choice=stats.choice,
-    )
+    notes = explain(window, stats, has_drafter=metrics.has_drafter)
     return {
         "server": {
             "model": metrics.model_name,
@@ -89,30 +81,28 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         },
         "interval_s": seconds,
         "kept_intervals": history.kept,
-        "tiles": _tiles(metrics, closed[-TILE_INTERVALS:], window, estimate),
+        "tiles": _tiles(metrics, HistoryInterval.sum(closed[-TILE_INTERVALS:]), window, estimate),
         "window_s": window.intervals * seconds,
         "now_s": TILE_INTERVALS * seconds,
         "findings": [note._asdict() for note in notes],
         "templates": [
-            {"hash": template.digest, "requests": whole.requests_by_template[template]}
+            {"hash": template.digest, "requests": whole["requests"][template]}
             | _acceptance(template.name, part, estimate)
             for template, part in sorted(whole.templates.items(), key=lambda item: -item[1].rounds)
         ],
-        "contexts": [_acceptance(bucket, part, estimate) for bucket, part in whole.contexts_in_order.items()],
+        "contexts": [_acceptance(bucket, part, estimate) for bucket, part in whole.contexts.items()],
         "points": [_point(interval, seconds) for interval in closed if interval.number > after],
     }
 
 
-def _tiles(
-    metrics: Metrics, closed: list[HistoryInterval], window: HistoryInterval, estimate: SpeedUp
-) -> dict[str, float | int | bool | None]:
-    stats, now = metrics.stats, HistoryInterval.sum(closed)
-    span = now.intervals * metrics.history.interval_seconds
+def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, estimate: SpeedUp) -> dict[str, Any]:
+    stats, total = metrics.stats, metrics.total
+    rates = _rates(now, now.intervals * metrics.history.interval_seconds)
     return {
-        "output_tokens_per_s": _ratio(now.output_tokens, span),
-        "prompt_tokens_per_s": _ratio(now.prompt_tokens, span),
-        "user_tokens_per_s": _ratio(now.round_tokens.total(), now.request_seconds),
-        "ttft_s": _ratio(now.ttft_sum, now.ttft_count),
+        "output_tokens_per_s": rates["output"],
+        "prompt_tokens_per_s": rates["prompt"],
+        "user_tokens_per_s": rates["user"],
+        "ttft_s": rates["ttft"],
         "acceptance_length": window.acceptance.acceptance_length,
         "speed_up": estimate.value,
         "break_even": estimate.break_even,
@@ -123,10 +113,10 @@ def _tiles(
         "running": stats.running,
         "waiting": stats.waiting,
         "kv_use": kv_use(stats),
-        "prefix_hit_rate": _ratio(stats.prefix_hits, stats.prefix_queries),
+        "prefix_hit_rate": ratio(stats.prefix_hits, stats.prefix_queries),
         "preemptions": stats.preemptions,
-        "rejected": metrics.rejected,
-        "finished": metrics.finished,
+        "rejected": total["requests_rejected"].total(),
+        "finished": total["request_success"].total(),
     }
 
 
@@ -141,21 +131,23 @@ def _acceptance(name: str, part: AcceptanceStatistics, estimate: SpeedUp) -> dic
     }
 
 
-def _point(interval: HistoryInterval, seconds: float) -> dict[str, Any]:
+def _rates(interval: HistoryInterval, seconds: float) -> dict[str, float | None]:
+    tokens, ttft = interval["tokens"], interval["ttft"]
     return {
-        "n": interval.number,
-        "output": interval.output_tokens / seconds,
-        "prompt": interval.prompt_tokens / seconds,
-        "user": _ratio(interval.round_tokens.total(), interval.request_seconds),
-        "ttft": _ratio(interval.ttft_sum, interval.ttft_count),
-        "length": interval.acceptance.acceptance_length,
-        "depths": [round(rate, 4) for rate in interval.acceptance.rate_by_depth],
-        "phases": [interval.phase_seconds[phase] for phase in PHASES],
-        "running": interval.running,
-        "waiting": interval.waiting,
-        "kv": interval.kv_use,
+        "output": ratio(tokens["output"], seconds),
+        "prompt": ratio(tokens["prompt"], seconds),
+        "user": ratio(interval["round_tokens"].total(), interval["token_gap_seconds"][""]),
+        "ttft": ratio(ttft["seconds"], ttft["requests"]),
     }
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _point(interval: HistoryInterval, seconds: float) -> dict[str, Any]:
+    phases = interval["spec_decode_phase_seconds"]
+    return {
+        "n": interval.number,
+        **_rates(interval, seconds),
+        "length": interval.acceptance.acceptance_length,
+        "depths": [round(rate, 4) for rate in interval.acceptance.rate_by_depth],
+        "phases": [phases[phase] for phase in PHASES],
+        **interval.gauges,
+    }

@@ -1,0 +1,388 @@
+"""`fledge bench`: how fast, measured. What imports torch or matplotlib is imported where it is needed."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fledge.checkpoints.source import DRAFTERS, TARGET
+from fledge.cli.command import leave, numbers, one_of, options, run_bench, settings_of
+from fledge.engine.config import MAX_DEPTH
+from fledge.errors import ConfigError
+from fledge.files import distinct_names, parse_json
+from fledge.progress import Progress
+
+if TYPE_CHECKING:
+    from fledge.bench.load.servers import ServerSpec
+
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench.command()
+@options("bench rounds")
+def rounds(
+    *,
+    shape: str = "29m",
+    depth: str = "0,3",
+    concurrency: str = "1,4,16",
+    dtype: str = "auto",
+    device: str = "auto",
+    count: int = 100,
+    prefill: bool = False,
+    long_context: int = 0,
+    enforce_eager: bool = False,
+) -> None:
+    """Time rounds of random models: a table, then one JSON line."""
+    import torch  # noqa: PLC0415
+
+    from fledge.bench import rounds as measure  # noqa: PLC0415
+    from fledge.devices import choose_device, choose_dtype  # noqa: PLC0415
+    from fledge.report.tables import Table  # noqa: PLC0415
+
+    place = choose_device(device)
+    on_gpu = place.type == "cuda"
+    precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
+    depths, sizes = numbers("depth", depth, int, 0, MAX_DEPTH), numbers("concurrency", concurrency, int, 1, 512)
+    console = Console(stderr=True)
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
+    if on_gpu:
+        report["limits"] = measure.measure_limits(place)
+    cells, body = [], []
+    with console.status("measuring") as status:
+        for name in shape.split(","):
+            pair = measure.make_pair(name, precision, place)
+            for k in depths:
+                body.append([name, str(k)])
+                for size in sizes:
+                    cell = measure.measure_round(pair, k, size, count, enforce_eager)
+                    status.update(f"{name}: K={k}, C={size}: {cell['milliseconds']:.2f} ms")
+                    cells.append({"shape": name, **cell})
+                    body[-1].append(f"{cell['milliseconds']:.2f}")
+            if prefill:
+                status.update(f"{name}: prefill")
+                report[f"prefill {name}"] = measure.measure_prefill(pair, prompts=8, tokens=4096)
+            if long_context:
+                status.update(f"{name}: {long_context} tokens of context")
+                report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths))
+    title = f"ms per round, {report['device']}, {precision}"
+    table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
+    Console().print(*table.to_rich(Console().width))
+    print(json.dumps({**report, "rounds": cells}))
+
+
+@bench.command()
+@options("bench offline")
+def offline(
+    *,
+    target: str | None = None,
+    drafter: list[str] | None = None,
+    depth: str = "3,5",
+    tree: str = "",
+    schedule: list[str] | None = None,
+    adaptive: bool = False,
+    concurrency: str = "1,4,16",
+    workload: list[str] | None = None,
+    sample: int | None = None,
+    requests: int | None = None,
+    repeats: int = 3,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    inflate: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    enforce_eager: bool = False,
+    minutes: float | None = None,
+    title: str = "Fledge, offline",
+    note: list[str] | None = None,
+    out: Path | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Measure drafters, depths and trees against no speculation.
+
+    So many requests are in flight at all times, and contenders take turns on the same prompts. Speed is that of the
+    engine, without text and HTTP: `bench serve` measures those too.
+    """
+    if drafter is None and target is not None:
+        raise ConfigError("--target needs a --drafter: the bundled drafters are for the bundled target")
+    target = target or TARGET
+
+    from fledge.bench.offline import OfflineRun, OfflineSettings, draft_modes  # noqa: PLC0415
+    from fledge.evaluation.results import Load  # noqa: PLC0415
+    from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
+
+    settings = settings_of(
+        OfflineSettings,
+        locals(),
+        drafters=tuple(DRAFTERS.values() if drafter is None else drafter),
+        modes=tuple(draft_modes(numbers("depth", depth, int, 1, MAX_DEPTH), tree, schedule or (), adaptive=adaptive)),
+        workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed, whole_groups=True),
+        loads=tuple(Load(concurrency=one) for one in numbers("concurrency", concurrency, int, 1, 512)),
+        notes=tuple(note or ()),
+    )
+    run_bench(OfflineRun(settings=settings, out=out, progress=Progress(quiet=quiet)), as_json=as_json)
+
+
+@bench.command()
+@options("bench inflate")
+def inflate(
+    source: str,
+    destination: Path,
+    *,
+    shape: str,
+    drafter: list[str] | None = None,
+    drafter_out: list[Path] | None = None,
+    dtype: str = "auto",
+    small_vocab: bool = False,
+    seed: int = 0,
+    quiet: bool = False,
+) -> None:
+    """Enlarge a Llama and its EAGLE-3 drafters; they say the same.
+
+    Real acceptance can then be measured at the cost of a model of that size. In float32 the tokens are the same.
+    """
+    sources, places = drafter or [], drafter_out or []
+    if len(sources) != len(places):
+        raise ConfigError(f"{len(sources)} --drafter but {len(places)} --drafter-out: give one for each")
+
+    from fledge.bench.inflate import shape_named  # noqa: PLC0415
+    from fledge.bench.inflate_files import Inflation, write_inflated  # noqa: PLC0415
+    from fledge.devices import choose_dtype  # noqa: PLC0415
+
+    config = shape_named(shape)
+    drafters = tuple(zip(sources, places, strict=True))
+    own = {"shape_name": shape, "shape": config, "dtype": choose_dtype(dtype), "pad_vocab": not small_vocab}
+    with Progress(quiet=quiet).task("writing", config.num_layers + len(sources)) as advance:
+        write_inflated(settings_of(Inflation, locals(), **own), advance)
+    for place in (destination, *places):
+        print(f"wrote {place}", file=sys.stderr)
+
+
+@bench.command()
+@options("bench serve")
+def serve(
+    *,
+    url: list[str],
+    model: list[str] | None = None,
+    baseline: str | None = None,
+    workload: list[str] | None = None,
+    sample: int | None = None,
+    concurrency: str | None = None,
+    rate: str | None = None,
+    requests: int | None = None,
+    repeats: int = 3,
+    warmup: int | None = None,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    ignore_eos: bool = False,
+    timeout: float = 120,
+    endpoint: str = "chat",
+    api_key: list[str] | None = None,
+    header: list[str] | None = None,
+    extra_body: list[str] | None = None,
+    out: Path | None = None,
+    fail_on_errors: bool = True,
+    quiet: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Load OpenAI-compatible servers in turns, and compare them.
+
+    Every request is streamed and timed. A server that fails is labelled, has no ratio, and makes the exit status 1.
+    Prefix caches work as the servers have them: switch them off there to measure the reading of prompts.
+    """
+    if endpoint not in ("chat", "completions"):
+        raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
+
+    from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
+    from fledge.evaluation.results import Load  # noqa: PLC0415
+    from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
+    from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
+
+    if concurrency is None and rate is None:
+        concurrency = "1,4,16,64"
+    many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
+    rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
+    settings = settings_of(
+        ServeSettings,
+        locals(),
+        servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
+        workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed or 0, whole_groups=True),
+        loads=tuple(dict.fromkeys([*(Load(concurrency=one) for one in many), *(Load(rate=one) for one in rates)])),
+    )
+    command = {"command": shown_command(_without_secrets(sys.argv)), "about": "the load generator and its machine"}
+    provenance = {**run_provenance(), **command}
+    run = ServeRun(settings=settings, provenance=provenance, out=out, progress=Progress(quiet=quiet))
+    run_bench(run, fail_on_errors=fail_on_errors, as_json=as_json)
+
+
+def _servers(
+    urls: Sequence[str],
+    *,
+    models: Sequence[str],
+    keys: Sequence[str],
+    headers: Sequence[str],
+    extras: Sequence[str],
+) -> tuple["ServerSpec", ...]:
+    from fledge.bench.load.servers import ServerSpec, parse_url  # noqa: PLC0415
+
+    parsed = [parse_url(text) for text in urls]
+    names = [name or url.partition("://")[2].rpartition("@")[2] for name, url in parsed]
+    model, key = _by_server(models, names), _by_server(keys, names)
+    bodies: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for text in extras:
+        given, _, value = text.partition("=") if not text.lstrip().startswith("{") else ("", "", text)
+        if given and given not in names:
+            raise ConfigError(f"--extra-body {text}: no server is called '{given}'; expected JSON, or NAME=JSON")
+        try:
+            for name in [given] if given else names:
+                bodies[name].update(**parse_json(value))
+        except (ValueError, TypeError):
+            raise ConfigError(f"--extra-body: found {value!r}, expected a JSON object") from None
+    common: dict[str, str] = {}
+    for text in headers:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip() or not text.isascii() or not text.isprintable():
+            raise ConfigError("--header: expected NAME:VALUE")
+        common[name.strip()] = value.strip()
+    usual = os.environ.get("OPENAI_API_KEY")
+    return tuple(
+        ServerSpec(
+            name=n, url=url, model=model.get(n), api_key=key.get(n) or usual, headers=common, extra_body=bodies[n]
+        )
+        for n, (_, url) in zip(names, parsed, strict=True)
+    )
+
+
+def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Read values that are for all servers, or as NAME=VALUE for one."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, rest = value.partition("=")
+        if equals and name in names:
+            found[name] = rest
+        else:
+            found = {**dict.fromkeys(names, value), **found}
+    return found
+
+
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The command line as others may see it: no keys, no headers, no passwords in addresses."""
+    text = re.sub(r"(?<=://)[^/@\0]*@", "", "\0".join(arguments))
+    return re.sub(r"(?<=\0)(--api-key|--header)([=\0])[^\0]*", r"\1\2...", text).split("\0")
+
+
+@bench.command()
+@options("bench report")
+def report(
+    files: list[Path],
+    *,
+    out: Path = Path("bench-report.html"),
+    markdown: Path | None = None,
+    png_dir: Path | None = None,
+    baseline: str | None = None,
+    title: str | None = None,
+    reference: list[str] | None = None,
+    note: list[str] | None = None,
+    note_file: Path | None = None,
+    quiet: bool = False,
+) -> None:
+    """Turn results into one HTML page with a verdict in words.
+
+    Several files become several parts of the page. Every figure comes with its interval; what is not whole is labelled.
+    """
+    from fledge.bench.report import BenchReport, print_verdicts  # noqa: PLC0415
+    from fledge.bench.summary import summaries  # noqa: PLC0415
+    from fledge.bench.verdict import Reference  # noqa: PLC0415
+    from fledge.evaluation.results import read_results  # noqa: PLC0415
+
+    several = [read_results(file) for file in files]
+    titles = [one.title for one in several]
+    for i, name in enumerate(distinct_names(files)):  # two of one title are told apart by their files
+        if titles.count(titles[i]) > 1:
+            several[i] = replace(several[i], title=f"{titles[i]} ({name})")
+    try:
+        paragraphs = note_file.read_text(encoding="utf-8").split("\n\n") if note_file else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--note-file {note_file}: cannot be read: {error}") from None
+    page = BenchReport(
+        summaries=tuple(summaries(several, baseline)),
+        title=title or "; ".join(dict.fromkeys(one.title for one in several)),
+        references=tuple(Reference.parse(text) for text in reference or ()),
+        notes=(*(note or ()), *(" ".join(part.split()) for part in paragraphs if part.strip())),
+    )
+    is_printed = str(markdown) == "-"
+    page.write(out, pictures=png_dir, markdown=None if is_printed else markdown)
+    if is_printed:
+        print(page.to_markdown(), end="")
+    elif not quiet:
+        console = Console(highlight=False)
+        print_verdicts(page, console)
+        console.print(f"Report: {out}", markup=False, soft_wrap=True)
+
+
+@bench.command()
+@options("bench compare")
+def compare(
+    a: Path,
+    b: Path,
+    *,
+    metric: list[str] | None = None,
+    threshold: float = 0.05,
+    level: float = 0.95,
+    relative: bool = False,
+    across_machines: bool = False,
+    fail_on: str | None = None,
+    show_all: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Say what changed from A to B beyond noise, and what is missing.
+
+    Cells are matched by contender, workload and load. A change is one whose interval leaves out 1 and that is larger
+    than the threshold. Results of different machines are compared by their ratios, each to its own baseline.
+    """
+    if fail_on is not None:
+        one_of("fail-on", fail_on, ("regression", "change"))
+    if relative and across_machines:
+        raise ConfigError("--relative and --across-machines contradict each other; leave one out")
+
+    from fledge.bench.compare import METRICS  # noqa: PLC0415
+    from fledge.bench.compare import compare as find_changes  # noqa: PLC0415
+    from fledge.evaluation.results import read_results  # noqa: PLC0415
+
+    names = tuple(dict.fromkeys(metric or METRICS))
+    for name in names:
+        one_of("metric", name, METRICS)
+    diff = find_changes(
+        read_results(a),
+        read_results(b),
+        metrics=names,
+        threshold=threshold,
+        level=level,
+        is_relative=True if relative else False if across_machines else None,
+    )
+    failures = diff.fails(fail_on) if fail_on else []
+    if as_json:
+        print(json.dumps({"failures": failures, **diff.to_dict()}, allow_nan=False))
+    else:
+        console = Console(highlight=False)
+        lines = [(line, "yellow") for line in diff.warnings]
+        lines += [(f"missing in B: {line}", "red") for line in diff.missing]
+        lines += [(f"only in B: {line}", "yellow") for line in diff.added]
+        for line, style in lines:
+            console.print(Text(f"! {line}", style=style))
+        table = diff.table(show_all=show_all)
+        console.print(*(table.to_rich(console.width) if table.rows else ()), *diff.tally, sep="\n")
+    if failures:
+        leave(1, *(f"failed: {line}" for line in failures))

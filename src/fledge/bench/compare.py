@@ -174,7 +174,7 @@ def _change(
         reason = f"not reported in {empty[0]}" if empty else "no prompt in common"
     if reason is not None:
         return Change(**where, reason=reason)
-    panels = [panel.only(prompts=common) for panel in panels]
+    panels = [panel.only(common) for panel in panels]
     ratio = bootstrap.interval(panels, lambda both: divide(figure(both[1:]), figure(both[:1])))
     verdict: Verdict = "same"
     if ratio is None or ratio.low is None:

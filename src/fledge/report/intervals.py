@@ -79,19 +79,15 @@ class Panel:
             sums[repeat, prompt] += values
         repeats = tuple(sorted({repeat for repeat, _ in sums}))
         prompts = tuple(dict.fromkeys(prompt for _, prompt in sums))
-        found = np.zeros((len(repeats), len(prompts), columns))
-        rows_of, columns_of = _places(repeats), _places(prompts)
-        for (repeat, prompt), total in sums.items():
-            found[rows_of[repeat], columns_of[prompt]] = total
-        return cls(repeats=repeats, prompts=prompts, values=found)
+        found = [sums[repeat, prompt] for repeat in repeats for prompt in prompts]
+        return cls(repeats=repeats, prompts=prompts, values=np.reshape(found, (len(repeats), len(prompts), columns)))
 
-    def only(self, *, prompts: Sequence[str] | None = None, repeats: Sequence[int] | None = None) -> "Panel":
-        """These prompts and repeats, in this order; all must be there."""
-        prompts = self.prompts if prompts is None else tuple(prompts)
-        repeats = self.repeats if repeats is None else tuple(repeats)
+    def only(self, prompts: Sequence[str], repeats: Sequence[int] | None = None) -> "Panel":
+        """These prompts and repeats (None: all), in this order; all must be there."""
+        repeats = self.repeats if repeats is None else repeats
         rows_of, columns_of = _places(self.repeats), _places(self.prompts)
         chosen = np.ix_([rows_of[one] for one in repeats], [columns_of[one] for one in prompts])
-        return Panel(repeats=repeats, prompts=prompts, values=self.values[chosen])
+        return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=self.values[chosen])
 
     def common_prompts(self, other: "Panel") -> list[str]:
         known = set(other.prompts)
@@ -101,9 +97,8 @@ class Panel:
         """Both, over the prompts and repeats that both have, the other's columns after these: drawn together."""
         prompts = self.common_prompts(other)
         repeats = [repeat for repeat in self.repeats if repeat in other.repeats]
-        sides = [panel.only(prompts=prompts, repeats=repeats) for panel in (self, other)]
-        values = np.concatenate([side.values for side in sides], axis=2)
-        return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=values)
+        values = [panel.only(prompts, repeats).values for panel in (self, other)]
+        return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=np.concatenate(values, axis=2))
 
     @property
     def whole(self) -> Side:
@@ -153,17 +148,17 @@ class Bootstrap:
         self, found: Mapping[tuple[int, str], Sequence[float]], levels: Sequence[float]
     ) -> list[Interval] | None:
         """Quantiles of all values together, with intervals as above. `found`: the values of each (repeat, prompt)."""
-        pairs = [(repeat, prompt, value) for (repeat, prompt), values in found.items() for value in values]
+        several = ((value, *key) for key, values in found.items() for value in values)
+        pairs = sorted(several, key=lambda pair: pair[0])
         if not pairs:
             return None
-        pairs.sort(key=lambda pair: pair[2])
-        values = np.array([value for *_, value in pairs])
+        values = np.array([value for value, *_ in pairs])
         shown = np.quantile(values, levels)
-        repeats, prompts = (_places(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
+        repeats, prompts = (_places(dict.fromkeys(pair[i] for pair in pairs)) for i in (1, 2))
         if max(len(repeats), len(prompts)) < 2:
             return [Interval(value=float(value)) for value in shown]
-        columns = np.array([prompts[prompt] for _, prompt, _ in pairs])
-        rows = np.array([repeats[repeat] for repeat, *_ in pairs])
+        columns = np.array([prompts[prompt] for *_, prompt in pairs])
+        rows = np.array([repeats[repeat] for _, repeat, _ in pairs])
         weights = _draws(len(prompts), self.resamples, self.seed)
         drawn = []
         for start in range(0, self.resamples, step := max(1, _BLOCK // len(values))):
@@ -194,16 +189,15 @@ class Bootstrap:
         """
         panels = [_panel(run), _panel(base)]
         if common := panels[0].common_prompts(panels[1]):
-            panels = [panel.only(prompts=common) for panel in panels]
+            panels = [panel.only(common) for panel in panels]
         mean = pooled(offset=offset)
         difference = self.interval(panels, lambda sides: mean(sides[:1]) - mean(sides[1:]), is_share=True)
         ratio = self.interval(panels, lambda sides: divide(mean(sides[:1]), mean(sides[1:])), is_share=True)
         before = panels[1].value(mean)
         if difference is None or ratio is None or before is None:
             return None
-        return Comparison(
-            difference=difference, ratio=ratio, base=before, prompts=len(common or run), is_paired=bool(common)
-        )
+        prompts, is_paired = len(common or run), bool(common)
+        return Comparison(difference=difference, ratio=ratio, base=before, prompts=prompts, is_paired=is_paired)
 
     def _resampled(self, panel: Panel, number: int) -> Side:
         """Totals [resamples, repeats, columns] of drawn prompts. Panels of another `number` are drawn apart."""

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fledge.evaluation.results import Tally
@@ -71,7 +71,7 @@ def tally_of(rounds: int, accepted: Sequence[int], drafted: Sequence[int] | None
     return tuple(triples)
 
 
-def tally_of_report(report: Mapping[str, Any]) -> Tally:
+def tally_of_report(report: Any) -> Tally:
     """Read `usage.speculation` of a Fledge server; nothing where it says nothing sensible."""
     try:
         return tally_of(int(report["rounds"]), report["accepted_by_depth"], report["drafted_by_depth"])

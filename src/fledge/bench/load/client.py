@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from fledge.bench.load.acceptance import tally_of_report
 from fledge.bench.load.http import HttpClient, HttpError
-from fledge.evaluation.results import Tally
+from fledge.evaluation.results import RequestRecord
 
-DONE = "[DONE]"
 MAX_MESSAGE = 200  # characters of what a server says about an error
 USAGE_SLACK = 2  # pieces of text that may come without a token of their own: text held back, reasoning split off
 MAX_EVENT_BYTES = 16 * 2**20
@@ -52,27 +51,32 @@ class StreamedAnswer:
         told = self._told("completion_tokens")
         return self.pieces if told is None else told
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self._told("prompt_tokens")
-
-    @property
-    def digest(self) -> str:
-        # Halves of a character that JSON spells as a surrogate pair may come in two pieces, or alone.
-        return hashlib.sha256("".join(self.text).encode("utf-16", "surrogatepass")).hexdigest()[:16]
-
-    @property
-    def acceptance(self) -> Tally:
-        report = (self.usage or {}).get("speculation")
-        return tally_of_report(report) if isinstance(report, Mapping) else ()
-
     def _told(self, name: str) -> int | None:
         value = (self.usage or {}).get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if type(value) is int else None
+
+    def record(self, prompt: str, begun: float) -> RequestRecord:
+        """What results keep of it, with times after `begun`."""
+        # Halves of a character that JSON spells as a surrogate pair may come in two pieces, or alone.
+        digest = hashlib.sha256("".join(self.text).encode("utf-16", "surrogatepass")).hexdigest()[:16]
+        sent, first, done = (
+            None if moment is None else round(moment - begun, 6) for moment in (self.sent, self.first_token, self.done)
+        )
+        return RequestRecord(
+            prompt=prompt,
+            sent=sent or 0.0,
+            first_token=first,
+            done=None if self.error else done,
+            prompt_tokens=self._told("prompt_tokens"),
+            output_tokens=self.output_tokens,
+            error=self.error,
+            digest=None if self.error else digest,
+            acceptance=tally_of_report((self.usage or {}).get("speculation")),
+        )
 
     def read(self, event: str, now: float) -> None:
         """Take one event that came at `now`."""
-        if event == DONE:
+        if event == "[DONE]":
             return
         try:
             value = json.loads(event)
@@ -140,16 +144,17 @@ async def ask(
                 said, wait = _message(await response.whole()), response.headers.get("retry-after")
                 status = f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "")
                 raise StreamError(f"{status}: {said}" if said else status)
-            parser = EventParser()
+            rest = b""
             async for data in response.parts():
                 now = time.perf_counter()
-                if events := parser.feed(data):
+                events, rest = split_events(rest + data)
+                if events:
                     limit.reschedule(loop.time() + stall_seconds)
                 for event in events:
                     answer.read(event, now)
                 if answer.pieces > max_pieces:
                     raise StreamError(f"the answer does not end: {answer.pieces} pieces of text came")
-            for event in parser.close():
+            for event in split_events(rest + b"\n\n")[0]:  # the last may come without the empty line after it
                 answer.read(event, time.perf_counter())
             answer.check(response.headers.get("content-type", ""))
     except StreamError as error:
@@ -182,27 +187,17 @@ def _short(text: str) -> str:
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
-class EventParser:
-    """Fed with bytes as they come, returns the `data` of each event that is complete.
+def split_events(stream: bytes) -> tuple[list[str], bytes]:
+    """Return the `data` of each event that is complete, and the beginning of the next; ValueError for an endless one.
 
     Knows the three line ends, comments, fields other than data, several data lines in an event, a byte order mark.
-    Raises ValueError for an event that never ends.
     """
-
-    def __init__(self) -> None:
-        self._rest = b""  # the beginning of an event
-
-    def feed(self, data: bytes) -> list[str]:
-        *events, self._rest = _TWO_LINE_ENDS.split(self._rest + data)
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
-        found = []
-        for event in events:
-            fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
-            if lines := [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]:
-                found.append(b"\n".join(lines).decode("utf-8", errors="replace"))
-        return found
-
-    def close(self) -> list[str]:
-        """Return the last event, if the stream ended without the empty line after it."""
-        return self.feed(b"\n\n")
+    *events, rest = _TWO_LINE_ENDS.split(stream)
+    if len(rest) > MAX_EVENT_BYTES:
+        raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+    found = []
+    for event in events:
+        fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
+        if lines := [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]:
+            found.append(b"\n".join(lines).decode("utf-8", errors="replace"))
+    return found, rest

@@ -162,43 +162,23 @@ class CellRun:
                 history += part
                 answer = await self._ask(history)
                 self._last = time.perf_counter()
-                self._records.append(self._record(name, answer))
+                self._records.append(answer.record(name, self._begun))
                 await self.server.observe(answer)
                 failed = answer.error is not None
+                if answer.counted and not failed:
+                    self._remarks[COUNTED] = None
                 history.append({"role": "assistant", "content": "".join(answer.text)})
             self.finished += 1
             self.advance()
 
     async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> StreamedAnswer:
         settings = self.settings
-        options: dict[str, Any] = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
-        if settings.seed is not None:
-            options["seed"] = settings.seed
-        if settings.ignore_eos:
-            options["ignore_eos"] = True
-        body = self.server.body(messages, settings.endpoint, options)
+        options = {name: getattr(settings, name) for name in ("max_tokens", "temperature", "seed")}
+        options["ignore_eos"] = settings.ignore_eos or None  # which not every server knows
+        given = {name: value for name, value in options.items() if value is not None}
+        body = self.server.body(messages, settings.endpoint, given)
         stall, most = settings.timeout, 4 * settings.max_tokens + 1000
         return await ask(self.server.client, PATHS[settings.endpoint], body, stall_seconds=stall, max_pieces=most)
-
-    def _record(self, name: str, answer: StreamedAnswer) -> RequestRecord:
-        sent, first, done = (
-            None if moment is None else round(moment - self._begun, 6)
-            for moment in (answer.sent, answer.first_token, answer.done)
-        )
-        good = answer.error is None
-        if good and answer.counted:
-            self._remarks[COUNTED] = None
-        return RequestRecord(
-            prompt=name,
-            sent=sent or 0.0,
-            first_token=first,
-            done=done if good else None,
-            prompt_tokens=answer.prompt_tokens,
-            output_tokens=answer.output_tokens,
-            error=answer.error,
-            digest=answer.digest if good else None,
-            acceptance=answer.acceptance,
-        )
 
     def result(self) -> Cell:
         """Also says how many requests were not answered, and why; the most frequent reasons first."""

@@ -22,21 +22,16 @@ from fledge.report import charts as draw
 
 _MOST_STEPS = 150
 _PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
-_LATENCIES: tuple[tuple[Latency, str], ...] = (("ttft", "Time to first token"), ("tpot", "Time per further token"))
+_LATENCIES: dict[Latency, str] = {"ttft": "Time to first token", "tpot": "Time per further token"}
 
 
 def charts(summary: Summary, references: Sequence[Reference] = ()) -> list[draw.Chart]:
     """All pictures of one results file that measured speed. What was not measured has none."""
     with matplotlib.rc_context(draw.STYLE):
-        return [
-            draw.Chart(name=name, section=section, title=title, figure=figure)
-            for name, section, title, figure in _figures(summary, references)
-            if figure is not None
-        ]
+        return draw.charts_of(_figures(summary, references))
 
 
-def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[tuple[str, str, str, Figure | None]]:
-    """Yield name, section, title and picture."""
+def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[draw.Drawn]:
     for number, workload in enumerate(summary.workloads, start=1):
         tag = f"{summary.number}-{number}"
         for kind, is_rate in (("concurrency", False), ("rate", True)):
@@ -48,7 +43,7 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[tupl
             yield f"depth-{kind}-{tag}", "speed", title, _speed_by_depth(summary, workload, loads)
             title = f"Tokens per second, of all users and of each: {workload}"
             yield f"capacity-{kind}-{tag}", "capacity", title, _capacity(summary, workload, loads)
-        for which, title in _LATENCIES:
+        for which, title in _LATENCIES.items():
             for place, load in enumerate(summary.loads, start=1):
                 section = "latency" if load in (summary.loads[0], summary.loads[-1]) else "latency-more"
                 figure = _distribution(summary, workload, load, which)
@@ -64,12 +59,11 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[tupl
             rates[name] = style(summary, name), acceptance_rates(told(cells))
         figure = draw.lines_by_depth(rates, percent=True)
         yield f"acceptance-{tag}", "acceptance", f"Drafts that stand, by depth: {workload}", figure
-    lines: draw.Lines = {}
+    lines: dict[str, tuple[Any, Any]] = {}
     for name in (line.title for line in summary.lines if not line.is_deep):
         found = _lengths(summary, name, {workload: (name, workload) for workload in summary.workloads}, len(lines))
-        lines = {**lines, name: found} if found[1] else lines
-    figure = draw.forest(lines, "acceptance length")
-    yield f"lengths-{summary.number}", "acceptance", "Acceptance length by workload", figure
+        lines |= {name: found} if found[1] else {}
+    yield f"lengths-{summary.number}", "acceptance", "Acceptance length by workload", draw.forest(lines)
 
 
 def _lengths(summary: Summary, name: str, of: dict[Any, tuple[str, str]], shape: int | None = None) -> tuple[Any, Any]:

@@ -10,9 +10,10 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from fledge.bench.figures import speed_ratio
+from fledge.bench.figures import ratio, speed_ratio
 from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.errors import ConfigError
+from fledge.evaluation.figures import acceptance, complete_cells, told
 from fledge.evaluation.results import Load
 from fledge.report.intervals import Interval
 from fledge.report.page import Card, said
@@ -167,7 +168,8 @@ def _accepted_more(summary: Summary) -> dict[tuple[str, str], list[tuple[Interva
     pairs: dict[tuple[str, str], list[tuple[Interval, int | None]]] = defaultdict(list)
     for first, *others in groups.values():
         for name in others:
-            if (value := summary.acceptance_ratio(name, first)) is not None:
+            panels = [acceptance(told(complete_cells(summary.results, of))) for of in (name, first)]
+            if (value := ratio(*panels, offset=1.0)) is not None:
                 line, base = summary.line(name), summary.line(first)
                 pairs[line.title, base.title].append((value, line.depths[name] if line.is_deep else None))
     return pairs
@@ -186,7 +188,7 @@ def disappointments(summary: Summary, references: Sequence[Reference] = ()) -> l
     for sweep, workload, reference in product(summary.sweeps, summary.workloads, references):
         shown = [summary.shown(sweep, workload, load) for load in summary.loads]
         known = [(row, row.per_user, reference.points.get(row.load.concurrency or 0)) for row in shown if row]
-        points = [(row, at) for row, ratio, at in known if at and ratio and ratio.high is not None and ratio.high < at]
+        points = [(row, at) for row, own, at in known if at and own and own.high is not None and own.high < at]
         if points:
             short.append((sweep, workload, reference, points))
     return _said("losses", summary, losses=losses, short=short)

@@ -1,12 +1,10 @@
 """Acceptance of drafters on workloads through an engine, and whether the text stays the target's own.
 
 The target answers every turn by itself first. Each turn is then a prompt of its own, the same one for every drafter and
-depth, and the target's answer to it is what a drafter must not change. The target is loaded once; drafters and depths
-are exchanged on it. `fledge eval` and training's stage `eval` measure with this.
+depth, and the target's answer to it is what a drafter must not change.
 """
 
 import gc
-import hashlib
 import time
 import zlib
 from collections.abc import Iterable, Sequence
@@ -23,7 +21,7 @@ from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
-from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples
+from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples, token_digest
 from fledge.evaluation.workloads import Prompt, Workload, grouped
 from fledge.progress import Advance
 from fledge.records import Record
@@ -231,7 +229,7 @@ def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | 
         done=output.metrics.seconds,
         prompt_tokens=len(output.prompt_token_ids),
         output_tokens=len(tokens),
-        digest=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+        digest=token_digest(tokens),
         acceptance=tally_triples(output.metrics.acceptance),
         missed=len(right),
         missed_outside=0 if in_draft is None else sum(not in_draft[token] for token in right),

@@ -1,13 +1,8 @@
 """Dialogues in which the target writes the answers, turn by turn, many side by side.
 
 The target's own answers are the history of its later turns: nobody else's would be a history that it meets in use.
-This is the one loop for that. Training's `regenerate` and acceptance measurements have every turn answered; drift needs
-only the turns before the last, and keeps what answers a conversation brings:
-
-    *earlier, last = split_turns(messages, keep_answers=True)
-    dialogue = Dialogue(number=i, turns=earlier)                        # no turns: nothing is generated
-    answer_dialogues(llm, [dialogue, ...], SamplingParams(temperature=0.0, max_tokens=n), least_room=n)
-    messages = (*dialogue.history, *last)                               # unless dialogue.dropped says why not
+This is the one loop for that. Training's `regenerate` and acceptance measurements have every turn answered; drift only
+the turns before the last (`split_turns` with `keep_answers`), and the history is then `dialogue.history`.
 """
 
 import hashlib

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import matplotlib
 
 from fledge.evaluation.figures import EvalRow, acceptance_rates, complete_cells, eval_row, told, workloads_of
 from fledge.evaluation.results import Results
-from fledge.report.charts import SERIES, STYLE, Chart, forest, lines_by_depth, series_style
+from fledge.evaluation.workloads import grouped
+from fledge.report.charts import SERIES, STYLE, Chart, charts_of, forest, lines_by_depth, series_style
 from fledge.report.intervals import Interval
 from fledge.report.page import Card, page_template, said
 from fledge.report.prose import percent
@@ -93,15 +95,12 @@ class EvalReport:
     def cards(self, section: str) -> list[Card]:
         """The verdict on each drafter; `section` is the anchor of what backs it."""
         found = []
-        for drafter in self.drafters:
-            rows = [row for row in self.rows if row.drafter == drafter]
+        for drafter, rows in grouped(self.rows, attrgetter("drafter")).items():
             coldest = min(row.temperature for row in rows)
             means = sorted((row.depth, row.mean.value) for row in rows if row.temperature == coldest and row.mean)
             headline, *sentences = said("fledge.evaluation", "verdict.jinja", rows=rows, means=means, section=section)
-            tiles = tuple(
-                (f"{value:.2f}", f"mean at K={depth}, T={coldest:g}", headline.tone) for depth, value in means
-            )
-            found.append(Card(name=drafter, headline=headline.text, tiles=tiles, sentences=tuple(sentences)))
+            tiles = [(f"{value:.2f}", f"mean at K={depth}, T={coldest:g}", headline.tone) for depth, value in means]
+            found.append(Card(name=drafter, headline=headline.text, tiles=tuple(tiles), sentences=tuple(sentences)))
         return found
 
     def charts(self, number: int = 1) -> list[Chart]:
@@ -130,8 +129,8 @@ class EvalReport:
                 rows = [row for row in self.rows if row.temperature == temperature and row.by_workload]
                 lines = {row.contender: (self._style(row, line), row.by_workload) for line, row in enumerate(rows)}
                 title = f"Acceptance length by workload, temperature {temperature:g}"
-                drawn.append((f"lengths-{number}-{place}", LENGTHS, title, forest(lines, "acceptance length")))
-        return [Chart(name=n, section=s, title=t, figure=figure) for n, s, t, figure in drawn if figure is not None]
+                drawn.append((f"lengths-{number}-{place}", LENGTHS, title, forest(lines)))
+        return charts_of(drawn)
 
     def _style(self, row: EvalRow, line: int) -> dict[str, Any]:
         """The colour of the drafter, with the marker and the dash of a line."""

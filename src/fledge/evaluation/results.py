@@ -5,6 +5,7 @@ noisy machine hits all alike. Nothing here is an average: `bench/figures.py` and
 which requests failed.
 """
 
+import hashlib
 import json
 import tempfile
 from collections import Counter
@@ -153,6 +154,11 @@ def turn_name(prompt: str, turn: int) -> str:
 def conversation_of(prompt: str) -> str:
     """The prompt that a request belongs to: what `turn_name` was given."""
     return prompt.partition(_TURN)[0]
+
+
+def token_digest(tokens: Iterable[int]) -> str:
+    """Of the token ids: whether two contenders said the same."""
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
 def tally_triples(statistics: AcceptanceStatistics) -> Tally:

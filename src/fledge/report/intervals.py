@@ -1,12 +1,7 @@
-"""Confidence intervals: what other prompts, and other repeats of a measurement, might have given.
+"""Confidence intervals: what other prompts, and other repeats of a measurement, might have given (`docs/bench.md`).
 
-Rounds of one answer resemble each other (an easy answer is easy throughout, and fast in every repeat), so rounds and
-requests are no independent draws. Prompts are: they are drawn anew, with replacement, and each brings all it has, its
-turns and its requests of all repeats. A conversation of several turns is one prompt here.
-
-Repeats of a run on a machine are few, and drawing from three says little about a fourth; so the spread between them
-gives a standard error, and Student's t with its heavy tails says how far off that may be. Both together make the
-interval. Where there is one repeat only, its noise is unknown and the interval tells of prompts alone.
+Rounds and requests of one prompt resemble each other, so prompts are what is drawn anew, each with all it has. Repeats
+are too few to draw from: their spread gives a standard error, and Student's t says how far off that may be.
 
 Most figures are pooled means, sum of totals / sum of counts over prompts: acceptance length with accepted drafts and
 rounds (plus one), an attention share with its sum over rounds and the rounds, a speed with tokens and seconds.

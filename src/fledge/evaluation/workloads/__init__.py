@@ -29,7 +29,7 @@ from fledge.evaluation.workloads.formats import PREFIX, fetch, plain_name, read_
 from fledge.evaluation.workloads.formats import Prompt as Prompt
 from fledge.files import cache_directory, digest, read_json, write_text
 
-_T = TypeVar("_T")
+_T, _K = TypeVar("_T"), TypeVar("_K")
 
 DATA = Path(__file__).parent / "data"
 _CATALOGUE = yaml.safe_load((DATA / "catalogue.yaml").read_text(encoding="utf-8"))
@@ -108,9 +108,9 @@ def _mixed(prompts: Sequence[Prompt], keys: Sequence[str], draw: random.Random) 
     return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
-def grouped(items: Iterable[_T], key: Callable[[_T], str]) -> dict[str, list[_T]]:
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
     """By key, in the order in which keys are first met."""
-    groups: dict[str, list[_T]] = {}
+    groups: dict[_K, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups

@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from fledge.bench.figures import Latency, latencies
 from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.bench.verdict import Reference
-from fledge.evaluation.figures import acceptance_length, acceptance_rates, complete_cells, told
+from fledge.evaluation.report import acceptance_length, acceptance_rates, complete_cells, told
 from fledge.evaluation.results import Load
 from fledge.report import charts as draw
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fledge.bench.figures import decoding, latency, throughput, why_partial
 from fledge.bench.summary import Key, Row, Summary
-from fledge.evaluation.figures import acceptance, told
+from fledge.evaluation.report import acceptance, told
 from fledge.evaluation.results import Cell, Load, Results
 from fledge.records import Record, encode
 from fledge.report.intervals import LEVEL, Bootstrap, Interval, Panel, Statistic, divide, mean_ratio, pooled

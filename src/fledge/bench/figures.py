@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fledge.evaluation.figures import BOOTSTRAP, acceptance_length, acceptance_rates, told
+from fledge.evaluation.report import BOOTSTRAP, acceptance_length, acceptance_rates, told
 from fledge.evaluation.results import Cell, conversation_of
 from fledge.records import Record
 from fledge.report.intervals import Interval, Panel, mean_ratio, pooled

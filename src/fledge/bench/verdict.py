@@ -13,7 +13,7 @@ from typing import Any
 from fledge.bench.figures import ratio, speed_ratio
 from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.errors import ConfigError
-from fledge.evaluation.figures import acceptance, complete_cells, told
+from fledge.evaluation.report import acceptance, complete_cells, told
 from fledge.evaluation.results import Load
 from fledge.report.intervals import Interval
 from fledge.report.page import Card, said

@@ -144,17 +144,13 @@ class AcceptanceMeter:
         ]
         params = SamplingParams(temperature=temperature, max_tokens=self.settings.max_tokens, seed=self.settings.seed)
         answer_dialogues(self.llm, dialogues, params, least_room=_LEAST_ROOM, advance=advance)
-        done = [(name, prompt, dialogue) for (name, prompt), dialogue in zip(asked, dialogues, strict=True)]
-        dropped = [((name, prompt.id), one.answers) for name, prompt, one in done if one.dropped is not None]
-        return TargetAnswers(
-            turns=tuple(
-                TargetTurn(workload=name, category=prompt.category, prompt=prompt.id, **vars(turn))
-                for name, prompt, dialogue in done
-                for turn in dialogue.answers
-            ),
-            too_long=tuple(which for which, answers in dropped if not answers),
-            cut_short=tuple(which for which, answers in dropped if answers),
-        )
+        turns, too_long, cut_short = list[TargetTurn](), list[tuple[str, str]](), list[tuple[str, str]]()
+        for (name, prompt), one in zip(asked, dialogues, strict=True):
+            about = {"workload": name, "category": prompt.category, "prompt": prompt.id}
+            turns += [TargetTurn(**about, **vars(turn)) for turn in one.answers]
+            if one.dropped is not None:
+                (cut_short if one.answers else too_long).append((name, prompt.id))
+        return TargetAnswers(turns=tuple(turns), too_long=tuple(too_long), cut_short=tuple(cut_short))
 
     def _first_ids(self, prompt: Prompt) -> Sequence[int]:
         """Of a plain text its beginning."""

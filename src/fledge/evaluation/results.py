@@ -1,8 +1,7 @@
 """What `fledge eval` and `fledge bench` measured, request by request, so that figures can be derived anew.
 
 A *cell* is one contender under one load on one workload, once. Contenders take turns and each cell is repeated, so a
-noisy machine hits all alike. Nothing here is an average: `bench/figures.py` and `fledge eval` derive those, and say
-which requests failed.
+noisy machine hits all alike. Nothing here is an average: `bench/figures.py` and `evaluation/report.py` derive those.
 """
 
 import hashlib

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,7 @@ _BLOCK = 4_000_000  # draws that are held as floats at a time
 
 Floats = NDArray[np.float64]
 Counts = Mapping[str, tuple[float, float]]  # prompt -> (total, count): its part in a pooled mean
-Side: TypeAlias = tuple[Floats, Floats]  # totals [..., repeats, columns] and the repeats' weights [..., repeats]
-Statistic = Callable[[Sequence[Side]], Floats]
+Statistic = Callable[[Sequence[Floats]], Floats]  # of the totals of each panel, [..., repeats, columns]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +93,9 @@ class Panel:
         values = [panel.only(prompts, repeats).values for panel in (self, other)]
         return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=np.concatenate(values, axis=2))
 
-    @property
-    def whole(self) -> Side:
-        """All prompts once."""
-        return self.values.sum(axis=1), np.ones(len(self.repeats))
-
     def value(self, statistic: Statistic) -> float | None:
         """The statistic of this panel alone; None where it is not defined."""
-        value = float(statistic([self.whole])) if self.values.size else np.nan
+        value = float(statistic([self.values.sum(axis=1)])) if self.values.size else np.nan
         return value if np.isfinite(value) else None
 
 
@@ -123,7 +116,7 @@ class Bootstrap:
         """
         if any(panel.values.size == 0 for panel in panels):
             return None
-        whole = [panel.whole for panel in panels]
+        whole = [panel.values.sum(axis=1) for panel in panels]
         value = float(statistic(whole))
         if not np.isfinite(value):
             return None
@@ -134,8 +127,8 @@ class Bootstrap:
         paired = len({panel.prompts for panel in panels}) == 1
         sides = [self._resampled(panel, 0 if paired else number) for number, panel in enumerate(panels)]
         by_repeat = []
-        for number, (totals, weights) in enumerate(whole):
-            alone = [[*whole[:number], (totals, row), *whole[number + 1 :]] for row in np.eye(len(weights))]
+        for number, totals in enumerate(whole):
+            alone = [[*whole[:number], row[None], *whole[number + 1 :]] for row in totals]
             by_repeat.append(np.array([float(statistic(several)) for several in alone]))
         return self._spread(value, statistic(sides), by_repeat, is_share=is_share)
 
@@ -194,14 +187,14 @@ class Bootstrap:
         prompts, is_paired = len(common or run), bool(common)
         return Comparison(difference=difference, ratio=ratio, base=before, prompts=prompts, is_paired=is_paired)
 
-    def _resampled(self, panel: Panel, number: int) -> Side:
+    def _resampled(self, panel: Panel, number: int) -> Floats:
         """Totals [resamples, repeats, columns] of drawn prompts. Panels of another `number` are drawn apart."""
         repeats, prompts, columns = panel.values.shape
         drawn = _draws(prompts, self.resamples, self.seed + number)
         flat = panel.values.transpose(1, 0, 2).reshape(prompts, repeats * columns)
         step = max(1, _BLOCK // prompts)
         blocks = [drawn[i : i + step].astype(np.float64) @ flat for i in range(0, self.resamples, step)]
-        return np.concatenate(blocks).reshape(-1, repeats, columns), np.ones((self.resamples, repeats))
+        return np.concatenate(blocks).reshape(-1, repeats, columns)
 
     def _spread(self, value: float, drawn: Floats, by_repeat: Sequence[Floats], *, is_share: bool) -> Interval:
         """Put what drawing prompts gave and what repeats differ by together."""
@@ -223,25 +216,21 @@ class Bootstrap:
 def pooled(*, offset: float = 0.0, top: int = 0, bottom: int = 1) -> Statistic:
     """offset + sum of column `top` / sum of column `bottom`, over all repeats of the first panel."""
 
-    def statistic(sides: Sequence[Side]) -> Floats:
-        totals, weights = sides[0]
-        sums = np.einsum("...r,...rk->...k", weights, totals)
+    def statistic(sides: Sequence[Floats]) -> Floats:
+        sums = sides[0].sum(axis=-2)
         return offset + divide(sums[..., top], sums[..., bottom])
 
     return statistic
 
 
-def mean_ratio(side: Side, *, offset: float = 0.0) -> Floats:
+def mean_ratio(totals: Floats, *, offset: float = 0.0) -> Floats:
     """Columns (a, b, c, d): the geometric mean over repeats of (offset + a / b) / (offset + c / d).
 
     A repeat is compared with itself, so whatever slowed the machine in it slowed both.
     """
-    totals, weights = side
     upper, lower = divide(totals[..., 0], totals[..., 1]), divide(totals[..., 2], totals[..., 3])
     with np.errstate(divide="ignore", invalid="ignore"):
-        logarithms = np.log(divide(offset + upper, offset + lower))
-    logarithms = np.where(weights > 0, logarithms, 0.0)  # what was not drawn must not matter
-    found: Floats = np.exp((weights * logarithms).sum(axis=-1) / weights.sum(axis=-1))
+        found: Floats = np.exp(np.log(divide(offset + upper, offset + lower)).mean(axis=-1))
     return found
 
 

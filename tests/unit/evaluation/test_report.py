@@ -4,8 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.evaluation.figures import EvalRow, acceptance_rates, complete_cells, told
-from fledge.evaluation.report import LENGTHS, MORE, EvalReport, plus_minus
+from fledge.evaluation.report import (
+    LENGTHS,
+    MORE,
+    EvalReport,
+    EvalRow,
+    acceptance_rates,
+    complete_cells,
+    plus_minus,
+    told,
+)
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
 from fledge.report.intervals import Interval
 from tests.bench_results import make_eval_results

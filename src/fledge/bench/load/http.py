@@ -8,6 +8,7 @@ more: no proxies, redirects, cookies, compression.
 import asyncio
 import base64
 import contextlib
+import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -61,17 +62,13 @@ class Response:
                 yield (await self.reader.readexactly(size + 2))[:-2]
             while await self.reader.readuntil(b"\r\n") != b"\r\n":
                 pass  # trailers
-        elif "content-length" in self.headers:
-            left = _length(self.headers["content-length"], 10)
-            while left:
-                data = await self.reader.read(min(left, 2**16))
-                if not data:
-                    raise HttpError("the server closed the connection within an answer")
+        else:
+            left = _length(self.headers["content-length"], 10) if "content-length" in self.headers else math.inf
+            while left and (data := await self.reader.read(int(min(left, 2**16)))):
                 left -= len(data)
                 yield data
-        else:
-            while data := await self.reader.read(2**16):
-                yield data
+            if 0 < left < math.inf:
+                raise HttpError("the server closed the connection within an answer")
         self.finished = True
 
     async def whole(self) -> bytes:

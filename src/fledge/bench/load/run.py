@@ -8,12 +8,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from fledge.bench.load.acceptance import tally_between
-from fledge.bench.load.client import StreamedAnswer, ask
+from fledge.bench.load.client import StreamedAnswer, ask, tally_between
 from fledge.bench.load.servers import PATHS, Endpoint, RemoteServer, ServerSpec, connect
 from fledge.bench.run import BenchRun, RunSettings, cell_name
 from fledge.errors import ConfigError, nearest_name_hint
@@ -74,23 +73,13 @@ class ServeSettings(RunSettings):
         }
 
 
-@contextlib.asynccontextmanager
-async def lag_watched(late: list[float]) -> AsyncIterator[None]:
+async def watch_lag(late: list[float]) -> None:
     """Whether the load generator keeps up: sleep again and again, and add to `late` how many seconds too long."""
-
-    async def watch() -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + LAG_INTERVAL
-            await asyncio.sleep(LAG_INTERVAL)
-            late.append(max(0.0, loop.time() - due))
-
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_INTERVAL
+        await asyncio.sleep(LAG_INTERVAL)
+        late.append(max(0.0, loop.time() - due))
 
 
 def lag_ms(late: Sequence[float]) -> float:
@@ -112,7 +101,7 @@ class CellRun:
     arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
     advance: Callable[[], None] = lambda: None  # after each prompt
     finished: int = 0  # prompts
-    late: list[float] = field(default_factory=list)  # see `lag_watched`
+    late: list[float] = field(default_factory=list)  # see `watch_lag`
     _records: list[RequestRecord] = field(default_factory=list)
     _begun: float = 0.0
     _last: float = 0.0  # when a request ended
@@ -124,17 +113,20 @@ class CellRun:
         reads_counters = self.server.has_counters and not self.server.reports
         before = await self.server.counters() if reads_counters else None
         self._begun = time.perf_counter()
-        async with lag_watched(self.late), asyncio.TaskGroup() as group:
-            if self.cell.load.concurrency is not None:
-                waiting = iter(self.prompts)
-                for _ in range(min(self.cell.load.concurrency, len(self.prompts))):
-                    group.create_task(self._work(waiting))
-            else:  # each prompt at its time, whatever became of the ones before
-                for prompt, due in zip(self.prompts, self.arrivals, strict=True):
-                    await asyncio.sleep(max(0.0, self._begun + due - time.perf_counter()))
-                    if self.server.dead is not None:
-                        break
-                    group.create_task(self._work(iter([prompt])))
+        async with asyncio.TaskGroup() as watched:
+            watch = watched.create_task(watch_lag(self.late))
+            async with asyncio.TaskGroup() as group:
+                if self.cell.load.concurrency is not None:
+                    waiting = iter(self.prompts)
+                    for _ in range(min(self.cell.load.concurrency, len(self.prompts))):
+                        group.create_task(self._work(waiting))
+                else:  # each prompt at its time, whatever became of the ones before
+                    for prompt, due in zip(self.prompts, self.arrivals, strict=True):
+                        await asyncio.sleep(max(0.0, self._begun + due - time.perf_counter()))
+                        if self.server.dead is not None:
+                            break
+                        group.create_task(self._work(iter([prompt])))
+            watch.cancel()
         self._unsent = f"asked: {self.server.dead}"
         if reads_counters and self.server.dead is None:
             try:

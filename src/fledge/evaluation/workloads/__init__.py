@@ -219,12 +219,9 @@ def _loaded(source: str | Path, from_hub: bool, as_written: bool = False) -> Wor
         raise ConfigError(f"workload {name}: on the hub are {known_there}; name other datasets as hf:OWNER/NAME")
     if known in GROUPS:
         members = [_loaded(member, from_hub=False) for member in GROUPS[known]]
-        return Workload(
-            name=known,
-            prompts=tuple(prompt for member in members for prompt in member.prompts),
-            source="; ".join(member.source for member in members),
-            licence="; ".join(f"{member.name}: {member.licence}" for member in members),
-        )
+        sources, licences = [one.source for one in members], [f"{one.name}: {one.licence}" for one in members]
+        prompts = tuple(prompt for member in members for prompt in member.prompts)
+        return Workload(name=known, prompts=prompts, source="; ".join(sources), licence="; ".join(licences))
     whole, _, part = known.partition("/")
     if whole in SETS:
         return _part(_packaged(whole), part) if part else _packaged(whole)

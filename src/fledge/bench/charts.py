@@ -1,7 +1,4 @@
-"""The pictures of a benchmark report. A drafter has the same colour in all of them.
-
-A drafter at many depths is one line: under each load at whichever depth is the fastest there.
-"""
+"""The pictures of a benchmark report. A drafter has one colour, and of many depths the fastest under each load."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from fledge.bench.figures import Latency, latencies
 from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.bench.verdict import Reference
-from fledge.evaluation.report import acceptance_length, acceptance_rates, complete_cells, told
+from fledge.evaluation.report import acceptance_length, acceptance_rates, complete_cells
 from fledge.evaluation.results import Load
 from fledge.report import charts as draw
 
@@ -56,7 +53,7 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[draw
         rates = {}
         for name in ([*line.depths][-1] for line in summary.lines):  # the deepest shows all depths
             cells = complete_cells(summary.results, name, workload)
-            rates[name] = style(summary, name), acceptance_rates(told(cells))
+            rates[name] = style(summary, name), acceptance_rates(cells)
         figure = draw.lines_by_depth(rates, percent=True)
         yield f"acceptance-{tag}", "acceptance", f"Drafts that stand, by depth: {workload}", figure
     lines: dict[str, tuple[Any, Any]] = {}
@@ -68,14 +65,12 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[draw
 
 def _lengths(summary: Summary, name: str, of: dict[Any, tuple[str, str]], shape: int | None = None) -> tuple[Any, Any]:
     """A line of acceptance lengths of contenders on workloads, where there are any, in the style of `name`."""
-    found = {key: acceptance_length(told(complete_cells(summary.results, *one))) for key, one in of.items()}
+    found = {key: acceptance_length(complete_cells(summary.results, *one)) for key, one in of.items()}
     return style(summary, name, shape), {key: length for key, length in found.items() if length is not None}
 
 
 def style(summary: Summary, name: str, shape: int | None = None) -> dict[str, Any]:
-    """Of a line in all pictures: the colour of its drafter. In grey print, marker and dash tell apart whatever is drawn
-    in one picture; `shape` is their number, if not that of the contender's line.
-    """
+    """Of a line in all pictures. `shape` is the number of its marker and dash, if not that of the contender's line."""
     place = summary.colour_number(name)
     if place is None and shape is None:
         return {"color": draw.INK, "marker": "o", "linestyle": "-", "linewidth": 1.4, "markersize": 3.5}

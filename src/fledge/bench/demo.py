@@ -1,7 +1,4 @@
-"""What `fledge demo` shows: the same answers with and without drafters, side by side, and what the difference is.
-
-transformers' `generate`, which most people begin with, is timed on the same prompts.
-"""
+"""What `fledge demo` shows: the same answers with and without drafters, timed beside transformers' `generate`."""
 
 import statistics
 import time

@@ -1,7 +1,6 @@
 """Our engine without HTTP: with and without drafters, at several depths and concurrencies, in turns.
 
-A closed loop: so many requests are in flight at all times, and when one ends the next prompt joins, as in a server that
-is never idle. All contenders share the target's weights; each has its own drafter, way to draft and KV pool.
+All contenders share the target's weights; each has its own drafter, way to draft and KV pool.
 """
 
 import itertools

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fledge.bench import verdict
 from fledge.bench.charts import charts
+from fledge.bench.figures import Spread
 from fledge.bench.summary import Row, Summary, load_text
 from fledge.bench.verdict import Reference, overall, warnings
 from fledge.errors import ConfigError
@@ -84,12 +85,16 @@ def speed_table(summary: Summary) -> Table:
 
 def latency_table(summary: Summary) -> Table:
     """Milliseconds to the first token and per further token, and how many requests these are of."""
+
+    def spread(found: Spread | None) -> str:
+        return " / ".join(prose.number(one.value) for one in found.values()) if found else DASH
+
     return _table(
         summary,
         "Latency in milliseconds: mean / p50 / p90 / p99",
         summary.rows.values(),
-        ("to first token (TTFT)", lambda row: str(row.figures.ttft_ms or DASH)),
-        ("per further token (TPOT)", lambda row: str(row.figures.tpot_ms or DASH)),
+        ("to first token (TTFT)", lambda row: spread(row.figures.ttft_ms)),
+        ("per further token (TPOT)", lambda row: spread(row.figures.tpot_ms)),
         _REQUESTS,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 from fledge.bench.figures import ratio, speed_ratio
 from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.errors import ConfigError
-from fledge.evaluation.report import acceptance, complete_cells, told
+from fledge.evaluation.report import acceptance, complete_cells
 from fledge.evaluation.results import Load
 from fledge.report.intervals import Interval
 from fledge.report.page import Card, said
@@ -168,7 +168,7 @@ def _accepted_more(summary: Summary) -> dict[tuple[str, str], list[tuple[Interva
     pairs: dict[tuple[str, str], list[tuple[Interval, int | None]]] = defaultdict(list)
     for first, *others in groups.values():
         for name in others:
-            panels = [acceptance(told(complete_cells(summary.results, of))) for of in (name, first)]
+            panels = [acceptance(complete_cells(summary.results, of)) for of in (name, first)]
             if (value := ratio(*panels, offset=1.0)) is not None:
                 line, base = summary.line(name), summary.line(first)
                 pairs[line.title, base.title].append((value, line.depths[name] if line.is_deep else None))

@@ -8,32 +8,14 @@ the turns before the last (`split_turns` with `keep_answers`), and the history i
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.outputs import RequestOutput
+from fledge.engine.llm import LLM
 from fledge.errors import PromptError
 from fledge.evaluation.conversations import Message
 from fledge.records import Record
 
 TOO_LONG, REFUSED = "too long", "refused by the template"
-
-
-class Generator(Protocol):
-    """What is asked of an engine: `LLM`, or whatever else answers token ids together and knows a chat template."""
-
-    max_model_len: int
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling_params: list[SamplingParams],
-        *,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[RequestOutput]: ...
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation that waits for an answer, or raise PromptError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +51,7 @@ class Dialogue:
 
 
 def answer_dialogues(
-    llm: Generator,
+    llm: LLM,
     dialogues: Sequence[Dialogue],
     params: SamplingParams,
     *,

@@ -1,8 +1,4 @@
-"""`fledge eval`: acceptance length by workload, drafter, depth and temperature.
-
-The target answers every turn by itself first; its answers are the history of the turns after them and, without
-randomness, what no drafter may change. Each turn is then a prompt of its own, the same one for every contender.
-"""
+"""`fledge eval`: acceptance length by workload, drafter, depth and temperature (how: `acceptance.py`)."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, Tally, conversation_of, statistics_of
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, conversation_of, statistics_of
 from fledge.evaluation.workloads import LENGTH_BUCKETS, grouped, length_bucket
 from fledge.records import Record
 from fledge.report.charts import SERIES, STYLE, Chart, charts_of, forest, lines_by_depth, series_style
@@ -22,7 +22,6 @@ from fledge.report.prose import percent
 from fledge.report.tables import Table, TableCell, figure_cell
 
 BOOTSTRAP = Bootstrap()
-Told = tuple[int, str, Tally]  # repeat, prompt, and how its rounds went
 NOTHING = "-"
 LENGTHS, MORE = "lengths", "more"  # sections of pictures: the main ones, and those of single workloads
 
@@ -109,41 +108,34 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
     )
 
 
-def told(cells: Iterable[Cell]) -> list[Told]:
-    """Of requests that tell; of a cell that has none its own tally, as a server tells of all prompts together."""
-    found: list[Told] = []
-    for cell in cells:
-        telling = [_told(cell, record) for record in cell.good if record.acceptance]
-        found += telling or ([(cell.repeat, "", cell.acceptance)] if cell.acceptance else [])
-    return found
+def acceptance(cells: Iterable[Cell], depths: int = 0) -> Panel:
+    """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts.
 
-
-def _told(cell: Cell, record: RequestRecord) -> Told:
-    """The turns of a conversation are one prompt, and prompts of two workloads with the same id are two."""
-    return cell.repeat, f"{cell.workload} {conversation_of(record.prompt)}", record.acceptance
-
-
-def acceptance(several: Iterable[Told], depths: int = 0) -> Panel:
-    """Columns: accepted drafts and rounds; or, of each of so many depths, drafts that stood and drafts."""
+    A cell none of whose requests tells has its own tally, as a server tells of all prompts together. The turns of a
+    conversation are one prompt, and prompts of two workloads with the same id are two.
+    """
     rows = []
-    for repeat, prompt, tally in several:
-        one = statistics_of(tally)
-        sums = [sum(one.accepted_by_depth), one.rounds]
-        if depths:
-            sums = [n for pair in zip(one.accepted_by_depth, one.drafted_by_depth, strict=True) for n in pair]
-            sums += [0] * (2 * depths - len(sums))
-        rows.append((repeat, prompt, sums))
+    for cell in cells:
+        telling = [(conversation_of(one.prompt), one.acceptance) for one in cell.good if one.acceptance]
+        for prompt, tally in telling or [("", cell.acceptance)]:
+            one = statistics_of(tally)
+            sums = [sum(one.accepted_by_depth), one.rounds]
+            if depths:
+                sums = [n for pair in zip(one.accepted_by_depth, one.drafted_by_depth, strict=True) for n in pair]
+                sums += [0] * (2 * depths - len(sums))
+            if tally:
+                rows.append((cell.repeat, f"{cell.workload} {prompt}" if telling else "", sums))
     return Panel.collect(rows, columns=2 * (depths or 1))
 
 
-def acceptance_length(several: Iterable[Told]) -> Interval | None:
-    return BOOTSTRAP.interval([acceptance(several)], pooled(offset=1.0), is_share=True)
+def acceptance_length(cells: Iterable[Cell]) -> Interval | None:
+    return BOOTSTRAP.interval([acceptance(cells)], pooled(offset=1.0), is_share=True)
 
 
-def acceptance_rates(several: Sequence[Told]) -> dict[int, Interval]:
+def acceptance_rates(cells: Sequence[Cell]) -> dict[int, Interval]:
     """Of each depth that was drafted to, the share of drafts that stood."""
-    depths = max((drafted for *_, tally in several for drafted, *_ in tally), default=0)
-    panel = acceptance(several, depths)
+    depths = max((cell.acceptance_statistics.depth for cell in cells), default=0)
+    panel = acceptance(cells, depths)
     rates = [BOOTSTRAP.interval([panel], pooled(top=2 * d, bottom=2 * d + 1), is_share=True) for d in range(depths)]
     return {depth: rate for depth, rate in enumerate(rates, start=1) if rate is not None}
 
@@ -152,7 +144,7 @@ def _lengths(cells: Iterable[Cell], key: Callable[[str, RequestRecord], str]) ->
     """Acceptance length by group; `key` gets the workload and the request."""
     every = [(cell, record) for cell in cells for record in cell.good]
     groups = grouped(every, lambda pair: key(pair[0].workload, pair[1]))
-    found = {name: acceptance_length([_told(*pair) for pair in group]) for name, group in groups.items()}
+    found = {name: acceptance_length(replace(c, requests=(r,)) for c, r in group) for name, group in groups.items()}
     return {name: length for name, length in found.items() if length is not None}
 
 
@@ -267,7 +259,7 @@ class EvalReport:
             for place, workload in enumerate([None, *workloads_of(self.results)]):
                 cells = {row.contender: complete_cells(self.results, row.contender, workload) for row in deepest}
                 rates = {
-                    row.contender: (self._style(row, line), acceptance_rates(told(cells[row.contender])))
+                    row.contender: (self._style(row, line), acceptance_rates(cells[row.contender]))
                     for line, row in enumerate(deepest)
                 }
                 title = f"Drafts that stand, by depth: {workload or 'all workloads'}"

@@ -1,7 +1,6 @@
-"""The HTML reports of Fledge: one skeleton (`page.html.jinja`) and style for screen, phone and paper, and safe text.
+"""The HTML reports of Fledge: templates that fill one skeleton (`page.html.jinja`) with blocks (`blocks.html.jinja`).
 
-A report is a template that fills the skeleton with blocks (`blocks.html.jinja`): pictures, tables, sentences, cards.
-What it says of figures are the sentences of another template (`said`).
+What a report says of figures are the sentences of another template (`said`).
 """
 
 import re

@@ -38,19 +38,13 @@ class TableCell:
 
 
 def figure_cell(
-    interval: Interval | None,
-    form: str | None = None,
-    *,
-    unit: str = "",
-    missing: str = "",
-    tone: Tone = "neutral",
-    graphic: Markup | str = "",
+    interval: Interval | None, form: str | None = None, *, unit: str = "", missing: str = "", graphic: Markup | str = ""
 ) -> TableCell:
     """A figure and its interval; `form` as in `with_interval`, `unit` follows the value."""
     if interval is None:
         return TableCell(text=missing)
     value, _, ends = with_interval(interval, form).partition(" ")
-    return TableCell(text=value + unit, ends=ends.strip("[]"), tone=tone, graphic=graphic)
+    return TableCell(text=value + unit, ends=ends.strip("[]"), graphic=graphic)
 
 
 @dataclass(frozen=True, kw_only=True)

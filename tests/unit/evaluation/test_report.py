@@ -12,7 +12,6 @@ from fledge.evaluation.report import (
     acceptance_rates,
     complete_cells,
     plus_minus,
-    told,
 )
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
 from fledge.report.intervals import Interval
@@ -94,7 +93,7 @@ def test_the_mean_is_missing_where_a_workload_is() -> None:
 def test_rates_are_those_of_the_row_with_intervals() -> None:
     results = make_eval_results(prompts=6, depths=(3,), workloads=("chat", "coding"))
     for row in EvalReport(results).rows:
-        rates = acceptance_rates(told(complete_cells(results, row.contender)))
+        rates = acceptance_rates(complete_cells(results, row.contender))
         assert [rate.value for rate in rates.values()] == pytest.approx(list(row.rate_by_depth))
         assert all(rate.low <= rate.value <= rate.high for rate in rates.values())
 

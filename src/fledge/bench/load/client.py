@@ -1,7 +1,6 @@
 """One streamed request to an OpenAI-compatible server, timed. Whatever a server does wrong becomes one line.
 
-What servers tell about speculation is read too: Fledge reports each request, vLLM and Fledge count in `/metrics`. Both
-give totals by depth, from which acceptance length and rates by depth follow exactly.
+What servers tell of speculation, in a request's usage (Fledge) or in `/metrics` (vLLM too), becomes a tally of rounds.
 """
 
 import asyncio

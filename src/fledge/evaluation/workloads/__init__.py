@@ -1,8 +1,4 @@
-"""What models are measured on: the packaged sets, public sets in their own formats, anyone's conversations.
-
-Workloads by name, from a file or from the hub. `data/catalogue.yaml` has the names: sets that come with the package,
-groups of them, and public sets on the hub.
-"""
+"""What models are measured on: workloads by name (`data/catalogue.yaml`), from a file, or from the hub."""
 
 import contextlib
 import hashlib
@@ -117,11 +113,10 @@ def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
 
 
 def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> list[tuple[int, ...]]:
-    """Return the ids of every prompt through the target's chat template: of its first turn, where later ones wait for
-    answers.
+    """Return the ids of every prompt's `first_messages` through the target's chat template.
 
-    They are kept in the user's cache, by what they follow from: the prompts, the tokenizer's files and template, and
-    who renders it. A cache that is missing, damaged or cannot be written costs time and nothing else.
+    They are kept in the user's cache, by what they follow from. A cache that is missing, damaged or cannot be written
+    costs time and nothing else.
     """
     directory = resolve(target)
     key = digest([workload.digest, tokenizer_digests(directory), transformers.__version__])

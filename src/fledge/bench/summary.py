@@ -186,11 +186,8 @@ class Summary:
     @cached_property
     def answers(self) -> dict[str, tuple[int, int]]:
         """By contender: answers compared and answers that differ, over all workloads and loads."""
-        found: dict[str, tuple[int, int]] = {}
-        for row in self.agreements:
-            compared, different = found.get(row.contender, (0, 0))
-            found[row.contender] = compared + row.compared, different + row.different
-        return found
+        rows = grouped(self.agreements, lambda row: row.contender)
+        return {name: (sum(r.compared for r in own), sum(r.different for r in own)) for name, own in rows.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything the tables show, as JSON values."""

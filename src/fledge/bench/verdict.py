@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +16,7 @@ from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.errors import ConfigError
 from fledge.evaluation.report import acceptance, complete_cells
 from fledge.evaluation.results import Load
+from fledge.evaluation.workloads import grouped
 from fledge.report.intervals import Interval
 from fledge.report.page import Card, said
 from fledge.report.prose import Sentence, Tone, ratio_tone
@@ -94,10 +96,8 @@ def _card(summary: Summary, name: str) -> Card:
 
 def gain(rows: Sequence[Row]) -> tuple[str, str]:
     """Which kind of gain these rows show, and at which loads. Where a ratio is missing, no end of a gain is told."""
-    signs: dict[Load, set[int]] = defaultdict(set)
-    for row in rows:
-        if row.per_user:
-            signs[row.load].add(row.sign)
+    known = grouped((row for row in rows if row.per_user), lambda row: row.load)
+    signs = {load: {row.sign for row in several} for load, several in known.items()}
     gains = [load for load, found in signs.items() if 1 in found]
     if not gains:
         is_known = any(row.per_user and row.per_user.low is not None for row in rows)
@@ -118,11 +118,9 @@ def overall(summary: Summary) -> list[Sentence]:
 
 def _best_against_best(summary: Summary) -> Iterator[tuple[Sweep, Sweep, str, list[tuple[Load, Interval, int, int]]]]:
     """Every drafter of many depths against the first that drafts for the same target on the same engine."""
-    groups: dict[object, list[Sweep]] = defaultdict(list)
-    for sweep in summary.deep_sweeps:
-        one = summary.contenders[sweep.first]
-        groups[one.kind, one.target, one.inflated].append(sweep)
-    pairs = [(sweep, first) for first, *others in groups.values() for sweep in others]
+    engine = attrgetter("kind", "target", "inflated")
+    groups = grouped(summary.deep_sweeps, lambda sweep: engine(summary.contenders[sweep.first])).values()
+    pairs = [(sweep, first) for first, *others in groups for sweep in others]
     for (sweep, other), workload in product(pairs, summary.workloads):
         points = []
         for load in summary.loads:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ class AcceptanceMeter:
         answer_dialogues(self.llm, dialogues, params, least_room=_LEAST_ROOM, advance=advance)
         turns, too_long, cut_short = list[TargetTurn](), list[tuple[str, str]](), list[tuple[str, str]]()
         for (name, prompt), one in zip(asked, dialogues, strict=True):
-            about = {"workload": name, "category": prompt.category, "prompt": prompt.id}
+            about: Any = {"workload": name, "category": prompt.category, "prompt": prompt.id}
             turns += [TargetTurn(**about, **vars(turn)) for turn in one.answers]
             if one.dropped is not None:
                 (cut_short if one.answers else too_long).append((name, prompt.id))
@@ -176,12 +177,11 @@ class AcceptanceMeter:
         seconds = time.perf_counter() - started
         drafter = self.llm.drafter
         in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
-        pairs = [
-            (output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in zip(turns, outputs, strict=True)
-        ]
+        pairs = list(zip(turns, outputs, strict=True))
+        parted = [first_difference(output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in pairs]
         return Measurement(
-            requests=tuple(request_record(t.prompt, out, in_draft) for t, out in zip(turns, outputs, strict=True)),
-            different=tuple((i, first_difference(*pair)) for i, pair in enumerate(pairs) if tuple(pair[0]) != pair[1]),
+            requests=tuple(request_record(turn.prompt, output, in_draft) for turn, output in pairs),
+            different=tuple((i, place) for i, place in enumerate(parted) if place is not None),
             seconds=seconds,
             failure=self.llm.engine.stats().drafter_failure,
         )
@@ -232,7 +232,6 @@ def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | 
     )
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the first place at which two sequences differ, which may be the end of the shorter one."""
-    places = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(places, min(len(one), len(other)))
+    return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)

@@ -186,15 +186,13 @@ def check_writable(option: str, path: Path) -> None:
     """Raise ConfigError if `path` cannot be written: before hours of work, not after. Leaves nothing behind."""
     if path.is_dir():
         raise ConfigError(f"{option} {path}: is a directory, expected a file's name")
+    what = "its directory cannot be made"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        what = "cannot be written"
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise ConfigError(f"{option} {path}: its directory cannot be made: {error.strerror}") from None
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option} {path}: {what}: {error.strerror}") from None
 
 
 def read_results(path: Path) -> Results:

@@ -175,8 +175,6 @@ async def ask(
             answer.check(response.headers.get("content-type", ""))
     except StreamError as error:
         answer.error, answer.failure = str(error), "other"
-    except ValueError as error:
-        answer.error, answer.failure = f"unreadable stream: {error}", "other"
     except TimeoutError:
         answer.error = f"stalled: nothing for {stall_seconds:g} s, after {answer.pieces} pieces of text"
         answer.failure = "stall"
@@ -204,13 +202,13 @@ def _short(text: str) -> str:
 
 
 def split_events(stream: bytes) -> tuple[list[str], bytes]:
-    """Return the `data` of each event that is complete, and the beginning of the next; ValueError for an endless one.
+    """Return the `data` of each event that is complete, and the beginning of the next; StreamError for an endless one.
 
     Knows the three line ends, comments, fields other than data, several data lines in an event, a byte order mark.
     """
     *events, rest = _TWO_LINE_ENDS.split(stream)
     if len(rest) > MAX_EVENT_BYTES:
-        raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+        raise StreamError(f"unreadable stream: an event of more than {MAX_EVENT_BYTES >> 20} MiB")
     found = []
     for event in events:
         fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
@@ -248,8 +246,7 @@ def tally_of(rounds: int, accepted: Sequence[int], drafted: Sequence[int] | None
     rates. Where depths vary, the totals do not say which of the rounds that drafted deep also accepted much; they
     are matched in order. Acceptance length and rates by depth do not depend on that.
     """
-    if drafted is None:
-        drafted = [rounds] * len(accepted)
+    drafted = [rounds] * len(accepted) if drafted is None else drafted
     for counts in ([rounds, *accepted, 0], [rounds, *drafted, 0]):
         if counts != sorted(counts, reverse=True):
             raise ValueError(f"counts of speculation that contradict each other: {rounds} rounds, then {counts[1:-1]}")

@@ -25,7 +25,8 @@ from fledge.evaluation.workloads.formats import PREFIX, fetch, plain_name, read_
 from fledge.evaluation.workloads.formats import Prompt as Prompt
 from fledge.files import cache_directory, digest, read_json, write_text
 
-_T, _K = TypeVar("_T"), TypeVar("_K")
+_T = TypeVar("_T")
+_K = TypeVar("_K")
 
 DATA = Path(__file__).parent / "data"
 _CATALOGUE = yaml.safe_load((DATA / "catalogue.yaml").read_text(encoding="utf-8"))

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.bench.load import client
-from fledge.bench.load.client import split_events
+from fledge.bench.load.client import StreamError, split_events
 
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=8)
@@ -51,5 +51,5 @@ def test_only_one_space_is_dropped_and_bytes_that_are_no_text_do_not_hurt() -> N
 def test_an_event_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MAX_EVENT_BYTES", 100)
     _, rest = split_events(b"data: " + b"x" * 60)
-    with pytest.raises(ValueError, match="an event of more than"):
+    with pytest.raises(StreamError, match="an event of more than"):
         split_events(rest + b"x" * 60)

@@ -36,7 +36,6 @@ from fledge.bench.offline import (
     load_models,
     make_engine,
     titles,
-    token_digest,
 )
 from fledge.bench.report import print_results
 from fledge.bench.summary import Summary
@@ -44,7 +43,7 @@ from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
-from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, write_results
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, token_digest, write_results
 from fledge.evaluation.workloads import Prompt, load_workload, tokenised
 from fledge.provenance import run_provenance
 

@@ -1,7 +1,4 @@
-"""The pictures of a benchmark report. A drafter has the same colour in all of them.
-
-A drafter at many depths is one line: under each load at whichever depth is the fastest there.
-"""
+"""The pictures of a benchmark report. A drafter has one colour, and of many depths the fastest under each load."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,27 +13,22 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from fledge.bench.figures import Latency, latencies
 from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.bench.verdict import Reference
-from fledge.evaluation.figures import acceptance_length, acceptance_rates, complete_cells, told
+from fledge.evaluation.report import acceptance_length, acceptance_rates, complete_cells
 from fledge.evaluation.results import Load
 from fledge.report import charts as draw
 
 _MOST_STEPS = 150
 _PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
-_LATENCIES: tuple[tuple[Latency, str], ...] = (("ttft", "Time to first token"), ("tpot", "Time per further token"))
+_LATENCIES: dict[Latency, str] = {"ttft": "Time to first token", "tpot": "Time per further token"}
 
 
 def charts(summary: Summary, references: Sequence[Reference] = ()) -> list[draw.Chart]:
     """All pictures of one results file that measured speed. What was not measured has none."""
     with matplotlib.rc_context(draw.STYLE):
-        return [
-            draw.Chart(name=name, section=section, title=title, figure=figure)
-            for name, section, title, figure in _figures(summary, references)
-            if figure is not None
-        ]
+        return draw.charts_of(_figures(summary, references))
 
 
-def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[tuple[str, str, str, Figure | None]]:
-    """Yield name, section, title and picture."""
+def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[draw.Drawn]:
     for number, workload in enumerate(summary.workloads, start=1):
         tag = f"{summary.number}-{number}"
         for kind, is_rate in (("concurrency", False), ("rate", True)):
@@ -48,7 +40,7 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[tupl
             yield f"depth-{kind}-{tag}", "speed", title, _speed_by_depth(summary, workload, loads)
             title = f"Tokens per second, of all users and of each: {workload}"
             yield f"capacity-{kind}-{tag}", "capacity", title, _capacity(summary, workload, loads)
-        for which, title in _LATENCIES:
+        for which, title in _LATENCIES.items():
             for place, load in enumerate(summary.loads, start=1):
                 section = "latency" if load in (summary.loads[0], summary.loads[-1]) else "latency-more"
                 figure = _distribution(summary, workload, load, which)
@@ -61,27 +53,24 @@ def _figures(summary: Summary, references: Sequence[Reference]) -> Iterator[tupl
         rates = {}
         for name in ([*line.depths][-1] for line in summary.lines):  # the deepest shows all depths
             cells = complete_cells(summary.results, name, workload)
-            rates[name] = style(summary, name), acceptance_rates(told(cells))
+            rates[name] = style(summary, name), acceptance_rates(cells)
         figure = draw.lines_by_depth(rates, percent=True)
         yield f"acceptance-{tag}", "acceptance", f"Drafts that stand, by depth: {workload}", figure
-    lines: draw.Lines = {}
+    lines: dict[str, tuple[Any, Any]] = {}
     for name in (line.title for line in summary.lines if not line.is_deep):
         found = _lengths(summary, name, {workload: (name, workload) for workload in summary.workloads}, len(lines))
-        lines = {**lines, name: found} if found[1] else lines
-    figure = draw.forest(lines, "acceptance length")
-    yield f"lengths-{summary.number}", "acceptance", "Acceptance length by workload", figure
+        lines |= {name: found} if found[1] else {}
+    yield f"lengths-{summary.number}", "acceptance", "Acceptance length by workload", draw.forest(lines)
 
 
 def _lengths(summary: Summary, name: str, of: dict[Any, tuple[str, str]], shape: int | None = None) -> tuple[Any, Any]:
     """A line of acceptance lengths of contenders on workloads, where there are any, in the style of `name`."""
-    found = {key: acceptance_length(told(complete_cells(summary.results, *one))) for key, one in of.items()}
+    found = {key: acceptance_length(complete_cells(summary.results, *one)) for key, one in of.items()}
     return style(summary, name, shape), {key: length for key, length in found.items() if length is not None}
 
 
 def style(summary: Summary, name: str, shape: int | None = None) -> dict[str, Any]:
-    """Of a line in all pictures: the colour of its drafter. In grey print, marker and dash tell apart whatever is drawn
-    in one picture; `shape` is their number, if not that of the contender's line.
-    """
+    """Of a line in all pictures. `shape` is the number of its marker and dash, if not that of the contender's line."""
     place = summary.colour_number(name)
     if place is None and shape is None:
         return {"color": draw.INK, "marker": "o", "linestyle": "-", "linewidth": 1.4, "markersize": 3.5}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fledge.bench.figures import decoding, latency, throughput, why_partial
 from fledge.bench.summary import Key, Row, Summary
-from fledge.evaluation.figures import acceptance, told
+from fledge.evaluation.report import acceptance
 from fledge.evaluation.results import Cell, Load, Results
 from fledge.records import Record, encode
 from fledge.report.intervals import LEVEL, Bootstrap, Interval, Panel, Statistic, divide, mean_ratio, pooled
@@ -41,7 +41,7 @@ METRICS = {
     "per-user": Metric("tokens/s per user", decoding),
     "total": Metric("tokens/s in all", throughput),
     "ttft": Metric("mean TTFT, ms", latency, higher_is_better=False),
-    "acceptance": Metric("acceptance length", lambda cells: acceptance(told(cells)), is_speed=False, offset=1.0),
+    "acceptance": Metric("acceptance length", acceptance, is_speed=False, offset=1.0),
 }
 
 
@@ -174,7 +174,7 @@ def _change(
         reason = f"not reported in {empty[0]}" if empty else "no prompt in common"
     if reason is not None:
         return Change(**where, reason=reason)
-    panels = [panel.only(prompts=common) for panel in panels]
+    panels = [panel.only(common) for panel in panels]
     ratio = bootstrap.interval(panels, lambda both: divide(figure(both[1:]), figure(both[:1])))
     verdict: Verdict = "same"
     if ratio is None or ratio.low is None:

@@ -1,12 +1,8 @@
-"""What `fledge demo` shows: the same answers with and without drafters, side by side, and what the difference is.
-
-transformers' `generate`, which most people begin with, is timed on the same prompts.
-"""
+"""What `fledge demo` shows: the same answers with and without drafters, timed beside transformers' `generate`."""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,15 +27,7 @@ PROMPTS = (
 )
 
 
-@dataclass(kw_only=True)
-class DemoContender:
-    """One way to decode, and how it did."""
-
-    name: str
-    generate: Callable[[Sequence[int]], tuple[int, ...]]
-    token_ids: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
-    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    seconds: list[float] = field(default_factory=list)  # for all prompts, of each repeat
+Generate = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 class Demo:
@@ -56,12 +44,13 @@ class Demo:
         options: dict[str, Any] = {"device": device, "max_num_seqs": 1, "enable_prefix_caching": False}
         self.llms = {name: LLM(TARGET, speculative_config=config, **options) for name, config in configs.items()}
         self.ids = [self.llms[PLAIN].encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-        self.contenders = {name: DemoContender(name=name, generate=self._ours(llm)) for name, llm in self.llms.items()}
+        self.token_ids: dict[str, list[tuple[int, ...]]] = {name: [] for name in self.llms}  # of each prompt
+        self.acceptance = {name: AcceptanceStatistics() for name in (TRANSFORMERS, *self.llms)}
 
-    def _ours(self, llm: LLM) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    def _ours(self, llm: LLM) -> Generate:
         return lambda prompt: llm.generate([prompt], self.params)[0].outputs[0].token_ids
 
-    def _transformers(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    def _transformers(self) -> Generate:
         """transformers' own loop on the same weights, greedy."""
         transformers_logging.disable_progress_bar()
         weight = self.llms[PLAIN].target.embed_tokens.weight
@@ -85,47 +74,46 @@ class Demo:
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             console.print()
             console.rule(Text(prompt), align="left")
-            for name, contender in self.contenders.items():
+            for name, llm in self.llms.items():
                 console.print(f"[bold]{name}[/bold]")
-                for event in self.llms[name].stream(ids, self.params):
+                for event in llm.stream(ids, self.params):
                     for piece in event.pieces:
                         console.print(Text(piece.text, "green" if piece.drafted else ""), end="", soft_wrap=True)
                     if event.output is not None:
-                        contender.token_ids.append(event.output.outputs[0].token_ids)
-                        told = [contender.acceptance, event.output.metrics.acceptance]
-                        contender.acceptance = AcceptanceStatistics.merge(told)
+                        self.token_ids[name].append(event.output.outputs[0].token_ids)
+                        self.acceptance[name].tally.update(event.output.metrics.acceptance.tally)
                 console.print()
 
     def measure(self, repeats: int) -> dict[str, Any]:
-        """Return everything the table shows, as JSON values. Contenders take turns, so that whatever else the machine
-        does slows all of them.
-        """
-        theirs, plain = DemoContender(name=TRANSFORMERS, generate=self._transformers()), self.contenders[PLAIN]
+        """What the table shows, as JSON values. All take turns: whatever else the machine does slows all of them."""
+        ways = {TRANSFORMERS: self._transformers(), **{name: self._ours(llm) for name, llm in self.llms.items()}}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}  # for all prompts, of each repeat
+        found = dict(self.token_ids)
         for _ in range(repeats):
-            for one in (theirs, *self.contenders.values()):
+            for name, generate in ways.items():
                 started = time.perf_counter()
-                answers = [one.generate(prompt) for prompt in self.ids]
-                one.seconds.append(time.perf_counter() - started)
-                one.token_ids = one.token_ids or answers
+                answers = [generate(prompt) for prompt in self.ids]
+                seconds[name].append(time.perf_counter() - started)
+                found[name] = found.get(name) or answers
 
-        def ratio(other: DemoContender, own: DemoContender) -> float:
-            return statistics.median(a / b for a, b in zip(other.seconds, own.seconds, strict=True))
+        def ratio(other: str, own: str) -> float:
+            return statistics.median(a / b for a, b in zip(seconds[other], seconds[own], strict=True))
 
         return {
             "device": self.llms[PLAIN].engine.info.device,
             "depth": self.depth,
             "prompts": len(self.prompts),
-            "tokens": sum(map(len, plain.token_ids)),
-            "identical": all(one.token_ids == plain.token_ids for one in self.contenders.values()),
-            "identical_to_transformers": theirs.token_ids == plain.token_ids,
+            "tokens": sum(map(len, found[PLAIN])),
+            "identical": all(found[name] == found[PLAIN] for name in self.llms),
+            "identical_to_transformers": found[TRANSFORMERS] == found[PLAIN],
             "contenders": {
-                one.name: {
-                    "tokens_per_second": sum(map(len, one.token_ids)) / statistics.median(one.seconds),
-                    "speed": ratio(plain, one),
-                    "speed_to_transformers": ratio(theirs, one),
-                    **one.acceptance.to_dict(),
+                name: {
+                    "tokens_per_second": sum(map(len, found[name])) / statistics.median(seconds[name]),
+                    "speed": ratio(PLAIN, name),
+                    "speed_to_transformers": ratio(TRANSFORMERS, name),
+                    **self.acceptance[name].to_dict(),
                 }
-                for one in (theirs, *self.contenders.values())
+                for name in ways
             },
         }
 

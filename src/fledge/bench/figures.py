@@ -4,30 +4,17 @@ A cell that is not complete enters no figure beside complete ones, and a ratio w
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fledge.evaluation.figures import BOOTSTRAP, acceptance_length, acceptance_rates, told
+from fledge.evaluation.report import BOOTSTRAP, acceptance_length, acceptance_rates
 from fledge.evaluation.results import Cell, conversation_of
 from fledge.records import Record
 from fledge.report.intervals import Interval, Panel, mean_ratio, pooled
-from fledge.report.prose import number
 
 Latency = Literal["ttft", "tpot"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread(Record):
-    """A latency over requests, in milliseconds."""
-
-    mean: Interval
-    p50: Interval
-    p90: Interval
-    p99: Interval
-
-    def __str__(self) -> str:
-        return " / ".join(number(one.value) for one in (self.mean, self.p50, self.p90, self.p99))
+Spread = Mapping[str, Interval]  # of a latency in milliseconds over requests: mean, p50, p90 and p99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +45,9 @@ def figures_of(cells: Sequence[Cell]) -> Figures:
         total_tokens_per_second=BOOTSTRAP.interval([throughput(used)], pooled()),
         ttft_ms=_spread(used, "ttft"),
         tpot_ms=_spread(used, "tpot"),
-        acceptance_length=acceptance_length(told(used)),
-        rate_by_depth=tuple(acceptance_rates(told(used)).values()),
-        rounds=sum(rounds for *_, tally in told(used) for *_, rounds in tally),
+        acceptance_length=acceptance_length(used),
+        rate_by_depth=tuple(acceptance_rates(used).values()),
+        rounds=sum(cell.acceptance_statistics.rounds for cell in used),
         requests=sum(len(cell.good) for cell in used),
         errors=_errors(cells),
         cells=len(used),
@@ -117,8 +104,7 @@ def decoding(cells: Iterable[Cell]) -> Panel:
 def throughput(cells: Iterable[Cell]) -> Panel:
     """Columns: output tokens, and each request's part of the cell's seconds: in proportion to how long it took.
 
-    All parts together are the cell's seconds, so the quotient of the sums is tokens over seconds; and a prompt that
-    is drawn twice brings the time its answer took, as well as its tokens.
+    So the quotient of the sums is tokens over seconds, and a prompt that is drawn twice brings its time too.
     """
     rows = []
     for cell in cells:
@@ -150,14 +136,11 @@ def latency(cells: Iterable[Cell], which: Latency = "ttft") -> Panel:
 def _spread(cells: Sequence[Cell], which: Latency) -> Spread | None:
     several = BOOTSTRAP.quantiles(latencies(cells, which), (0.5, 0.9, 0.99))
     mean = BOOTSTRAP.interval([latency(cells, which)], pooled())
-    return Spread(mean=mean, p50=several[0], p90=several[1], p99=several[2]) if several and mean else None
+    return dict(zip(("mean", "p50", "p90", "p99"), (mean, *several), strict=True)) if several and mean else None
 
 
 def _timed(cells: Iterable[Cell]) -> Iterator[tuple[int, str, float, int, float]]:
-    """Good requests that tell when their first token came: repeat, prompt, seconds to it, tokens and seconds after it.
-
-    The turns of a conversation are one prompt: all fast or all slow.
-    """
+    """Good requests that tell of their first token: repeat, prompt, seconds to it, tokens and seconds after it."""
     for cell in cells:
         for one in cell.good:
             if one.first_token is not None and one.done is not None:

@@ -125,7 +125,7 @@ class LayerMap:
         return torch.cat([head * self.large.head_dim + self.dims for head in heads])
 
     def fill_block(self, large: Any, small: Any, inputs: Tensor | None = None) -> None:
-        """A decoder layer, or a drafter's first. Wants random matrices, and leaves the rest so.
+        """A decoder layer, or a drafter's first. Wants one that `_randomise` made, and leaves the rest so.
 
         `inputs`: where the dimensions that the small layer's attention reads lie, if they are not those of its stream.
         """
@@ -147,7 +147,6 @@ class LayerMap:
         for number, part in enumerate(small.mlp.gate_up_proj.weight.chunk(2)):
             rows = number * self.large.intermediate_size + mlp_rows
             _put(large.mlp.gate_up_proj.weight, rows, self.hidden, part)
-        silence(large)
         _put(large.self_attn.o_proj.weight, self.hidden, query_rows, small.self_attn.o_proj.weight)
         _put(large.mlp.down_proj.weight, self.hidden, mlp_rows, small.mlp.down_proj.weight)
 
@@ -155,13 +154,7 @@ class LayerMap:
         """`inputs`: where the small norm's dimensions lie, if they are not the first."""
         scaled = small.weight.float() * math.sqrt(self.small.hidden_size / self.large.hidden_size)
         large.weight.zero_()
-        large.weight[self.hidden if inputs is None else inputs] = _like(scaled, large.weight)
-
-
-def silence(layer: Any) -> None:
-    """Let a layer add nothing to the stream."""
-    layer.self_attn.o_proj.weight.zero_()
-    layer.mlp.down_proj.weight.zero_()
+        large.weight[self.hidden if inputs is None else inputs] = scaled.to(large.weight)
 
 
 def _refuse(condition: object, message: str) -> None:
@@ -250,9 +243,9 @@ def inflate_target(
     vocab, width = small.embed_tokens.weight.shape
     with torch.no_grad():
         embedding.zero_()
-        embedding[:vocab, :width] = _like(small.embed_tokens.weight, embedding)
+        embedding[:vocab, :width] = small.embed_tokens.weight
         _random_matrix(head, seed * 1000 + 998)
-        head[:vocab, :width] = _like(small.lm_head.weight, head)
+        head[:vocab, :width] = small.lm_head.weight
         place.fill_norm(norm, small.norm)
         if config.vocab_size > vocab:
             embedding[:, width] = SPARE
@@ -263,8 +256,6 @@ def inflate_target(
             _randomise(layer, seed * 1000 + index)
             if index in sources:
                 place.fill_block(layer, small.layers[sources[index]])
-            else:
-                silence(layer)
             if take_layer is not None:
                 take_layer(index, layer)
                 layer.to("meta")
@@ -321,7 +312,7 @@ def inflate_drafter(
     _put(new.fc.weight, place.hidden, inputs, old.fc.weight)
     if new.fc.bias is not None:
         new.fc.bias.zero_()
-        new.fc.bias[:width] = _like(old.fc.bias, new.fc.bias)
+        new.fc.bias[:width] = old.fc.bias
     place.fill_norm(large.norm, small.norm)
     for large_norm, small_norm in zip(new.fc_norm or (), old.fc_norm or (), strict=True):
         place.fill_norm(large_norm, small_norm)  # type: ignore[arg-type]
@@ -338,7 +329,7 @@ def inflate_drafter(
         rows, small_rows = large.config.draft_vocab_size, small.config.draft_vocab_size
         source = (torch.arange(rows) * small_rows // rows).to(small.lm_head.weight.device)
         _random_matrix(large.lm_head.weight, seed * 1000 + 999_999)
-        large.lm_head.weight[:, :width] = _like(small.lm_head.weight[source], large.lm_head.weight)
+        large.lm_head.weight[:, :width] = small.lm_head.weight[source]
         if large.vocabulary is not None:
             ids = source if small.vocabulary is None else small.vocabulary.target_ids[source]
             large.vocabulary.d2t.copy_(ids - torch.arange(rows, device=ids.device))
@@ -346,22 +337,20 @@ def inflate_drafter(
     return large.eval().requires_grad_(False)
 
 
-def _like(values: Tensor, other: Tensor) -> Tensor:
-    return values.detach().to(device=other.device, dtype=other.dtype)
-
-
 def _put(large: Tensor, rows: Tensor, columns: Tensor, small: Tensor, scale: float = 1.0) -> None:
     values = small.float() * scale if scale != 1.0 else small
-    large[rows.to(large.device)[:, None], columns.to(large.device)] = _like(values, large)
+    large[rows.to(large.device)[:, None], columns.to(large.device)] = values.detach().to(large)
 
 
 def _randomise(module: nn.Module, seed: int) -> None:
-    """Matrices random, norms one; the same for one seed on one kind of device."""
-    for number, parameter in enumerate(module.parameters()):
+    """Matrices random, norms one; the same for one seed on one kind of device. A layer adds nothing to the stream."""
+    for number, (name, parameter) in enumerate(module.named_parameters()):
         if parameter.dim() == 2:
             _random_matrix(parameter, seed * 16 + number)
         else:
             parameter.fill_(1)
+        if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            parameter.zero_()
 
 
 def _random_matrix(matrix: Tensor, seed: int) -> None:

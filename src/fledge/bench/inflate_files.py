@@ -45,9 +45,6 @@ class Inflation:
     def label(self, source: str) -> dict[str, Any]:
         return {"shape": self.shape_name, "from": Path(source).name, "exact_in": "float32", "seed": self.seed}
 
-    def provenance(self, source: str) -> dict[str, Any]:
-        return {**run_provenance(), "inflated": self.label(source)}
-
     def write_card(self, directory: Path, source: str, what: str, **configs: Any) -> None:
         template = page_template("fledge.bench", "inflated_card.md.jinja")
         values = {"name": Path(source).name, "shape": self.shape_name, "what": what, "provenance": PROVENANCE_FILE}
@@ -83,21 +80,14 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
             write_shard(number + 2, {f"layers.{number}.{name}": tensor for name, tensor in tensors.items()})
             advance()
 
-        ends = inflate_target(
-            small,
-            shape,
-            dtype,
-            torch.device("cpu"),
-            pad_vocab=inflation.pad_vocab,
-            seed=seed,
-            take_layer=write_layer,
-        )
+        cpu, pad = torch.device("cpu"), inflation.pad_vocab
+        ends = inflate_target(small, shape, dtype, cpu, pad_vocab=pad, seed=seed, take_layer=write_layer)
         write_shard(1, {name: ends.get_parameter(name) for name in _ENDS})
         metadata = {"total_size": sum(sizes)}
         write_json(directory / "model.safetensors.index.json", {"metadata": metadata, "weight_map": index})
         label = {**inflation.label(inflation.source), "layers": layer_places(small.config, config)[:-1]}
         write_json(directory / "config.json", {**hf_config(config, str(dtype)), INFLATED: label})
-        write_json(directory / PROVENANCE_FILE, inflation.provenance(inflation.source))
+        write_json(directory / PROVENANCE_FILE, {**run_provenance(), "inflated": inflation.label(inflation.source)})
         for pattern in _COPIED:
             for file in resolve(inflation.source).glob(pattern):
                 shutil.copyfile(file, directory / file.name)
@@ -105,9 +95,10 @@ def write_inflated(inflation: Inflation, advance: Callable[[], None] = lambda: N
     for drafter, name, destination in drafters:
         # Of the large target a drafter needs only its width, dtype and ends.
         large = inflate_drafter(drafter, small, ends, shape=shape, seed=seed)
-        save_drafter(large, destination, provenance=inflation.provenance(name))
+        label = inflation.label(name)
+        save_drafter(large, destination, provenance={**run_provenance(), "inflated": label})
         written = read_json(destination / "config.json") or {}
-        write_json(destination / "config.json", {**written, INFLATED: inflation.label(name)})
+        write_json(destination / "config.json", {**written, INFLATED: label})
         configs = {"drafter": drafter.config, "target": small.config, "aux": large.config.aux_layer_ids}
         inflation.write_card(destination, name, f"{name_of(large.config)} drafter", **configs)
         advance()

@@ -1,10 +1,8 @@
 """Our engine without HTTP: with and without drafters, at several depths and concurrencies, in turns.
 
-A closed loop: so many requests are in flight at all times, and when one ends the next prompt joins, as in a server that
-is never idle. All contenders share the target's weights; each has its own drafter, way to draft and KV pool.
+All contenders share the target's weights; each has its own drafter, way to draft and KV pool.
 """
 
-import hashlib
 import itertools
 import re
 import time
@@ -29,7 +27,7 @@ from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import DeadEngineError, Engine
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Cell, Contender, RequestRecord, Status, tally_triples
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Status, tally_triples, token_digest
 from fledge.evaluation.workloads import Prompt, spread, tokenised
 from fledge.files import read_json
 from fledge.models.drafter.base import Drafter
@@ -53,10 +51,14 @@ def draft_modes(
 ) -> list[DraftMode]:
     """Chains of all depths, trees ("4x16,8x32") at each, depths by batch size ("1-4:5,5-64:3"), the controller."""
     modes: list[DraftMode] = [{"num_speculative_tokens": depth} for depth in depths]
-    shapes = parse_trees(trees)
-    modes += [{"num_speculative_tokens": depth, **shape} for shape in shapes for depth in depths]
+    for width, budget in _numbers("tree", trees, r"(\d+)(?:x(\d+))?", "WIDTH or WIDTHxNODES, such as 4x16"):
+        shape = {"tree_width": width, "tree_budget": budget or DEFAULT_TREE_BUDGET}
+        modes += [{"num_speculative_tokens": depth, **shape} for depth in depths]
     for text in schedules:
-        rows = parse_schedule(text)
+        found = _numbers("schedule", text, r"(\d+)(?:-(\d+))?:(\d+)", "FIRST-LAST:DEPTH, such as 1-4:5")
+        rows = [[first, last or first, depth] for first, last, depth in found]
+        if any(first > last for first, last, _ in rows):
+            raise ConfigError(f"--schedule: found {text!r}, expected last numbers that are not below the first")
         deepest = max([1, *(depth for *_, depth in rows)])
         modes.append({"num_speculative_tokens": deepest, "num_speculative_tokens_per_batch_size": rows})
     if adaptive:
@@ -64,21 +66,6 @@ def draft_modes(
     for mode in modes:
         SpeculativeConfig.from_dict({"model": "any", **mode})  # raises for what no engine could do
     return modes
-
-
-def parse_trees(text: str) -> list[DraftMode]:
-    """Read "4x16,8x32": width and budget of each; a width alone has the usual budget."""
-    found = _numbers("tree", text, r"(\d+)(?:x(\d+))?", "WIDTH or WIDTHxNODES, such as 4x16")
-    return [{"tree_width": width, "tree_budget": budget or DEFAULT_TREE_BUDGET} for width, budget in found]
-
-
-def parse_schedule(text: str) -> list[list[int]]:
-    """Read "1-4:5,5-64:3": rows of first and last number of running requests, and the depth for them."""
-    found = _numbers("schedule", text, r"(\d+)(?:-(\d+))?:(\d+)", "FIRST-LAST:DEPTH, such as 1-4:5")
-    rows = [[first, last or first, depth] for first, last, depth in found]
-    if any(first > last for first, last, _ in rows):
-        raise ConfigError(f"--schedule: found {text!r}, expected last numbers that are not below the first")
-    return rows
 
 
 def _numbers(option: str, text: str, pattern: str, expected: str) -> list[list[int]]:
@@ -143,12 +130,15 @@ def load_models(
 
 
 def contenders(models: Models, target: str, modes: Sequence[DraftMode]) -> list[Contender]:
-    """No speculation first, then every drafter in every mode."""
+    """No speculation first, then every drafter in every mode. A drafter is called by its variant, if that is unique."""
     versions = {"fledge": __version__}
     plain = Contender(name=NO_SPECULATION, kind="fledge", target=target, inflated=models.inflated, versions=versions)
+    variants = {name: name_of(drafter.config) for name, drafter in models.drafters.items()}
+    times = Counter(variants.values())
+    titles = {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
     found = [
         replace(plain, name=f"{title} {mode_name(mode)}", drafter=name, speculation={"model": name, **mode})
-        for name, title in titles(models).items()
+        for name, title in titles.items()
         for mode in modes
     ]
     if len(found) >= MAX_CONTENDERS:
@@ -157,22 +147,12 @@ def contenders(models: Models, target: str, modes: Sequence[DraftMode]) -> list[
     return [plain, *found]
 
 
-def titles(models: Models) -> dict[str, str]:
-    """What each drafter is called: its variant, or its own name where two are of one variant."""
-    variants = {name: name_of(drafter.config) for name, drafter in models.drafters.items()}
-    times = Counter(variants.values())
-    return {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
-
-
 def make_engine(models: Models, contender: Contender, base: EngineConfig, batch_sizes: Sequence[int]) -> LLMEngine:
     """An engine on the shared weights, its graphs captured for `batch_sizes`; others are padded to the next of them."""
-    config, drafter = replace(base, cudagraph_capture_sizes=tuple(batch_sizes)), None
-    if contender.drafter is not None and contender.speculation is not None:
-        drafter = models.drafters[contender.drafter]
-        config = replace(
-            config, speculative_config=SpeculativeConfig.from_dict({"adaptive": False, **contender.speculation})
-        )
-    engine = LLMEngine(models.target, drafter, config)
+    config, way = replace(base, cudagraph_capture_sizes=tuple(batch_sizes)), contender.speculation
+    if way is not None:
+        config = replace(config, speculative_config=SpeculativeConfig.from_dict({"adaptive": False, **way}))
+    engine = LLMEngine(models.target, models.drafters.get(contender.drafter or ""), config)
     engine.warm_up()
     return engine
 
@@ -225,9 +205,10 @@ class ClosedLoop:
 
     @property
     def records(self) -> tuple[RequestRecord, ...]:
-        return tuple(self._record(self.prompts[place], self._last[place], ids) for place, ids in self._tokens.items())
+        return tuple(map(self._record, self._tokens))
 
-    def _record(self, prompt: Prompt, last: RequestUpdate, tokens: Sequence[int]) -> RequestRecord:
+    def _record(self, place: int) -> RequestRecord:
+        prompt, last, tokens = self.prompts[place], self._last[place], self._tokens[place]
         metrics, error = last.metrics, last.error
         assert metrics is not None
         if error is None and last.finish_reason not in ("stop", "length"):
@@ -253,11 +234,6 @@ class ClosedLoop:
     def seconds(self) -> float:
         ends = [one.metrics.arrived + one.metrics.seconds for one in self._last.values() if one.metrics is not None]
         return round(max(ends, default=self.started) - self.started, 6)
-
-
-def token_digest(tokens: Sequence[int]) -> str:
-    """Of the token ids: whether two contenders said the same."""
-    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
 def cycled(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -306,14 +282,8 @@ class OfflineRun(BenchRun):
     def prepare(self) -> None:
         settings = self.settings
         self.progress.say(f"loading {settings.target}" + (f" as {settings.inflate}" if settings.inflate else ""))
-        models = load_models(
-            settings.target,
-            settings.drafters,
-            dtype=settings.dtype,
-            device=settings.device,
-            inflate=settings.inflate,
-            seed=settings.seed,
-        )
+        options: Any = {name: getattr(settings, name) for name in ("dtype", "device", "inflate", "seed")}
+        models = load_models(settings.target, settings.drafters, **options)
         self._eos_ids = models.eos_ids
         if models.inflated is not None:
             self._notes.append(INFLATED_NOTE.format(shape=models.inflated))

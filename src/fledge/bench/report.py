@@ -12,10 +12,10 @@ from rich.text import Text
 
 from fledge.bench import verdict
 from fledge.bench.charts import charts
+from fledge.bench.figures import Spread
 from fledge.bench.summary import Row, Summary, load_text
 from fledge.bench.verdict import Reference, overall, warnings
 from fledge.errors import ConfigError
-from fledge.evaluation.report import EvalReport
 from fledge.evaluation.results import Results
 from fledge.files import write_text
 from fledge.report import prose
@@ -85,12 +85,16 @@ def speed_table(summary: Summary) -> Table:
 
 def latency_table(summary: Summary) -> Table:
     """Milliseconds to the first token and per further token, and how many requests these are of."""
+
+    def spread(found: Spread | None) -> str:
+        return " / ".join(prose.number(one.value) for one in found.values()) if found else DASH
+
     return _table(
         summary,
         "Latency in milliseconds: mean / p50 / p90 / p99",
         summary.rows.values(),
-        ("to first token (TTFT)", lambda row: str(row.figures.ttft_ms or DASH)),
-        ("per further token (TPOT)", lambda row: str(row.figures.tpot_ms or DASH)),
+        ("to first token (TTFT)", lambda row: spread(row.figures.ttft_ms)),
+        ("per further token (TPOT)", lambda row: spread(row.figures.tpot_ms)),
         _REQUESTS,
     )
 
@@ -143,10 +147,8 @@ class BenchReport:
     @cached_property
     def charts(self) -> list[list[Chart]]:
         """Of each summary."""
-        return [
-            charts(one, self.references) if one.has_speed else EvalReport(one.results).charts(one.number)
-            for one in self.summaries
-        ]
+        several = self.summaries
+        return [charts(one, self.references) if one.has_speed else one.evaluation.charts(one.number) for one in several]
 
     def to_html(self) -> str:
         """One file that needs nothing else: no script, nothing that is loaded."""
@@ -171,7 +173,6 @@ class BenchReport:
         return {
             "summary": summary,
             "charts": drawn,
-            "eval": EvalReport(summary.results),
             "shown": shown,
             "folded": found[len(shown) :],
             "has_acceptance": any(row.figures.acceptance_length for row in summary.rows.values()),
@@ -205,11 +206,9 @@ class BenchReport:
 
 def cards(summary: Summary) -> list[Card]:
     """On each contender where speed was measured, and on each drafter where acceptance alone was."""
-    return (
-        verdict.verdicts(summary)
-        if summary.has_speed
-        else EvalReport(summary.results).cards(summary.anchor("acceptance"))
-    )
+    if summary.has_speed:
+        return verdict.verdicts(summary)
+    return summary.evaluation.cards(summary.anchor("acceptance"))
 
 
 def _setup(results: Results) -> dict[str, Any]:

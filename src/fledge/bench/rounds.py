@@ -1,7 +1,4 @@
-"""What a round costs: milliseconds per decode step or speculation round of the whole engine, and its two ends.
-
-The engine is driven as `LLM.generate` drives it, scheduler and sampling included; only text is left out.
-"""
+"""What a round costs: milliseconds per decode step or round of the whole engine; only text is left out."""
 
 import time
 from collections.abc import Callable
@@ -34,9 +31,7 @@ def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> Pair:
 
 
 def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce_eager: bool) -> dict[str, float]:
-    """Milliseconds of a round: without the fastest and the slowest tenth; of all, with the wait for the last one; and
-    of which the host spent planning.
-    """
+    """Milliseconds of a round: without the fastest and slowest tenth; of all; and of which the host spent planning."""
     engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 800, room=1024, enforce_eager=enforce_eager)
     # Warm up until every prompt is read and a few rounds have run (graphs captured, kernels compiled).
     for _ in range(8 + concurrency * PROMPT_TOKENS // 8192):
@@ -117,13 +112,12 @@ def prompted_engine(
 ) -> LLMEngine:
     """An engine with so many random prompts to answer."""
     target, drafter = pair
+    speculation = SpeculativeConfig(model="random", num_speculative_tokens=max(1, depth), adaptive=False)
     config = EngineConfig(
         max_model_len=room,
         max_num_seqs=prompts,
         max_num_batched_tokens=8192,
-        speculative_config=SpeculativeConfig(model="random", num_speculative_tokens=depth, adaptive=False)
-        if depth
-        else None,
+        speculative_config=speculation if depth else None,
         enforce_eager=enforce_eager,
         enable_prefix_caching=False,
     )

@@ -136,9 +136,9 @@ class BenchRun(ABC):
             more = [f"and {len(missing) - _NAMED} more"] if len(missing) > _NAMED else []
             told = f"; not measured: {'; '.join([*named, *more])}" if missing else ""
             notes.append(f"{why}: {len(self.cells)} of {len(order)} cells were begun{told}")
-        status: Status = "failed" if self.cells and not any(cell.good for cell in self.cells) else "partial"
-        if order and not missing and all(cell.status == "complete" for cell in self.cells):
-            status = "complete"
+        is_whole = order and not missing and all(cell.status == "complete" for cell in self.cells)
+        has_any = not self.cells or any(cell.good for cell in self.cells)
+        status: Status = "complete" if is_whole else "partial" if has_any else "failed"
         results = Results(
             kind=self.kind,
             title=self.settings.title,

@@ -1,6 +1,6 @@
 """One results file with everything derived from it: what tables, pictures, sentences and `--json` all read."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +9,9 @@ from typing import Any
 
 from fledge.bench.figures import Figures, figures_of, ratio, speed_ratio, throughput, why_no_ratio
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.evaluation.figures import acceptance, complete_cells, told
+from fledge.evaluation.report import EvalReport
 from fledge.evaluation.results import Cell, Contender, Load, Results
+from fledge.evaluation.workloads import grouped
 from fledge.records import Record, encode
 from fledge.report.charts import SERIES
 from fledge.report.intervals import Interval
@@ -18,12 +19,8 @@ from fledge.report.prose import sign_of, times
 
 MANY_DEPTHS = 3  # from here on, a line for each depth hides what the drafter does
 _DEPTH = "num_speculative_tokens"
-_NO_CHAIN = {
-    "adaptive",
-    "tree_width",
-    "tree_budget",
-    "num_speculative_tokens_per_batch_size",
-}  # a depth alone does not tell it
+# Of these a depth alone does not tell.
+_NO_CHAIN = {"adaptive", "tree_width", "tree_budget", "num_speculative_tokens_per_batch_size"}
 Key = tuple[str, str, Load]  # contender, workload, load
 
 
@@ -163,21 +160,14 @@ class Summary:
     @cached_property
     def rows(self) -> dict[Key, Row]:
         """What was tried: workloads in order of appearance, in each its loads from low to high, in those contenders."""
-        cells: dict[Key, list[Cell]] = defaultdict(list)
-        for cell in self.results.cells:
-            cells[cell.contender, cell.workload, cell.load].append(cell)
-        return {
-            (name, workload, load): Row(
-                contender=name,
-                workload=workload,
-                load=load,
-                cells=cells[name, workload, load],
-                baseline=self.baseline,
-                base=cells.get((self.baseline or "", workload, load), []),
-            )
-            for workload, load, name in product(self.workloads, self.loads, self.contenders)
-            if (name, workload, load) in cells
-        }
+        cells = grouped(self.results.cells, lambda cell: (cell.contender, cell.workload, cell.load))
+        found = {}
+        for workload, load, name in product(self.workloads, self.loads, self.contenders):
+            if own := cells.get((name, workload, load)):
+                base = cells.get((self.baseline or "", workload, load), [])
+                where: Any = {"contender": name, "workload": workload, "load": load}
+                found[name, workload, load] = Row(**where, cells=own, baseline=self.baseline, base=base)
+        return found
 
     def rows_of(self, name: str, workload: str | None = None) -> list[Row]:
         """Of one contender, on all workloads or one, from the lowest load to the highest."""
@@ -196,11 +186,8 @@ class Summary:
     @cached_property
     def answers(self) -> dict[str, tuple[int, int]]:
         """By contender: answers compared and answers that differ, over all workloads and loads."""
-        found: dict[str, tuple[int, int]] = {}
-        for row in self.agreements:
-            compared, different = found.get(row.contender, (0, 0))
-            found[row.contender] = compared + row.compared, different + row.different
-        return found
+        rows = grouped(self.agreements, lambda row: row.contender)
+        return {name: (sum(r.compared for r in own), sum(r.different for r in own)) for name, own in rows.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything the tables show, as JSON values."""
@@ -231,6 +218,11 @@ class Summary:
     @cached_property
     def loads(self) -> list[Load]:
         return sorted(dict.fromkeys(cell.load for cell in self.results.cells), key=lambda load: load.order)
+
+    @cached_property
+    def evaluation(self) -> EvalReport:
+        """What an eval says."""
+        return EvalReport(self.results)
 
     @property
     def has_speed(self) -> bool:
@@ -274,11 +266,6 @@ class Summary:
             if row.figures.acceptance_length is not None:
                 found.setdefault(row.workload, row.figures.acceptance_length)
         return found
-
-    def acceptance_ratio(self, name: str, other: str) -> Interval | None:
-        """Acceptance length of one contender over another's, prompt by prompt, over all workloads."""
-        one, base = (acceptance(told(complete_cells(self.results, of))) for of in (name, other))
-        return ratio(one, base, offset=1.0)
 
     # One drafter at several depths.
 
@@ -334,20 +321,14 @@ class Summary:
 
     @property
     def best_modes(self) -> list[Best]:
-        """Of all ways to use a drafter, trees and schedules too, where all were measured in full: the best of what
-        happens to be there may not be the best.
-        """
-        drafters: dict[str, list[str]] = defaultdict(list)
-        for one in self.results.contenders:
-            if one.drafter is not None:
-                drafters[one.drafter].append(one.name)
+        """Of all ways to use a drafter, trees and schedules too, where all of them were measured in full."""
+        drafters = grouped((one for one in self.results.contenders if one.drafter), lambda one: one.drafter or "")
         found = []
-        for workload, load in dict.fromkeys(key[1:] for key in self.rows):
-            for drafter, names in drafters.items():
-                rows = [self.rows.get((name, workload, load)) for name in names]
-                cells = [row.cells if row else [] for row in rows]
-                if not any(why_no_ratio("", one, "", cells[0]) for one in cells):
-                    found.append(self.best(drafter, names, workload, load))
+        for where, (drafter, several) in product(dict.fromkeys(key[1:] for key in self.rows), drafters.items()):
+            names = [one.name for one in several]
+            cells = [row.cells if (row := self.rows.get((name, *where))) else [] for name in names]
+            if not any(why_no_ratio("", one, "", cells[0]) for one in cells):
+                found.append(self.best(drafter, names, *where))
         return [best for best in found if best is not None]
 
     def best(self, drafter: str, names: Sequence[str], workload: str, load: Load) -> Best | None:
@@ -361,15 +342,9 @@ class Summary:
         cells = self.rows[best, workload, load].cells
         ahead = {row.contender: speed_ratio(cells, row.cells) for row in rows if row.contender in values}
         alike = [name for name, value in ahead.items() if not value or sign_of(value, around=1.0) <= 0]
-        return Best(
-            contender=best,
-            workload=workload,
-            load=load,
-            drafter=drafter,
-            alike=tuple(name for name in alike if name != best),
-            baseline=self.baseline if over else None,
-            over_baseline=over.get(best),
-        )
+        where: Any = {"contender": best, "workload": workload, "load": load, "drafter": drafter}
+        others = tuple(name for name in alike if name != best)
+        return Best(**where, alike=others, baseline=self.baseline if over else None, over_baseline=over.get(best))
 
 
 def summaries(several: Iterable[Results], baseline: str | None = None) -> list[Summary]:

@@ -7,13 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
-from fledge.bench.figures import speed_ratio
+from fledge.bench.figures import ratio, speed_ratio
 from fledge.bench.summary import Row, Summary, Sweep, load_text
 from fledge.errors import ConfigError
+from fledge.evaluation.report import acceptance, complete_cells
 from fledge.evaluation.results import Load
+from fledge.evaluation.workloads import grouped
 from fledge.report.intervals import Interval
 from fledge.report.page import Card, said
 from fledge.report.prose import Sentence, Tone, ratio_tone
@@ -93,10 +96,8 @@ def _card(summary: Summary, name: str) -> Card:
 
 def gain(rows: Sequence[Row]) -> tuple[str, str]:
     """Which kind of gain these rows show, and at which loads. Where a ratio is missing, no end of a gain is told."""
-    signs: dict[Load, set[int]] = defaultdict(set)
-    for row in rows:
-        if row.per_user:
-            signs[row.load].add(row.sign)
+    known = grouped((row for row in rows if row.per_user), lambda row: row.load)
+    signs = {load: {row.sign for row in several} for load, several in known.items()}
     gains = [load for load, found in signs.items() if 1 in found]
     if not gains:
         is_known = any(row.per_user and row.per_user.low is not None for row in rows)
@@ -117,11 +118,9 @@ def overall(summary: Summary) -> list[Sentence]:
 
 def _best_against_best(summary: Summary) -> Iterator[tuple[Sweep, Sweep, str, list[tuple[Load, Interval, int, int]]]]:
     """Every drafter of many depths against the first that drafts for the same target on the same engine."""
-    groups: dict[object, list[Sweep]] = defaultdict(list)
-    for sweep in summary.deep_sweeps:
-        one = summary.contenders[sweep.first]
-        groups[one.kind, one.target, one.inflated].append(sweep)
-    pairs = [(sweep, first) for first, *others in groups.values() for sweep in others]
+    engine = attrgetter("kind", "target", "inflated")
+    groups = grouped(summary.deep_sweeps, lambda sweep: engine(summary.contenders[sweep.first])).values()
+    pairs = [(sweep, first) for first, *others in groups for sweep in others]
     for (sweep, other), workload in product(pairs, summary.workloads):
         points = []
         for load in summary.loads:
@@ -167,7 +166,8 @@ def _accepted_more(summary: Summary) -> dict[tuple[str, str], list[tuple[Interva
     pairs: dict[tuple[str, str], list[tuple[Interval, int | None]]] = defaultdict(list)
     for first, *others in groups.values():
         for name in others:
-            if (value := summary.acceptance_ratio(name, first)) is not None:
+            panels = [acceptance(complete_cells(summary.results, of)) for of in (name, first)]
+            if (value := ratio(*panels, offset=1.0)) is not None:
                 line, base = summary.line(name), summary.line(first)
                 pairs[line.title, base.title].append((value, line.depths[name] if line.is_deep else None))
     return pairs
@@ -186,7 +186,7 @@ def disappointments(summary: Summary, references: Sequence[Reference] = ()) -> l
     for sweep, workload, reference in product(summary.sweeps, summary.workloads, references):
         shown = [summary.shown(sweep, workload, load) for load in summary.loads]
         known = [(row, row.per_user, reference.points.get(row.load.concurrency or 0)) for row in shown if row]
-        points = [(row, at) for row, ratio, at in known if at and ratio and ratio.high is not None and ratio.high < at]
+        points = [(row, at) for row, own, at in known if at and own and own.high is not None and own.high < at]
         if points:
             short.append((sweep, workload, reference, points))
     return _said("losses", summary, losses=losses, short=short)

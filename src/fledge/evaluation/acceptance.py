@@ -1,17 +1,16 @@
 """Acceptance of drafters on workloads through an engine, and whether the text stays the target's own.
 
 The target answers every turn by itself first. Each turn is then a prompt of its own, the same one for every drafter and
-depth, and the target's answer to it is what a drafter must not change. The target is loaded once; drafters and depths
-are exchanged on it. `fledge eval` and training's stage `eval` measure with this.
+depth, and the target's answer to it is what a drafter must not change.
 """
 
 import gc
-import hashlib
 import time
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
-from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples
+from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples, token_digest
 from fledge.evaluation.workloads import Prompt, Workload, grouped
 from fledge.progress import Advance
 from fledge.records import Record
@@ -146,17 +145,13 @@ class AcceptanceMeter:
         ]
         params = SamplingParams(temperature=temperature, max_tokens=self.settings.max_tokens, seed=self.settings.seed)
         answer_dialogues(self.llm, dialogues, params, least_room=_LEAST_ROOM, advance=advance)
-        done = [(name, prompt, dialogue) for (name, prompt), dialogue in zip(asked, dialogues, strict=True)]
-        dropped = [((name, prompt.id), one.answers) for name, prompt, one in done if one.dropped is not None]
-        return TargetAnswers(
-            turns=tuple(
-                TargetTurn(workload=name, category=prompt.category, prompt=prompt.id, **vars(turn))
-                for name, prompt, dialogue in done
-                for turn in dialogue.answers
-            ),
-            too_long=tuple(which for which, answers in dropped if not answers),
-            cut_short=tuple(which for which, answers in dropped if answers),
-        )
+        turns, too_long, cut_short = list[TargetTurn](), list[tuple[str, str]](), list[tuple[str, str]]()
+        for (name, prompt), one in zip(asked, dialogues, strict=True):
+            about: Any = {"workload": name, "category": prompt.category, "prompt": prompt.id}
+            turns += [TargetTurn(**about, **vars(turn)) for turn in one.answers]
+            if one.dropped is not None:
+                (cut_short if one.answers else too_long).append((name, prompt.id))
+        return TargetAnswers(turns=tuple(turns), too_long=tuple(too_long), cut_short=tuple(cut_short))
 
     def _first_ids(self, prompt: Prompt) -> Sequence[int]:
         """Of a plain text its beginning."""
@@ -182,12 +177,11 @@ class AcceptanceMeter:
         seconds = time.perf_counter() - started
         drafter = self.llm.drafter
         in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
-        pairs = [
-            (output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in zip(turns, outputs, strict=True)
-        ]
+        pairs = list(zip(turns, outputs, strict=True))
+        parted = [first_difference(output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in pairs]
         return Measurement(
-            requests=tuple(request_record(t.prompt, out, in_draft) for t, out in zip(turns, outputs, strict=True)),
-            different=tuple((i, first_difference(*pair)) for i, pair in enumerate(pairs) if tuple(pair[0]) != pair[1]),
+            requests=tuple(request_record(turn.prompt, output, in_draft) for turn, output in pairs),
+            different=tuple((i, place) for i, place in enumerate(parted) if place is not None),
             seconds=seconds,
             failure=self.llm.engine.stats().drafter_failure,
         )
@@ -231,14 +225,13 @@ def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | 
         done=output.metrics.seconds,
         prompt_tokens=len(output.prompt_token_ids),
         output_tokens=len(tokens),
-        digest=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+        digest=token_digest(tokens),
         acceptance=tally_triples(output.metrics.acceptance),
         missed=len(right),
         missed_outside=0 if in_draft is None else sum(not in_draft[token] for token in right),
     )
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the first place at which two sequences differ, which may be the end of the shorter one."""
-    places = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(places, min(len(one), len(other)))
+    return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)

@@ -8,7 +8,7 @@ The format is recognised record by record:
     Alpaca      {"instruction": "...", "input": "...", "output": "..."}
     plain text  {"text": "..."}
 
-`category` (else `source`, else the file's name) groups results. A record's `tools` are not rendered.
+`category` (else `source`, else the file's name) groups results.
 """
 
 import json

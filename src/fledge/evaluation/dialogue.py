@@ -1,44 +1,21 @@
 """Dialogues in which the target writes the answers, turn by turn, many side by side.
 
 The target's own answers are the history of its later turns: nobody else's would be a history that it meets in use.
-This is the one loop for that. Training's `regenerate` and acceptance measurements have every turn answered; drift needs
-only the turns before the last, and keeps what answers a conversation brings:
-
-    *earlier, last = split_turns(messages, keep_answers=True)
-    dialogue = Dialogue(number=i, turns=earlier)                        # no turns: nothing is generated
-    answer_dialogues(llm, [dialogue, ...], SamplingParams(temperature=0.0, max_tokens=n), least_room=n)
-    messages = (*dialogue.history, *last)                               # unless dialogue.dropped says why not
+This is the one loop for that. Training's `regenerate` and acceptance measurements have every turn answered; drift only
+the turns before the last (`split_turns` with `keep_answers`), and the history is then `dialogue.history`.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from fledge.decoding.params import SamplingParams
-from fledge.engine.outputs import RequestOutput
+from fledge.engine.llm import LLM
 from fledge.errors import PromptError
 from fledge.evaluation.conversations import Message
 from fledge.records import Record
 
 TOO_LONG, REFUSED = "too long", "refused by the template"
-
-
-class Generator(Protocol):
-    """What is asked of an engine: `LLM`, or whatever else answers token ids together and knows a chat template."""
-
-    max_model_len: int
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling_params: list[SamplingParams],
-        *,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> list[RequestOutput]: ...
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation that waits for an answer, or raise PromptError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +51,7 @@ class Dialogue:
 
 
 def answer_dialogues(
-    llm: Generator,
+    llm: LLM,
     dialogues: Sequence[Dialogue],
     params: SamplingParams,
     *,

@@ -1,8 +1,4 @@
-"""`fledge eval`: acceptance length by workload, drafter, depth and temperature.
-
-The target answers every turn by itself first; its answers are the history of the turns after them and, without
-randomness, what no drafter may change. Each turn is then a prompt of its own, the same one for every contender.
-"""
+"""`fledge eval`: acceptance length by workload, drafter, depth and temperature (how: `acceptance.py`)."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -65,7 +61,8 @@ def run_eval(
             for depth in settings.depths:
                 run.measure(drafter, depth)
                 run.save(finished=False)
-        run.judge()
+        if run.different:
+            run.judge()
     except KeyboardInterrupt:
         run.is_interrupted = True
     finally:
@@ -111,16 +108,16 @@ class _EvalRun:
 
     def measure(self, drafter: str, depth: int) -> None:
         """Add the cells of one drafter at one depth, all temperatures and workloads."""
-        empty = Cell(
-            contender="",
-            workload="",
-            load=Load(concurrency=self.settings.max_num_seqs),
-            repeat=0,
-            seconds=0.0,
-            requests=(),
-        )
+        load = Load(concurrency=self.settings.max_num_seqs)
         cells = {
-            key: replace(empty, contender=self._contender(drafter, depth, key[1]).name, workload=key[0])
+            key: Cell(
+                contender=self._contender(drafter, depth, key[1]).name,
+                workload=key[0],
+                load=load,
+                repeat=0,
+                seconds=0.0,
+                requests=(),
+            )
             for key, turns in self.turns.items()
             if turns
         }
@@ -131,7 +128,7 @@ class _EvalRun:
                 for key in list(cells):
                     measured = self.meter.measure(self.turns[key], key[1], advance)
                     requests = measured.requests
-                    if key[1] == 0:
+                    if key[1] == 0 and measured.different:
                         self.different[len(self.cells)] = measured.different
                         requests = _labelled(requests, {i: "unchecked" for i, _ in measured.different})
                     cell = replace(cells.pop(key), seconds=measured.seconds, requests=requests)
@@ -145,11 +142,8 @@ class _EvalRun:
 
     def judge(self) -> None:
         """Where answers parted from the target's own, find out whether its choice was a tie."""
-        parted = {number: turns for number, turns in self.different.items() if turns}
-        if not parted:
-            return
-        with self.progress.task("differences", len(parted)) as advance:
-            for number, different in parted.items():
+        with self.progress.task("differences", len(self.different)) as advance:
+            for number, different in self.different.items():
                 cell = self.cells[number]
                 clear = self.meter.clear_differences(self.turns[cell.workload, 0.0], different, 0.0)
                 labels: dict[int, Difference] = {i: "clear" if i in clear else "tie" for i, _ in different}

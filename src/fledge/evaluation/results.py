@@ -1,10 +1,10 @@
 """What `fledge eval` and `fledge bench` measured, request by request, so that figures can be derived anew.
 
 A *cell* is one contender under one load on one workload, once. Contenders take turns and each cell is repeated, so a
-noisy machine hits all alike. Nothing here is an average: `bench/figures.py` and `fledge eval` derive those, and say
-which requests failed.
+noisy machine hits all alike. Nothing here is an average: `bench/figures.py` and `evaluation/report.py` derive those.
 """
 
+import hashlib
 import json
 import tempfile
 from collections import Counter
@@ -155,6 +155,11 @@ def conversation_of(prompt: str) -> str:
     return prompt.partition(_TURN)[0]
 
 
+def token_digest(tokens: Iterable[int]) -> str:
+    """Of the token ids: whether two contenders said the same."""
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
+
+
 def tally_triples(statistics: AcceptanceStatistics) -> Tally:
     """A tally as results store it."""
     return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(statistics.tally.items()))
@@ -181,15 +186,13 @@ def check_writable(option: str, path: Path) -> None:
     """Raise ConfigError if `path` cannot be written: before hours of work, not after. Leaves nothing behind."""
     if path.is_dir():
         raise ConfigError(f"{option} {path}: is a directory, expected a file's name")
+    what = "its directory cannot be made"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        what = "cannot be written"
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise ConfigError(f"{option} {path}: its directory cannot be made: {error.strerror}") from None
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option} {path}: {what}: {error.strerror}") from None
 
 
 def read_results(path: Path) -> Results:

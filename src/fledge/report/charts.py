@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil
@@ -94,6 +94,9 @@ def save_png(figure: Figure, path: Path, title: str) -> None:
         figure.savefig(temporary, dpi=160, format="png", facecolor="white")
 
 
+Drawn = tuple[str, str, str, Figure | None]  # name, section, title and picture, if there is anything to show
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A picture, its section of the report (none: it is a file only), and the drafter it is about (None: all)."""
@@ -107,6 +110,10 @@ class Chart:
     @property
     def svg(self) -> Markup:
         return Markup(to_svg(self.figure, self.name, self.title))
+
+
+def charts_of(drawn: Iterable[Drawn]) -> list[Chart]:
+    return [Chart(name=n, section=s, title=t, figure=figure) for n, s, t, figure in drawn if figure is not None]
 
 
 def percentages() -> PercentFormatter:
@@ -148,15 +155,8 @@ def put_legend(figure: Figure, axes: Axes, *, columns: int = 3) -> None:
     columns = max(1, min(columns, int(72 * figure.get_figwidth() / widest), len(labels)))
     rows = ceil(len(labels) / columns)
     figure.set_figheight(figure.get_figheight() + _LEGEND_INCHES * max(0, rows - _LEGEND_ROWS))
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=ceil(len(labels) / rows),
-        frameon=False,
-        fontsize=size,
-        handlelength=handle,
-    )
+    look: dict[str, Any] = {"frameon": False, "fontsize": size, "handlelength": handle}
+    figure.legend(handles, labels, loc="outside lower center", ncols=ceil(len(labels) / rows), **look)
 
 
 def interval_bars(axes: Axes, x: Sequence[float], values: Sequence[Interval | None], **style: Any) -> None:
@@ -195,15 +195,12 @@ def lines_by_depth(lines: Lines, *, percent: bool = False) -> Figure | None:
     return figure
 
 
-def forest(lines: Lines, label: str, *, size: tuple[float, float] | None = None, left: float = 1.0) -> Figure | None:
-    """Figures and their intervals by name from the top down, a row of points for each line; None for one name.
-
-    `label` is that of the axis, which begins at `left`.
-    """
+def forest(lines: Lines) -> Figure | None:
+    """Acceptance lengths and their intervals by name from the top down, a row for each line; None for one name."""
     names = list(dict.fromkeys(name for _, values in lines.values() for name in values))
     if len(names) < 2:
         return None
-    figure, axes = new_figure(size or (SIZE[0], 1.1 + 0.16 * len(names) * max(2, len(lines))))
+    figure, axes = new_figure((SIZE[0], 1.1 + 0.16 * len(names) * max(2, len(lines))))
     for number, (title, (style, values)) in enumerate(lines.items()):
         y = [names.index(name) + (number - (len(lines) - 1) / 2) * 0.7 / len(lines) for name in values]
         middle, *reach = interval_edges(list(values.values()))
@@ -212,7 +209,7 @@ def forest(lines: Lines, label: str, *, size: tuple[float, float] | None = None,
     axes.set_yticks(range(len(names)), [short_title(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     frame(axes, None, percent=False)
-    axes.set_xlim(left=left)
-    axes.set_xlabel(label)
+    axes.set_xlim(left=1.0)
+    axes.set_xlabel("acceptance length")
     put_legend(figure, axes)
     return figure

@@ -1,12 +1,7 @@
-"""Confidence intervals: what other prompts, and other repeats of a measurement, might have given.
+"""Confidence intervals: what other prompts, and other repeats of a measurement, might have given (`docs/bench.md`).
 
-Rounds of one answer resemble each other (an easy answer is easy throughout, and fast in every repeat), so rounds and
-requests are no independent draws. Prompts are: they are drawn anew, with replacement, and each brings all it has, its
-turns and its requests of all repeats. A conversation of several turns is one prompt here.
-
-Repeats of a run on a machine are few, and drawing from three says little about a fourth; so the spread between them
-gives a standard error, and Student's t with its heavy tails says how far off that may be. Both together make the
-interval. Where there is one repeat only, its noise is unknown and the interval tells of prompts alone.
+Rounds and requests of one prompt resemble each other, so prompts are what is drawn anew, each with all it has. Repeats
+are too few to draw from: their spread gives a standard error, and Student's t says how far off that may be.
 
 Most figures are pooled means, sum of totals / sum of counts over prompts: acceptance length with accepted drafts and
 rounds (plus one), an attention share with its sum over rounds and the rounds, a speed with tokens and seconds.
@@ -16,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +23,7 @@ _BLOCK = 4_000_000  # draws that are held as floats at a time
 
 Floats = NDArray[np.float64]
 Counts = Mapping[str, tuple[float, float]]  # prompt -> (total, count): its part in a pooled mean
-Side: TypeAlias = tuple[Floats, Floats]  # totals [..., repeats, columns] and the repeats' weights [..., repeats]
-Statistic = Callable[[Sequence[Side]], Floats]
+Statistic = Callable[[Sequence[Floats]], Floats]  # of the totals of each panel, [..., repeats, columns]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +72,15 @@ class Panel:
             sums[repeat, prompt] += values
         repeats = tuple(sorted({repeat for repeat, _ in sums}))
         prompts = tuple(dict.fromkeys(prompt for _, prompt in sums))
-        found = np.zeros((len(repeats), len(prompts), columns))
-        rows_of, columns_of = _places(repeats), _places(prompts)
-        for (repeat, prompt), total in sums.items():
-            found[rows_of[repeat], columns_of[prompt]] = total
-        return cls(repeats=repeats, prompts=prompts, values=found)
+        found = [sums[repeat, prompt] for repeat in repeats for prompt in prompts]
+        return cls(repeats=repeats, prompts=prompts, values=np.reshape(found, (len(repeats), len(prompts), columns)))
 
-    def only(self, *, prompts: Sequence[str] | None = None, repeats: Sequence[int] | None = None) -> "Panel":
-        """These prompts and repeats, in this order; all must be there."""
-        prompts = self.prompts if prompts is None else tuple(prompts)
-        repeats = self.repeats if repeats is None else tuple(repeats)
+    def only(self, prompts: Sequence[str], repeats: Sequence[int] | None = None) -> "Panel":
+        """These prompts and repeats (None: all), in this order; all must be there."""
+        repeats = self.repeats if repeats is None else repeats
         rows_of, columns_of = _places(self.repeats), _places(self.prompts)
         chosen = np.ix_([rows_of[one] for one in repeats], [columns_of[one] for one in prompts])
-        return Panel(repeats=repeats, prompts=prompts, values=self.values[chosen])
+        return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=self.values[chosen])
 
     def common_prompts(self, other: "Panel") -> list[str]:
         known = set(other.prompts)
@@ -101,18 +90,12 @@ class Panel:
         """Both, over the prompts and repeats that both have, the other's columns after these: drawn together."""
         prompts = self.common_prompts(other)
         repeats = [repeat for repeat in self.repeats if repeat in other.repeats]
-        sides = [panel.only(prompts=prompts, repeats=repeats) for panel in (self, other)]
-        values = np.concatenate([side.values for side in sides], axis=2)
-        return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=values)
-
-    @property
-    def whole(self) -> Side:
-        """All prompts once."""
-        return self.values.sum(axis=1), np.ones(len(self.repeats))
+        values = [panel.only(prompts, repeats).values for panel in (self, other)]
+        return Panel(repeats=tuple(repeats), prompts=tuple(prompts), values=np.concatenate(values, axis=2))
 
     def value(self, statistic: Statistic) -> float | None:
         """The statistic of this panel alone; None where it is not defined."""
-        value = float(statistic([self.whole])) if self.values.size else np.nan
+        value = float(statistic([self.values.sum(axis=1)])) if self.values.size else np.nan
         return value if np.isfinite(value) else None
 
 
@@ -133,7 +116,7 @@ class Bootstrap:
         """
         if any(panel.values.size == 0 for panel in panels):
             return None
-        whole = [panel.whole for panel in panels]
+        whole = [panel.values.sum(axis=1) for panel in panels]
         value = float(statistic(whole))
         if not np.isfinite(value):
             return None
@@ -144,8 +127,8 @@ class Bootstrap:
         paired = len({panel.prompts for panel in panels}) == 1
         sides = [self._resampled(panel, 0 if paired else number) for number, panel in enumerate(panels)]
         by_repeat = []
-        for number, (totals, weights) in enumerate(whole):
-            alone = [[*whole[:number], (totals, row), *whole[number + 1 :]] for row in np.eye(len(weights))]
+        for number, totals in enumerate(whole):
+            alone = [[*whole[:number], row[None], *whole[number + 1 :]] for row in totals]
             by_repeat.append(np.array([float(statistic(several)) for several in alone]))
         return self._spread(value, statistic(sides), by_repeat, is_share=is_share)
 
@@ -153,17 +136,17 @@ class Bootstrap:
         self, found: Mapping[tuple[int, str], Sequence[float]], levels: Sequence[float]
     ) -> list[Interval] | None:
         """Quantiles of all values together, with intervals as above. `found`: the values of each (repeat, prompt)."""
-        pairs = [(repeat, prompt, value) for (repeat, prompt), values in found.items() for value in values]
+        several = ((value, *key) for key, values in found.items() for value in values)
+        pairs = sorted(several, key=lambda pair: pair[0])
         if not pairs:
             return None
-        pairs.sort(key=lambda pair: pair[2])
-        values = np.array([value for *_, value in pairs])
+        values = np.array([value for value, *_ in pairs])
         shown = np.quantile(values, levels)
-        repeats, prompts = (_places(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
+        repeats, prompts = (_places(dict.fromkeys(pair[i] for pair in pairs)) for i in (1, 2))
         if max(len(repeats), len(prompts)) < 2:
             return [Interval(value=float(value)) for value in shown]
-        columns = np.array([prompts[prompt] for _, prompt, _ in pairs])
-        rows = np.array([repeats[repeat] for repeat, *_ in pairs])
+        columns = np.array([prompts[prompt] for *_, prompt in pairs])
+        rows = np.array([repeats[repeat] for _, repeat, _ in pairs])
         weights = _draws(len(prompts), self.resamples, self.seed)
         drawn = []
         for start in range(0, self.resamples, step := max(1, _BLOCK // len(values))):
@@ -194,25 +177,24 @@ class Bootstrap:
         """
         panels = [_panel(run), _panel(base)]
         if common := panels[0].common_prompts(panels[1]):
-            panels = [panel.only(prompts=common) for panel in panels]
+            panels = [panel.only(common) for panel in panels]
         mean = pooled(offset=offset)
         difference = self.interval(panels, lambda sides: mean(sides[:1]) - mean(sides[1:]), is_share=True)
         ratio = self.interval(panels, lambda sides: divide(mean(sides[:1]), mean(sides[1:])), is_share=True)
         before = panels[1].value(mean)
         if difference is None or ratio is None or before is None:
             return None
-        return Comparison(
-            difference=difference, ratio=ratio, base=before, prompts=len(common or run), is_paired=bool(common)
-        )
+        prompts, is_paired = len(common or run), bool(common)
+        return Comparison(difference=difference, ratio=ratio, base=before, prompts=prompts, is_paired=is_paired)
 
-    def _resampled(self, panel: Panel, number: int) -> Side:
+    def _resampled(self, panel: Panel, number: int) -> Floats:
         """Totals [resamples, repeats, columns] of drawn prompts. Panels of another `number` are drawn apart."""
         repeats, prompts, columns = panel.values.shape
         drawn = _draws(prompts, self.resamples, self.seed + number)
         flat = panel.values.transpose(1, 0, 2).reshape(prompts, repeats * columns)
         step = max(1, _BLOCK // prompts)
         blocks = [drawn[i : i + step].astype(np.float64) @ flat for i in range(0, self.resamples, step)]
-        return np.concatenate(blocks).reshape(-1, repeats, columns), np.ones((self.resamples, repeats))
+        return np.concatenate(blocks).reshape(-1, repeats, columns)
 
     def _spread(self, value: float, drawn: Floats, by_repeat: Sequence[Floats], *, is_share: bool) -> Interval:
         """Put what drawing prompts gave and what repeats differ by together."""
@@ -234,25 +216,21 @@ class Bootstrap:
 def pooled(*, offset: float = 0.0, top: int = 0, bottom: int = 1) -> Statistic:
     """offset + sum of column `top` / sum of column `bottom`, over all repeats of the first panel."""
 
-    def statistic(sides: Sequence[Side]) -> Floats:
-        totals, weights = sides[0]
-        sums = np.einsum("...r,...rk->...k", weights, totals)
+    def statistic(sides: Sequence[Floats]) -> Floats:
+        sums = sides[0].sum(axis=-2)
         return offset + divide(sums[..., top], sums[..., bottom])
 
     return statistic
 
 
-def mean_ratio(side: Side, *, offset: float = 0.0) -> Floats:
+def mean_ratio(totals: Floats, *, offset: float = 0.0) -> Floats:
     """Columns (a, b, c, d): the geometric mean over repeats of (offset + a / b) / (offset + c / d).
 
     A repeat is compared with itself, so whatever slowed the machine in it slowed both.
     """
-    totals, weights = side
     upper, lower = divide(totals[..., 0], totals[..., 1]), divide(totals[..., 2], totals[..., 3])
     with np.errstate(divide="ignore", invalid="ignore"):
-        logarithms = np.log(divide(offset + upper, offset + lower))
-    logarithms = np.where(weights > 0, logarithms, 0.0)  # what was not drawn must not matter
-    found: Floats = np.exp((weights * logarithms).sum(axis=-1) / weights.sum(axis=-1))
+        found: Floats = np.exp(np.log(divide(offset + upper, offset + lower)).mean(axis=-1))
     return found
 
 

@@ -1,7 +1,6 @@
-"""The HTML reports of Fledge: one skeleton (`page.html.jinja`) and style for screen, phone and paper, and safe text.
+"""The HTML reports of Fledge: templates that fill one skeleton (`page.html.jinja`) with blocks (`blocks.html.jinja`).
 
-A report is a template that fills the skeleton with blocks (`blocks.html.jinja`): pictures, tables, sentences, cards.
-What it says of figures are the sentences of another template (`said`).
+What a report says of figures are the sentences of another template (`said`).
 """
 
 import re
@@ -68,9 +67,12 @@ def page_style() -> Markup:
 
 def finished(page: str) -> str:
     """A page as it is written: compact; without what a file may not hold, does not show, or would rearrange it."""
-    page = compact_pictures(page)
-    hidden = {ord(c): "�" for c in set(page) if c not in "\n\t" and unicodedata.category(c) in _HIDDEN}
-    return page.translate(hidden)
+    return _without_hidden(compact_pictures(page))
+
+
+def _without_hidden(text: str) -> str:
+    signs = (c for c in set(text) if c not in "\n\t" and unicodedata.category(c) in _HIDDEN)
+    return text.translate(dict.fromkeys(map(ord, signs), "�"))
 
 
 def compact_pictures(page: str) -> str:
@@ -107,10 +109,7 @@ def compact_pictures(page: str) -> str:
 
 def visible(text: str, *, flat: bool = False) -> str:
     """Show what would not show, or would rearrange the page: control characters, and line ends as signs."""
-    ends = "↵" if flat else "↵\n"
-    return "".join(
-        ends if c == "\n" else c if c == "\t" or unicodedata.category(c) not in _HIDDEN else "�" for c in text
-    )
+    return _without_hidden(text).replace("\n", "↵" if flat else "↵\n")
 
 
 def ratio_bar(ratio: Interval, end: float, what: str = "the unperturbed acceptance length") -> Markup:

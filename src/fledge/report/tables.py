@@ -1,7 +1,7 @@
 """Tables: one model that is printed in a terminal, written as Markdown, and set on a page (`page.html.jinja`)."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 from rich.console import JustifyMethod
@@ -38,19 +38,13 @@ class TableCell:
 
 
 def figure_cell(
-    interval: Interval | None,
-    form: str | None = None,
-    *,
-    unit: str = "",
-    missing: str = "",
-    tone: Tone = "neutral",
-    graphic: Markup | str = "",
+    interval: Interval | None, form: str | None = None, *, unit: str = "", missing: str = "", graphic: Markup | str = ""
 ) -> TableCell:
     """A figure and its interval; `form` as in `with_interval`, `unit` follows the value."""
     if interval is None:
         return TableCell(text=missing)
     value, _, ends = with_interval(interval, form).partition(" ")
-    return TableCell(text=value + unit, ends=ends.strip("[]"), tone=tone, graphic=graphic)
+    return TableCell(text=value + unit, ends=ends.strip("[]"), graphic=graphic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +53,6 @@ class TableRow:
     group: str = ""  # rows of one group follow each other, under its name
     is_partial: bool = False  # something that should be in it is not
     note: str = ""  # why; on a page it stands below the row
-
-    @property
-    def texts(self) -> list[str]:
-        return [str(cell) for cell in self.cells]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,51 +74,38 @@ class Table:
 
     def to_markdown(self) -> str:
         """Without its title and groups; nothing in it can end a cell or begin HTML."""
-        lines = [self.header, *(row.texts for row in self.rows)]
-        text = [f"| {' | '.join(map(markdown_text, cells))} |" for cells in lines]
+        lines = [self.header, *(row.cells for row in self.rows)]
+        text = [f"| {' | '.join(markdown_text(str(cell)) for cell in cells)} |" for cells in lines]
         return "\n".join([text[0], "|---" * len(self.header) + "|", *text[1:]])
 
     def to_rich(self, width: int) -> list[RichTable]:
         """For a terminal of this width, in parts that fit, each with the labels. No figure is cut."""
-        parts = enumerate(self._parts(width))
-        return [part._rich(self.title if i == 0 else f"{self.title} (more)") for i, part in parts]
+        # What is in a column stays on one line, its heading may be broken between words.
+        texts = [[*name.split(), "", *(str(row.cells[i]) for row in self.rows)] for i, name in enumerate(self.header)]
+        texts[0] += [row.group for row in self.rows]
+        widths = [max(map(len, column)) for column in texts]
+        parts, labels = [list[int]()], list(range(self.labels))
+        for i in range(self.labels, len(self.header)):
+            if parts[-1] and 1 + sum(widths[j] + _BORDER for j in (*labels, *parts[-1], i)) > width:
+                parts.append([])
+            parts[-1].append(i)
+        return [self._part([*labels, *part], widths, is_first=part is parts[0]) for part in parts]
 
-    def _rich(self, title: str) -> RichTable:
-        table = RichTable(title=Text(title), title_justify="left")
-        for i, (name, widest) in enumerate(zip(self.header, self._widths, strict=True)):
+    def _part(self, columns: Sequence[int], widths: Sequence[int], *, is_first: bool) -> RichTable:
+        table = RichTable(title=Text(self.title if is_first else f"{self.title} (more)"), title_justify="left")
+        for i in columns:
             side: JustifyMethod = "left" if i < self.labels else "right"
-            table.add_column(Text(name), justify=side, overflow="fold", max_width=widest)
+            table.add_column(Text(self.header[i]), justify=side, overflow="fold", max_width=widths[i])
         group = ""
         for row in self.rows:
             if row.group != group:
                 group = row.group
                 table.add_section()
                 table.add_row(Text(group, style="bold"))
-            texts = [Text(str(cell), style=_STYLES[getattr(cell, "tone", "neutral")]) for cell in row.cells]
+            cells = [row.cells[i] for i in columns]
+            texts = [Text(str(cell), style=_STYLES[getattr(cell, "tone", "neutral")]) for cell in cells]
             table.add_row(*texts, style=WARNING if row.is_partial else "")
         return table
-
-    @property
-    def _widths(self) -> list[int]:
-        """Of the columns: what is in them stays on one line, their headings may be broken between words."""
-        words = [[*name.split(), ""] for name in self.header]
-        words[0] += [row.group for row in self.rows]
-        columns = zip(words, *(row.texts for row in self.rows), strict=True)
-        return [max(map(len, [*words, *texts])) for words, *texts in columns]
-
-    def _parts(self, width: int) -> Iterator["Table"]:
-        widths = [widest + _BORDER for widest in self._widths]
-        labels, taken = list(range(self.labels)), list[int]()
-        for i in range(self.labels, len(self.header)):
-            if taken and 1 + sum(widths[j] for j in (*labels, *taken, i)) > width:
-                yield self._only([*labels, *taken])
-                taken = []
-            taken.append(i)
-        yield self._only([*labels, *taken])
-
-    def _only(self, columns: Sequence[int]) -> "Table":
-        rows = tuple(replace(row, cells=tuple(row.cells[i] for i in columns)) for row in self.rows)
-        return replace(self, header=tuple(self.header[i] for i in columns), rows=rows)
 
 
 def markdown_text(text: str) -> str:

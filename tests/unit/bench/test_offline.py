@@ -16,9 +16,6 @@ from fledge.bench.offline import (
     cycled,
     draft_modes,
     graph_sizes,
-    parse_schedule,
-    parse_trees,
-    token_digest,
 )
 from fledge.bench.summary import Best, Summary
 from fledge.decoding.params import SamplingParams
@@ -26,7 +23,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.protocol import DeadEngineError
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results
+from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results, token_digest
 from fledge.evaluation.workloads import Prompt, load_workload
 from tests.tiny_models import make_target
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
@@ -235,11 +232,14 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(pair: Pair) -> None:
 
 def test_names_sizes_and_spellings(pair: Pair) -> None:
     assert graph_sizes([1, 4, 20]) == [1, 2, 4, 8, 16, 20]
-    assert parse_trees("4x16,8") == [{"tree_width": 4, "tree_budget": 16}, {"tree_width": 8, "tree_budget": 60}]
-    assert parse_schedule("1-4:5,5:3") == [[1, 4, 5], [5, 5, 3]]
-    for parse, text in ((parse_trees, "4by16"), (parse_schedule, "1-4"), (parse_schedule, "4-1:3")):
+    assert draft_modes([2], "4x16,8", ["1-4:5,5:3"])[1:] == [
+        {"num_speculative_tokens": 2, "tree_width": 4, "tree_budget": 16},
+        {"num_speculative_tokens": 2, "tree_width": 8, "tree_budget": 60},
+        {"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": [[1, 4, 5], [5, 5, 3]]},
+    ]
+    for trees, schedules in (("4by16", []), ("", ["1-4"]), ("", ["4-1:3"])):
         with pytest.raises(ConfigError, match="expected"):
-            parse(text)
+            draft_modes([2], trees, schedules)
     prompts = [Prompt(id=str(i), category="a") for i in range(6)]
     assert [q.id for q in cycled(prompts, 3)] == ["0", "2", "4"]
     assert [q.id for q in cycled(prompts[:2], 3)] == ["0", "1", "0"]

@@ -4,8 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.evaluation.figures import EvalRow, acceptance_rates, complete_cells, told
-from fledge.evaluation.report import LENGTHS, MORE, EvalReport, plus_minus
+from fledge.evaluation.report import (
+    LENGTHS,
+    MORE,
+    EvalReport,
+    EvalRow,
+    acceptance_rates,
+    complete_cells,
+    plus_minus,
+)
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results
 from fledge.report.intervals import Interval
 from tests.bench_results import make_eval_results
@@ -86,7 +93,7 @@ def test_the_mean_is_missing_where_a_workload_is() -> None:
 def test_rates_are_those_of_the_row_with_intervals() -> None:
     results = make_eval_results(prompts=6, depths=(3,), workloads=("chat", "coding"))
     for row in EvalReport(results).rows:
-        rates = acceptance_rates(told(complete_cells(results, row.contender)))
+        rates = acceptance_rates(complete_cells(results, row.contender))
         assert [rate.value for rate in rates.values()] == pytest.approx(list(row.rate_by_depth))
         assert all(rate.low <= rate.value <= rate.high for rate in rates.values())
 

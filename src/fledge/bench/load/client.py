@@ -1,25 +1,40 @@
-"""One streamed request to an OpenAI-compatible server, timed. Whatever a server does wrong becomes one line."""
+"""One streamed request to an OpenAI-compatible server, timed. Whatever a server does wrong becomes one line.
+
+What servers tell of speculation, in a request's usage (Fledge) or in `/metrics` (vLLM too), becomes a tally of rounds.
+"""
 
 import asyncio
 import codecs
+import contextlib
 import hashlib
+import itertools
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fledge.bench.load.acceptance import tally_of_report
 from fledge.bench.load.http import HttpClient, HttpError
-from fledge.evaluation.results import Tally
+from fledge.evaluation.results import RequestRecord, Tally
 
-DONE = "[DONE]"
 MAX_MESSAGE = 200  # characters of what a server says about an error
 USAGE_SLACK = 2  # pieces of text that may come without a token of their own: text held back, reasoning split off
 MAX_EVENT_BYTES = 16 * 2**20
 _TWO_LINE_ENDS = re.compile(rb"(?>\r\n|\r|\n){2}")  # after an event
 BROKEN_ENDINGS = ("abort", "error", "timeout")  # finish reasons of answers that were given up
+
+_SAMPLE = re.compile(
+    r"^(?:vllm:|fledge_)spec_decode_num_(?P<what>drafts|draft_tokens_per_pos|accepted_tokens_per_pos)(?:_total)?"
+    r"(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)",
+    re.MULTILINE,
+)
+_POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+
+# Totals since the server started, all its engines together, by what they count and the draft's position (from 0).
+# vLLM does not tell draft_tokens_per_pos.
+SpeculationCounters = Counter[tuple[str, int]]
 
 Failure = Literal["connection", "stall", "other"]
 
@@ -52,27 +67,32 @@ class StreamedAnswer:
         told = self._told("completion_tokens")
         return self.pieces if told is None else told
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self._told("prompt_tokens")
-
-    @property
-    def digest(self) -> str:
-        # Halves of a character that JSON spells as a surrogate pair may come in two pieces, or alone.
-        return hashlib.sha256("".join(self.text).encode("utf-16", "surrogatepass")).hexdigest()[:16]
-
-    @property
-    def acceptance(self) -> Tally:
-        report = (self.usage or {}).get("speculation")
-        return tally_of_report(report) if isinstance(report, Mapping) else ()
-
     def _told(self, name: str) -> int | None:
         value = (self.usage or {}).get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if type(value) is int else None
+
+    def record(self, prompt: str, begun: float) -> RequestRecord:
+        """What results keep of it, with times after `begun`."""
+        # Halves of a character that JSON spells as a surrogate pair may come in two pieces, or alone.
+        digest = hashlib.sha256("".join(self.text).encode("utf-16", "surrogatepass")).hexdigest()[:16]
+        sent, first, done = (
+            None if moment is None else round(moment - begun, 6) for moment in (self.sent, self.first_token, self.done)
+        )
+        return RequestRecord(
+            prompt=prompt,
+            sent=sent or 0.0,
+            first_token=first,
+            done=None if self.error else done,
+            prompt_tokens=self._told("prompt_tokens"),
+            output_tokens=self.output_tokens,
+            error=self.error,
+            digest=None if self.error else digest,
+            acceptance=tally_of_report((self.usage or {}).get("speculation")),
+        )
 
     def read(self, event: str, now: float) -> None:
         """Take one event that came at `now`."""
-        if event == DONE:
+        if event == "[DONE]":
             return
         try:
             value = json.loads(event)
@@ -140,22 +160,21 @@ async def ask(
                 said, wait = _message(await response.whole()), response.headers.get("retry-after")
                 status = f"HTTP {response.status}" + (f", Retry-After {wait}" if wait else "")
                 raise StreamError(f"{status}: {said}" if said else status)
-            parser = EventParser()
+            rest = b""
             async for data in response.parts():
                 now = time.perf_counter()
-                if events := parser.feed(data):
+                events, rest = split_events(rest + data)
+                if events:
                     limit.reschedule(loop.time() + stall_seconds)
                 for event in events:
                     answer.read(event, now)
                 if answer.pieces > max_pieces:
                     raise StreamError(f"the answer does not end: {answer.pieces} pieces of text came")
-            for event in parser.close():
+            for event in split_events(rest + b"\n\n")[0]:  # the last may come without the empty line after it
                 answer.read(event, time.perf_counter())
             answer.check(response.headers.get("content-type", ""))
     except StreamError as error:
         answer.error, answer.failure = str(error), "other"
-    except ValueError as error:
-        answer.error, answer.failure = f"unreadable stream: {error}", "other"
     except TimeoutError:
         answer.error = f"stalled: nothing for {stall_seconds:g} s, after {answer.pieces} pieces of text"
         answer.failure = "stall"
@@ -182,27 +201,69 @@ def _short(text: str) -> str:
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
-class EventParser:
-    """Fed with bytes as they come, returns the `data` of each event that is complete.
+def split_events(stream: bytes) -> tuple[list[str], bytes]:
+    """Return the `data` of each event that is complete, and the beginning of the next; StreamError for an endless one.
 
     Knows the three line ends, comments, fields other than data, several data lines in an event, a byte order mark.
-    Raises ValueError for an event that never ends.
     """
+    *events, rest = _TWO_LINE_ENDS.split(stream)
+    if len(rest) > MAX_EVENT_BYTES:
+        raise StreamError(f"unreadable stream: an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+    found = []
+    for event in events:
+        fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
+        if lines := [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]:
+            found.append(b"\n".join(lines).decode("utf-8", errors="replace"))
+    return found, rest
 
-    def __init__(self) -> None:
-        self._rest = b""  # the beginning of an event
 
-    def feed(self, data: bytes) -> list[str]:
-        *events, self._rest = _TWO_LINE_ENDS.split(self._rest + data)
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise ValueError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
-        found = []
-        for event in events:
-            fields = [line.partition(b":") for line in event.removeprefix(codecs.BOM_UTF8).splitlines()]
-            if lines := [value.removeprefix(b" ") for name, _, value in fields if name == b"data"]:
-                found.append(b"\n".join(lines).decode("utf-8", errors="replace"))
-        return found
+def read_metrics(text: str) -> SpeculationCounters | None:
+    """Read Prometheus' text format; None if the server counts no speculation."""
+    counts: SpeculationCounters = Counter()
+    for sample in _SAMPLE.finditer(text):
+        position = _POSITION.search(sample["labels"] or "")
+        with contextlib.suppress(ValueError, OverflowError):
+            counts[sample["what"], int(position[1]) if position else 0] += int(float(sample["value"]))
+    return counts if ("drafts", 0) in counts else None
 
-    def close(self) -> list[str]:
-        """Return the last event, if the stream ended without the empty line after it."""
-        return self.feed(b"\n\n")
+
+def tally_between(before: SpeculationCounters | None, after: SpeculationCounters | None) -> Tally:
+    """The rounds between two readings. Raises ValueError if the counters cannot be of one server's life."""
+    if before is None or after is None:
+        raise ValueError("/metrics did not answer")
+    counts = Counter({key: value - before[key] for key, value in after.items()})
+
+    def by_depth(what: str) -> list[int]:
+        return [counts[what, i] for i in range(1 + max((i for name, i in counts if name == what), default=-1))]
+
+    return tally_of(counts["drafts", 0], by_depth("accepted_tokens_per_pos"), by_depth("draft_tokens_per_pos") or None)
+
+
+def tally_of(rounds: int, accepted: Sequence[int], drafted: Sequence[int] | None = None) -> Tally:
+    """Rounds by (drafted, accepted), from how many rounds drafted and accepted at least 1, 2, ... tokens.
+
+    Where `drafted` is not told, every round counts as drafted to the last position, as in vLLM's own per-position
+    rates. Where depths vary, the totals do not say which of the rounds that drafted deep also accepted much; they
+    are matched in order. Acceptance length and rates by depth do not depend on that.
+    """
+    drafted = [rounds] * len(accepted) if drafted is None else drafted
+    for counts in ([rounds, *accepted, 0], [rounds, *drafted, 0]):
+        if counts != sorted(counts, reverse=True):
+            raise ValueError(f"counts of speculation that contradict each other: {rounds} rounds, then {counts[1:-1]}")
+    # In ascending order of either, round `rounds - n` is the first of the n that have a token more.
+    triples: list[tuple[int, int, int]] = []
+    for first, end in itertools.pairwise(sorted({0, rounds, *(rounds - n for n in (*accepted, *drafted))})):
+        depth, length = (sum(rounds - n <= first for n in counts) for counts in (drafted, accepted))
+        if length > depth:
+            raise ValueError(f"counts of speculation that contradict each other: {length} of {depth} drafts accepted")
+        if depth:
+            triples.append((depth, length, end - first))
+    return tuple(triples)
+
+
+def tally_of_report(report: Any) -> Tally:
+    """Read `usage.speculation` of a Fledge server; nothing where it says nothing sensible."""
+    try:
+        return tally_of(int(report["rounds"]), report["accepted_by_depth"], report["drafted_by_depth"])
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        return ()

@@ -1,15 +1,14 @@
 """HTTP/1.1 for a load generator: streams of many small pieces, with as little work for each as can be.
 
-A load generator must not measure itself. Against a server that answers at once, on shared cores, this client spends
-0.09 ms of CPU on a request and 0.021 ms on a piece of a stream, and with 64 streams that begin together the median
-first piece is there after 27 to 48 ms. aiohttp 3.14 spent 0.22 to 0.26 ms, 0.024 to 0.027 ms and 66 to 90 ms; httpx
-0.28 1.2 to 2 ms and 0.15 ms. Neither is there on hosts that have torch and transformers alone. So this client knows
-what is needed here and no more: no proxies, redirects, cookies, compression.
+A load generator must not measure itself: aiohttp spends twice the CPU on a request, httpx twenty times (`docs/log.md`),
+and neither is there on hosts that have torch and transformers alone. So this client knows what is needed here and no
+more: no proxies, redirects, cookies, compression.
 """
 
 import asyncio
 import base64
 import contextlib
+import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -63,17 +62,13 @@ class Response:
                 yield (await self.reader.readexactly(size + 2))[:-2]
             while await self.reader.readuntil(b"\r\n") != b"\r\n":
                 pass  # trailers
-        elif "content-length" in self.headers:
-            left = _length(self.headers["content-length"], 10)
-            while left:
-                data = await self.reader.read(min(left, 2**16))
-                if not data:
-                    raise HttpError("the server closed the connection within an answer")
+        else:
+            left = _length(self.headers["content-length"], 10) if "content-length" in self.headers else math.inf
+            while left and (data := await self.reader.read(int(min(left, 2**16)))):
                 left -= len(data)
                 yield data
-        else:
-            while data := await self.reader.read(2**16):
-                yield data
+            if 0 < left < math.inf:
+                raise HttpError("the server closed the connection within an answer")
         self.finished = True
 
     async def whole(self) -> bytes:

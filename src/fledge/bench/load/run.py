@@ -8,12 +8,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from fledge.bench.load.acceptance import tally_between
-from fledge.bench.load.client import StreamedAnswer, ask
+from fledge.bench.load.client import StreamedAnswer, ask, tally_between
 from fledge.bench.load.servers import PATHS, Endpoint, RemoteServer, ServerSpec, connect
 from fledge.bench.run import BenchRun, RunSettings, cell_name
 from fledge.errors import ConfigError, nearest_name_hint
@@ -74,23 +73,13 @@ class ServeSettings(RunSettings):
         }
 
 
-@contextlib.asynccontextmanager
-async def lag_watched(late: list[float]) -> AsyncIterator[None]:
+async def watch_lag(late: list[float]) -> None:
     """Whether the load generator keeps up: sleep again and again, and add to `late` how many seconds too long."""
-
-    async def watch() -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + LAG_INTERVAL
-            await asyncio.sleep(LAG_INTERVAL)
-            late.append(max(0.0, loop.time() - due))
-
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_INTERVAL
+        await asyncio.sleep(LAG_INTERVAL)
+        late.append(max(0.0, loop.time() - due))
 
 
 def lag_ms(late: Sequence[float]) -> float:
@@ -112,7 +101,7 @@ class CellRun:
     arrivals: Sequence[float] = ()  # for a rate: when each prompt is sent
     advance: Callable[[], None] = lambda: None  # after each prompt
     finished: int = 0  # prompts
-    late: list[float] = field(default_factory=list)  # see `lag_watched`
+    late: list[float] = field(default_factory=list)  # see `watch_lag`
     _records: list[RequestRecord] = field(default_factory=list)
     _begun: float = 0.0
     _last: float = 0.0  # when a request ended
@@ -124,17 +113,20 @@ class CellRun:
         reads_counters = self.server.has_counters and not self.server.reports
         before = await self.server.counters() if reads_counters else None
         self._begun = time.perf_counter()
-        async with lag_watched(self.late), asyncio.TaskGroup() as group:
-            if self.cell.load.concurrency is not None:
-                waiting = iter(self.prompts)
-                for _ in range(min(self.cell.load.concurrency, len(self.prompts))):
-                    group.create_task(self._work(waiting))
-            else:  # each prompt at its time, whatever became of the ones before
-                for prompt, due in zip(self.prompts, self.arrivals, strict=True):
-                    await asyncio.sleep(max(0.0, self._begun + due - time.perf_counter()))
-                    if self.server.dead is not None:
-                        break
-                    group.create_task(self._work(iter([prompt])))
+        async with asyncio.TaskGroup() as watched:
+            watch = watched.create_task(watch_lag(self.late))
+            async with asyncio.TaskGroup() as group:
+                if self.cell.load.concurrency is not None:
+                    waiting = iter(self.prompts)
+                    for _ in range(min(self.cell.load.concurrency, len(self.prompts))):
+                        group.create_task(self._work(waiting))
+                else:  # each prompt at its time, whatever became of the ones before
+                    for prompt, due in zip(self.prompts, self.arrivals, strict=True):
+                        await asyncio.sleep(max(0.0, self._begun + due - time.perf_counter()))
+                        if self.server.dead is not None:
+                            break
+                        group.create_task(self._work(iter([prompt])))
+            watch.cancel()
         self._unsent = f"asked: {self.server.dead}"
         if reads_counters and self.server.dead is None:
             try:
@@ -162,43 +154,23 @@ class CellRun:
                 history += part
                 answer = await self._ask(history)
                 self._last = time.perf_counter()
-                self._records.append(self._record(name, answer))
+                self._records.append(answer.record(name, self._begun))
                 await self.server.observe(answer)
                 failed = answer.error is not None
+                if answer.counted and not failed:
+                    self._remarks[COUNTED] = None
                 history.append({"role": "assistant", "content": "".join(answer.text)})
             self.finished += 1
             self.advance()
 
     async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> StreamedAnswer:
         settings = self.settings
-        options: dict[str, Any] = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
-        if settings.seed is not None:
-            options["seed"] = settings.seed
-        if settings.ignore_eos:
-            options["ignore_eos"] = True
-        body = self.server.body(messages, settings.endpoint, options)
+        options = {name: getattr(settings, name) for name in ("max_tokens", "temperature", "seed")}
+        options["ignore_eos"] = settings.ignore_eos or None  # which not every server knows
+        given = {name: value for name, value in options.items() if value is not None}
+        body = self.server.body(messages, settings.endpoint, given)
         stall, most = settings.timeout, 4 * settings.max_tokens + 1000
         return await ask(self.server.client, PATHS[settings.endpoint], body, stall_seconds=stall, max_pieces=most)
-
-    def _record(self, name: str, answer: StreamedAnswer) -> RequestRecord:
-        sent, first, done = (
-            None if moment is None else round(moment - self._begun, 6)
-            for moment in (answer.sent, answer.first_token, answer.done)
-        )
-        good = answer.error is None
-        if good and answer.counted:
-            self._remarks[COUNTED] = None
-        return RequestRecord(
-            prompt=name,
-            sent=sent or 0.0,
-            first_token=first,
-            done=done if good else None,
-            prompt_tokens=answer.prompt_tokens,
-            output_tokens=answer.output_tokens,
-            error=answer.error,
-            digest=answer.digest if good else None,
-            acceptance=answer.acceptance,
-        )
 
     def result(self) -> Cell:
         """Also says how many requests were not answered, and why; the most frequent reasons first."""

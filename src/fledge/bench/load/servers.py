@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fledge.bench.load.acceptance import SpeculationCounters, read_metrics
-from fledge.bench.load.client import StreamedAnswer
+from fledge.bench.load.client import SpeculationCounters, StreamedAnswer, read_metrics
 from fledge.bench.load.http import HttpClient, HttpError, split_url
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.evaluation.results import Contender
@@ -84,17 +83,15 @@ class RemoteServer:
     async def counters(self) -> SpeculationCounters | None:
         """What /metrics counts, once the numbers have come to rest; None if it tells nothing now."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        before, known = None, await self._read_counters()
-        while known != before and time.monotonic() < deadline:
+        known: SpeculationCounters | None = None
+        while True:
+            before, known = known, None
+            with contextlib.suppress(HttpError):
+                status, body = await self.client.get("metrics")
+                known = read_metrics(body.decode("utf-8", errors="replace")) if status == 200 else None
+            if known == before or time.monotonic() >= deadline:
+                return known
             await asyncio.sleep(0.05)
-            before, known = known, await self._read_counters()
-        return known
-
-    async def _read_counters(self) -> SpeculationCounters | None:
-        with contextlib.suppress(HttpError):
-            status, body = await self.client.get("metrics")
-            return read_metrics(body.decode("utf-8", errors="replace")) if status == 200 else None
-        return None
 
     async def observe(self, answer: StreamedAnswer) -> None:
         """Count failures in a row; when there are enough, see whether anybody is there at all."""

@@ -1,8 +1,4 @@
-"""What models are measured on: the packaged sets, public sets in their own formats, anyone's conversations.
-
-Workloads by name, from a file or from the hub. `data/catalogue.yaml` has the names: sets that come with the package,
-groups of them, and public sets on the hub.
-"""
+"""What models are measured on: workloads by name (`data/catalogue.yaml`), from a file, or from the hub."""
 
 import contextlib
 import hashlib
@@ -30,6 +26,7 @@ from fledge.evaluation.workloads.formats import Prompt as Prompt
 from fledge.files import cache_directory, digest, read_json, write_text
 
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 DATA = Path(__file__).parent / "data"
 _CATALOGUE = yaml.safe_load((DATA / "catalogue.yaml").read_text(encoding="utf-8"))
@@ -108,20 +105,19 @@ def _mixed(prompts: Sequence[Prompt], keys: Sequence[str], draw: random.Random) 
     return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
-def grouped(items: Iterable[_T], key: Callable[[_T], str]) -> dict[str, list[_T]]:
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
     """By key, in the order in which keys are first met."""
-    groups: dict[str, list[_T]] = {}
+    groups: dict[_K, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
 
 
 def tokenised(workload: Workload, target: str | Path, cache_dir: Path | None = None) -> list[tuple[int, ...]]:
-    """Return the ids of every prompt through the target's chat template: of its first turn, where later ones wait for
-    answers.
+    """Return the ids of every prompt's `first_messages` through the target's chat template.
 
-    They are kept in the user's cache, by what they follow from: the prompts, the tokenizer's files and template, and
-    who renders it. A cache that is missing, damaged or cannot be written costs time and nothing else.
+    They are kept in the user's cache, by what they follow from. A cache that is missing, damaged or cannot be written
+    costs time and nothing else.
     """
     directory = resolve(target)
     key = digest([workload.digest, tokenizer_digests(directory), transformers.__version__])
@@ -219,12 +215,9 @@ def _loaded(source: str | Path, from_hub: bool, as_written: bool = False) -> Wor
         raise ConfigError(f"workload {name}: on the hub are {known_there}; name other datasets as hf:OWNER/NAME")
     if known in GROUPS:
         members = [_loaded(member, from_hub=False) for member in GROUPS[known]]
-        return Workload(
-            name=known,
-            prompts=tuple(prompt for member in members for prompt in member.prompts),
-            source="; ".join(member.source for member in members),
-            licence="; ".join(f"{member.name}: {member.licence}" for member in members),
-        )
+        sources, licences = [one.source for one in members], [f"{one.name}: {one.licence}" for one in members]
+        prompts = tuple(prompt for member in members for prompt in member.prompts)
+        return Workload(name=known, prompts=prompts, source="; ".join(sources), licence="; ".join(licences))
     whole, _, part = known.partition("/")
     if whole in SETS:
         return _part(_packaged(whole), part) if part else _packaged(whole)

@@ -11,9 +11,7 @@ Public evaluation sets are read as they are published. The format is recognised 
     MATH, MATH-500         {"problem", "subject", "unique_id"}
     conversations          {"messages": [...]}, and what else `fledge train` reads
 
-SPEED-Bench's columns are those of its dataset card on the hub as of 2026: question_id, category, sub_category, turns (a
-list of texts), source, src_id, difficulty, multiturn. About half of its rows are published with a placeholder for their
-turns, to be filled in by NVIDIA's prepare_data.py (NVIDIA/Model-Optimizer, examples/specdec_bench).
+About half of SPEED-Bench's rows are published with a placeholder for their turns, which NVIDIA's prepare_data.py fills.
 """
 
 import fnmatch

@@ -28,7 +28,7 @@ from fledge.devices import choose_device
 from fledge.engine.llm import LLM
 from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError
 from fledge.evaluation.conversations import split_turns
-from fledge.evaluation.dialogue import Dialogue, Generator, answer_dialogues
+from fledge.evaluation.dialogue import Dialogue, answer_dialogues
 from fledge.files import read_json_lines, write_json_lines
 from fledge.training.data.examples import TokenStore
 from fledge.training.data.rendering import chain
@@ -76,7 +76,7 @@ def _run(context: StageContext) -> dict[str, Any]:
     return {"enabled": True, **_assemble(context), "tokens_per_second": tokens / seconds if seconds > 0 else None}
 
 
-def open_llm(recipe: Recipe) -> Generator:
+def open_llm(recipe: Recipe) -> LLM:
     """Load the target to answer with, without a drafter; beside others of its kind where the recipe says so."""
     processes, share = recipe.regenerate.processes, None
     if processes > 1 and choose_device(recipe.device).type == "cuda":
@@ -127,7 +127,7 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
     params = SamplingParams(**{name: getattr(recipe.regenerate, name) for name in names})
     longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
     prompts: dict[int, dict[str, Any]] = {}  # of this chunk, by number
-    llm: Generator | None = None  # when the first answer is needed
+    llm: LLM | None = None  # when the first answer is needed
 
     def encode(dialogue: Dialogue) -> list[int]:
         text = renderer.prompt_text(dialogue.next_messages, prompts[dialogue.number]["template"])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.bench.load.acceptance import SpeculationCounters, read_metrics, tally_between, tally_of, tally_of_report
+from fledge.bench.load.client import SpeculationCounters, read_metrics, tally_between, tally_of, tally_of_report
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.protocol import EngineStats
 from fledge.server.metrics import Metrics

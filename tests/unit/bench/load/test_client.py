@@ -46,7 +46,7 @@ def chunked(*parts: bytes) -> bytes:
 def test_a_good_answer() -> None:
     answer = asked(good)
     assert answer.error is None
-    assert (answer.output_tokens, answer.prompt_tokens, answer.pieces) == (4, 5, 4)
+    assert (answer.output_tokens, answer.record("a", 0.0).prompt_tokens, answer.pieces) == (4, 5, 4)
     assert "".join(answer.text) == "0 1 2 3 "
     assert not answer.counted
     assert answer.first_token is not None
@@ -92,9 +92,12 @@ def test_other_shapes_of_text_count_too() -> None:
 
 
 def test_halves_of_a_character_are_the_character() -> None:
-    whole, halves = StreamedAnswer(sent=0.0, text=["\U0001f600"]), StreamedAnswer(sent=0.0, text=["\ud83d", "\ude00"])
-    assert whole.digest == halves.digest
-    assert StreamedAnswer(sent=0.0, text=["\ud83d"]).digest != whole.digest
+    whole, halves, half = (
+        StreamedAnswer(sent=0.0, text=text).record("a", 0.0).digest
+        for text in (["\U0001f600"], ["\ud83d", "\ude00"], ["\ud83d"])
+    )
+    assert whole == halves
+    assert half != whole
 
 
 @pytest.mark.parametrize("calls", [5, "text", {"a": 1}, [5, None]])
@@ -111,7 +114,7 @@ def test_json_that_is_too_deep_is_malformed() -> None:
 
 def test_a_report_of_infinitely_many_rounds_says_nothing() -> None:
     report = {"rounds": float("inf"), "accepted_by_depth": [], "drafted_by_depth": []}
-    assert StreamedAnswer(sent=0.0, usage={"speculation": report}).acceptance == ()
+    assert StreamedAnswer(sent=0.0, usage={"speculation": report}).record("a", 0.0).acceptance == ()
 
 
 def test_without_usage_pieces_are_counted_and_labelled() -> None:

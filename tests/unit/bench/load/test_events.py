@@ -3,16 +3,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.bench.load import client
-from fledge.bench.load.client import EventParser
+from fledge.bench.load.client import StreamError, split_events
 
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=8)
 
 
 def parse(parts: list[bytes]) -> list[str]:
-    parser = EventParser()
-    found = [event for part in parts for event in parser.feed(part)]
-    return found + parser.close()
+    found, rest = list[str](), b""
+    for part in (*parts, b"\n\n"):
+        events, rest = split_events(rest + part)
+        found += events
+    return found
 
 
 @given(data=st.data())
@@ -37,9 +39,9 @@ def test_an_event_without_the_last_empty_line_is_not_lost() -> None:
 
 
 def test_an_event_is_given_as_soon_as_it_is_complete() -> None:
-    parser = EventParser()
-    assert parser.feed(b"data: a\r\n\r") == ["a"]
-    assert parser.feed(b"\ndata:b\n\n") == ["b"]
+    first, rest = split_events(b"data: a\r\n\r")
+    assert first == ["a"]
+    assert split_events(rest + b"\ndata:b\n\n")[0] == ["b"]
 
 
 def test_only_one_space_is_dropped_and_bytes_that_are_no_text_do_not_hurt() -> None:
@@ -48,7 +50,6 @@ def test_only_one_space_is_dropped_and_bytes_that_are_no_text_do_not_hurt() -> N
 
 def test_an_event_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MAX_EVENT_BYTES", 100)
-    parser = EventParser()
-    parser.feed(b"data: " + b"x" * 60)
-    with pytest.raises(ValueError, match="an event of more than"):
-        parser.feed(b"x" * 60)
+    _, rest = split_events(b"data: " + b"x" * 60)
+    with pytest.raises(StreamError, match="an event of more than"):
+        split_events(rest + b"x" * 60)

@@ -27,7 +27,8 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     """The drafter that the recipe asks for. What it leaves open follows the target: rope and positions always do."""
     variant = _VARIANTS[section.variant]
     eagle1 = variant.architecture is Architecture.EAGLE1
-    if eagle1 and draft_vocab_size not in (None, target.vocab_size):
+    draft_vocab_size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
+    if eagle1 and draft_vocab_size < target.vocab_size:
         what = "EAGLE-1 drafts with the target's own head, over its whole vocabulary"
         raise ConfigError(f"vocab.size: {what}; set it to null")
     if eagle1 and (section.fc_norm or section.norm_output or section.norm_before_residual or section.aux_layer_ids):
@@ -44,9 +45,8 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     layer = replace(plain, intermediate_size=mlp, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     max_positions, longest = section.max_positions or target.max_positions, target.max_positions
     if max_positions < longest:
-        consequence = f"less than the target's {longest}: acceptance collapses on longer inputs"
-        text = f"drafter.max_positions is {max_positions}, {consequence}"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        text = f"drafter.max_positions is {max_positions}, less than the target's {longest}"
+        warnings.warn(f"{text}: acceptance collapses on longer inputs", CheckpointWarning, stacklevel=2)
     aux_ids = section.aux_layer_ids or target.default_aux_layer_ids
     if not eagle1 and (list(aux_ids) != sorted(set(aux_ids)) or aux_ids[0] < 0 or aux_ids[-1] > target.num_layers):
         found = "found" if section.aux_layer_ids else "not set, and the usual ones do not suit this target:"
@@ -56,7 +56,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     return replace(
         config,
         num_layers=section.num_layers,
-        draft_vocab_size=draft_vocab_size or target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
         max_positions=max_positions,
         own_embedding=section.train_embedding,
         norm_before_residual=section.norm_before_residual,

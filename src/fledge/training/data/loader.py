@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,20 +60,16 @@ class StateFormat(Record):
     def bytes_of(self, tokens: int) -> int:
         return tokens * self.width * DTYPES[self.dtype].itemsize
 
-    @property
-    def raw(self) -> torch.dtype:
-        """numpy has no bfloat16: numbers are kept as they are, and only their width is told."""
-        return torch.int32 if DTYPES[self.dtype].itemsize == 4 else torch.int16
-
     def shards_in(self, directory: Path, store: TokenStore) -> list[tuple[Path, int, bool]]:
         """Each shard's file, its tokens, and whether it is whole."""
         sizes = np.diff(store.offsets[list(self.shards)]).tolist()
         files = [(directory / f"shard-{i:05}.bin", tokens) for i, tokens in enumerate(sizes)]
         return [(f, n, f.is_file() and f.stat().st_size == self.bytes_of(n) + SEAL_BYTES) for f, n in files]
 
-    def mapped(self, path: Path, tokens: int, mode: Any) -> np.memmap[Any, Any]:
-        """A shard's numbers [tokens, width]."""
-        return np.memmap(path, dtype=str(self.raw).removeprefix("torch."), mode=mode, shape=(tokens, self.width))
+    def mapped(self, path: Path, tokens: int, *, shared: bool = False) -> Tensor:
+        """A shard's numbers [tokens, width]. If `shared`, what is written to them goes to the file."""
+        numbers = torch.from_file(str(path), shared=shared, size=tokens * self.width, dtype=DTYPES[self.dtype])
+        return numbers.view(tokens, self.width)
 
 
 def plan_states(
@@ -132,17 +127,16 @@ def write_states(
             with atomic_path(path) as temporary:
                 with temporary.open("r+b") as file:  # writing to a map ends the process (SIGBUS) where the disk is full
                     os.posix_fallocate(file.fileno(), 0, form.bytes_of(tokens))
-                out, done = form.mapped(temporary, tokens, "r+"), 0
+                out, done = form.mapped(temporary, tokens, shared=True), 0
                 for rows in _passes(store.lengths, *examples, batch_tokens):
                     batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
                     states = capture.states(batch.to(ends.head_weight.device), form.aux_layer_ids)
                     both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
-                    numbers = both.view(form.raw).cpu()[batch.document >= 0]  # rows hold the examples in order
-                    out[done : done + len(numbers)] = numbers.numpy()
+                    numbers = both.cpu()[batch.document >= 0]  # rows hold the examples in order
+                    out[done : done + len(numbers)] = numbers
                     done += len(numbers)
                     advance(len(numbers))
-                out.flush()
-                del out
+                del out  # unmaps the file
                 seal(temporary)
 
 
@@ -186,19 +180,18 @@ class HiddenStateStore:
                 raise FledgeError(f"{directory / _HEADER}: {what}; these states are of another run: capture again")
         self.form = StateFormat.from_dict(header, str(directory / _HEADER))
         self._directory, self._offsets = directory, store.offsets
-        self._shards: list[np.ndarray] = []
+        self._shards: list[Tensor] = []
         shards = self.form.shards_in(directory, store)
         for path, tokens, complete in shards:
             if not complete:
                 raise FledgeError(f"{path}: missing or incomplete; run the capture stage again")
-            self._shards.append(self.form.mapped(path, tokens, "r"))
+            self._shards.append(self.form.mapped(path, tokens))
         for path, *_ in shards[verified]:
             check_seal(path, _AGAIN)
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
         """States [rows, length, ...] on the CPU, laid out as `collate` lays out tokens; zeros at padding."""
-        both = torch.zeros(len(rows), length, self.form.width, dtype=self.form.raw)
-        numbers = both.numpy()
+        states = torch.zeros(len(rows), length, self.form.width, dtype=DTYPES[self.form.dtype])
         for i, row in enumerate(rows):
             used = 0
             for example in row:
@@ -206,9 +199,9 @@ class HiddenStateStore:
                 size = min(high - low, length - used)
                 shard = int(np.searchsorted(self.form.shards, example, side="right")) - 1
                 start = low - int(self._offsets[self.form.shards[shard]])
-                numbers[i, used : used + size] = self._shards[shard][start : start + size]
+                states[i, used : used + size] = self._shards[shard][start : start + size]
                 used += size
-        states, hidden = both.view(DTYPES[self.form.dtype]), self.form.hidden_size
+        hidden = self.form.hidden_size
         aux = states[..., :-hidden].contiguous() if self.form.aux_layer_ids else None
         return TargetStates(final=states[..., -hidden:].contiguous(), aux=aux)
 

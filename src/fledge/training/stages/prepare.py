@@ -106,8 +106,7 @@ class Preparation:
                 with TokenStore.writer(self.directory / EXAMPLES, vocab_size(self.target)) as writer:
                     for varied, sequences in rendered:
                         self.counts["turns_apart"] += len(sequences) - 1
-                        category = varied.conversation.category
-                        self._count(varied, add_examples(writer, sequences, category, self.data, self.counts))
+                        self._count(varied, add_examples(writer, sequences, self.data, self.counts))
         refuse_if_empty(self.counts["examples"], self.skipped, self.data.sources)
         held_out = [record for record in self.held_out.values() if record is not None]
         write_json_lines(self.directory / HELD_OUT, held_out)
@@ -238,7 +237,7 @@ class Preparation:
 
 
 STAGE = Stage(
-    name="prepare", version=2, depends_on=(), settings=_settings, run=lambda context: Preparation(context).run()
+    name="prepare", version=3, depends_on=(), settings=_settings, run=lambda context: Preparation(context).run()
 )
 
 
@@ -248,7 +247,7 @@ def _prompt_record(varied: Varied, prompt: Rendered) -> dict[str, Any]:
 
 
 def add_examples(
-    writer: TokenWriter, sequences: Sequence[Rendered], category: str, data: DataSection, counts: Counter[str]
+    writer: TokenWriter, sequences: Sequence[Rendered], data: DataSection, counts: Counter[str]
 ) -> list[Rendered]:
     """Store sequences cut to `data.max_length`, unless too little of an answer is left; return those stored."""
     kept = []
@@ -258,7 +257,7 @@ def add_examples(
         if sum(cut.answer) < data.min_answer_tokens:
             counts["too_long" if sum(sequence.answer) >= data.min_answer_tokens else "too_short"] += 1
         else:
-            writer.add(cut.tokens, cut.answer, category)
+            writer.add(cut.tokens, cut.answer)
             kept.append(cut)
     return kept
 

@@ -34,8 +34,7 @@ _POLL_SECONDS = 0.1
 class Processes:
     """Describes this process among those of a torchrun, before and between collective work.
 
-    Needs the rendezvous store only, no process group: the others may wait for hours while the first one prepares data,
-    without a collective that times out and without memory of a device. Calls must come in the same order everywhere.
+    No process group: the others may wait for hours while the first one prepares data, which no collective outlasts.
     """
 
     rank: int = 0

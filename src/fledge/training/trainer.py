@@ -253,15 +253,15 @@ class Trainer:
             weights = {name: weight.to(self.compute) for name, weight in self._passes.named_parameters()}
         metrics = TttMetrics.zeros(self.fit.depth, device)
         loss = torch.zeros((), device=device)
-        for i, (host_batch, host_states) in enumerate(zip(data.batches, data.states, strict=True)):
+        for i, (host_batch, host_states) in enumerate(data.parts):
             batch = host_batch.to(device)
-            if host_states is not None:
-                states = map_tensors(host_states, lambda x: x.to(device, non_blocking=True))
-            else:
-                assert self.capture is not None
+            if self.capture is not None:
                 states = self.capture.states(batch, self.drafter.aux_layer_ids)
+            else:
+                assert host_states is not None
+                states = map_tensors(host_states, lambda x: x.to(device, non_blocking=True))
             teacher = self.teacher(states.final)
-            with workers.shares_gradients(self.model, i == len(data.batches) - 1):
+            with workers.shares_gradients(self.model, i == len(data.parts) - 1):
                 part = self._pass(weights, workers.world, batch, states, teacher, denominators, record)
             loss = loss + part.loss
             metrics.add(part.metrics)

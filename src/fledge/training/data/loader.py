@@ -12,7 +12,7 @@ and the target's ends are sealed (`fledge.files.seal`): a digest at their end, c
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -217,8 +217,7 @@ class HiddenStateStore:
 class StepData:
     """One process's part of one optimizer step, on the host."""
 
-    batches: tuple[PackedBatch, ...]  # one for each micro-batch
-    states: tuple[TargetStates | None, ...]  # offline states of each
+    parts: list[tuple[PackedBatch, TargetStates | None]]  # micro-batches, and their states where these are on disk
     taught: Tensor  # int64 [depth]: slots that these batches supervise at each draft step
     tokens: int  # of the whole step, all processes
     epoch: int
@@ -241,11 +240,7 @@ class StepLoader:
         self._rows_of = lru_cache(2)(partial(packed_rows, store.lengths, length=fit.length, seed=fit.seed))
         if not len(store):
             raise ConfigError("fit: there are no training examples; see what the earlier stages left out")
-
-    @property
-    def total_steps(self) -> int:
-        """How many steps the recipe asks for."""
-        return self._fit.total_steps(len(self._rows_of(epoch=0)))
+        self.total_steps = fit.total_steps(len(self._rows_of(epoch=0)))  # that the recipe asks for
 
     def steps(self, start: RowPosition, count: int) -> Iterator[StepData]:
         """Yield `count` steps from `start`, each prepared while the one before is in use."""
@@ -272,18 +267,16 @@ class StepLoader:
         members = np.fromiter((example for members in rows for example in members), dtype=np.int64)
         mine = rows[self._share]
         micro = min(self._fit.micro_rows or len(mine), len(mine))
-        parts = [mine[i : i + micro] for i in range(0, len(mine), micro)]
-        batches = [collate(self._store, part, length) for part in parts]
-        states = [None if self._states is None else self._states.read(part, length) for part in parts]
-        taught = torch.stack([batch.supervised_counts(self._fit.depth) for batch in batches]).sum(0)
-        if self._pinned:
-            batches = [map_tensors(batch, Tensor.pin_memory) for batch in batches]
-            states = [None if part is None else map_tensors(part, Tensor.pin_memory) for part in states]
-            taught = taught.pin_memory()
+        pinned: Callable[[Tensor], Tensor] = Tensor.pin_memory if self._pinned else Tensor.contiguous
+        parts, taught = [], torch.zeros(self._fit.depth, dtype=torch.int64)
+        for part in (mine[i : i + micro] for i in range(0, len(mine), micro)):
+            batch = collate(self._store, part, length)
+            states = None if self._states is None else map_tensors(self._states.read(part, length), pinned)
+            taught += batch.supervised_counts(self._fit.depth)
+            parts.append((map_tensors(batch, pinned), states))
         return StepData(
-            batches=tuple(batches),
-            states=tuple(states),
-            taught=taught,
+            parts=parts,
+            taught=pinned(taught),
             tokens=int(np.minimum(self._store.lengths[members], length).sum()),
             epoch=start[0],
             following=(epoch, row),

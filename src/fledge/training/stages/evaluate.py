@@ -7,7 +7,7 @@ measured before an interruption is kept in `parts/`.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -98,9 +98,14 @@ def _evaluate(context: StageContext, candidates: Sequence[Path]) -> dict[str, An
     """Measure the candidates, then the best one. Every part is written down as soon as it is known."""
     recipe, section, temperature = context.recipe, context.recipe.eval, context.recipe.eval.temperature
     workloads, unusable = _workloads(recipe, context.inputs["prepare"] / "held_out.jsonl")
-    shared = {"target": recipe.target.path, "dtype": recipe.target.dtype, "device": recipe.device}
-    limits = {"max_tokens": section.max_tokens, "max_num_seqs": section.max_num_seqs}
-    meter = AcceptanceMeter(AcceptanceSettings(**shared, **limits))
+    measured_as = AcceptanceSettings(
+        target=recipe.target.path,
+        max_tokens=section.max_tokens,
+        max_num_seqs=section.max_num_seqs,
+        dtype=recipe.target.dtype,
+        device=recipe.device,
+    )
+    meter = AcceptanceMeter(measured_as)
     parts = context.directory / "parts"
     parts.mkdir(exist_ok=True)
 
@@ -211,9 +216,9 @@ def _provenance(context: StageContext) -> dict[str, Any]:
     keys = {} if fit is None else {**fit.input_keys, "fit": fit.key}
     output = context.inputs["fit"].parent.parent
     manifests = {name: found for name, key in keys.items() if (found := Manifest.read(output / name / key))}
-    prepared, trained_on = manifests.get("prepare"), map(file_digest, recipe.data.sources)
-    if prepared is not None:  # as they were then
-        trained_on = (digest for _, digest in prepared.settings["data"]["sources"])
+    trained_on: Iterable[str] = map(file_digest, recipe.data.sources)
+    if "prepare" in manifests:  # as they were then
+        trained_on = [digest for _, digest in manifests["prepare"].settings["data"]["sources"]]
     measured_on = map(file_digest, recipe.eval.sources)
     directory = resolve(recipe.target.path)
     template = getattr(load_tokenizer(directory), "chat_template", None)

@@ -7,7 +7,6 @@ Writes into its directory:
 """
 
 import hashlib
-import shutil
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,16 +85,12 @@ class Preparation:
     def __init__(self, context: StageContext) -> None:
         self.recipe, self.data = context.recipe, context.recipe.data
         self.directory, self.progress = context.directory, context.progress
-        self.target = resolve(self.recipe.target.path)
-        self.renderer = open_renderer(self.recipe)
-        self.skipped = Skipped()
-        self.counts, self.categories = Counter[str](), Counter[str]()
+        self.target, self.renderer = resolve(self.recipe.target.path), open_renderer(self.recipe)
+        self.skipped, self.counts, self.categories = Skipped(), Counter[str](), Counter[str]()
         self.held_out: dict[str, dict[str, Any] | None] = {}  # by topic; None where its prompt cannot be used
 
     def run(self) -> dict[str, Any]:
         eligible, taken = self._choose()
-        shutil.rmtree(self.directory / EXAMPLES, ignore_errors=True)
-        (self.directory / PROMPTS).unlink(missing_ok=True)
         with self.progress.task("prepare", total=len(eligible)) as advance:
             chosen = self._taken(eligible, taken, advance)
             batches = iter(lambda: list(islice(chosen, _BATCH)), [])
@@ -138,10 +133,7 @@ class Preparation:
             yield where, conversation
 
     def _choose(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Say of each usable conversation whether it is not held out, and whether it is taken.
-
-        Remembers little enough of each for millions of them.
-        """
+        """Say of each usable conversation (maybe of millions) whether it is not held out, and whether it is taken."""
         topics, chats, texts = array("Q"), dict[int, str](), dict[int, str]()  # topics with their first category
         for _, conversation in self.usable(self.skipped):
             topics.append(hashed(conversation.topic))
@@ -236,9 +228,7 @@ class Preparation:
         self.categories[varied.conversation.category] += 1
 
 
-STAGE = Stage(
-    name="prepare", version=3, depends_on=(), settings=_settings, run=lambda context: Preparation(context).run()
-)
+STAGE = Stage(name="prepare", version=3, depends_on=(), settings=_settings, run=lambda c: Preparation(c).run())
 
 
 def _prompt_record(varied: Varied, prompt: Rendered) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_examples, open_renderer, text_identity
 
 _PARTS = "parts"
-_LINE = ("category", "turns", "dropped")  # of an answered dialogue in a part
 GPU_MEMORY = 0.88  # of the device, for all processes that answer together
 _BESIDE_KEYS = 3 << 30  # what such a process needs besides its keys and values: weights of a small target, graphs, CUDA
 
@@ -150,8 +149,11 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
         tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
         if os.getppid() != parent:
             break  # the run was killed; its next start must not find us at work
-        lines = [(prompts[one.number]["category"], encode(one.answers), one.dropped) for one in dialogues]
-        write_json_lines(part, (dict(zip(_LINE, line, strict=True)) for line in lines))
+        lines = []
+        for one in dialogues:
+            line = {"turns": encode(one.answers), "dropped": one.dropped}
+            lines.append({"category": prompts[one.number]["category"], **line})
+        write_json_lines(part, lines)
     return tokens, seconds
 
 

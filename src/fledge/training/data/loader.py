@@ -66,9 +66,9 @@ class StateFormat(Record):
         files = [(directory / f"shard-{i:05}.bin", tokens) for i, tokens in enumerate(sizes)]
         return [(f, n, f.is_file() and f.stat().st_size == self.bytes_of(n) + SEAL_BYTES) for f, n in files]
 
-    def mapped(self, path: Path, tokens: int, *, shared: bool = False) -> Tensor:
-        """A shard's numbers [tokens, width]. If `shared`, what is written to them goes to the file."""
-        numbers = torch.from_file(str(path), shared=shared, size=tokens * self.width, dtype=DTYPES[self.dtype])
+    def mapped(self, path: Path, tokens: int) -> Tensor:
+        """A shard's numbers [tokens, width]: the file itself. A private map would count as memory that is in use."""
+        numbers = torch.from_file(str(path), shared=True, size=tokens * self.width, dtype=DTYPES[self.dtype])
         return numbers.view(tokens, self.width)
 
 
@@ -127,7 +127,7 @@ def write_states(
             with atomic_path(path) as temporary:
                 with temporary.open("r+b") as file:  # writing to a map ends the process (SIGBUS) where the disk is full
                     os.posix_fallocate(file.fileno(), 0, form.bytes_of(tokens))
-                out, done = form.mapped(temporary, tokens, shared=True), 0
+                out, done = form.mapped(temporary, tokens), 0
                 for rows in _passes(store.lengths, *examples, batch_tokens):
                     batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
                     states = capture.states(batch.to(ends.head_weight.device), form.aux_layer_ids)

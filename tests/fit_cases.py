@@ -39,8 +39,8 @@ def write_store(directory: Path, vocab_size: int = TARGET.vocab_size, examples: 
         for _ in range(examples):
             size = int(random.integers(6, 40))
             answer = np.arange(size) >= size // 3
-            writer.add(random.integers(0, vocab_size, size), answer, "random")
-    return TokenStore.open(directory)
+            writer.add(random.integers(0, vocab_size, size), answer)
+    return TokenStore(directory)
 
 
 def make_inputs(directory: Path, *, target: TargetConfig = TARGET, draft_vocab: int | None = 24) -> Recipe:

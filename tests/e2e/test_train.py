@@ -100,7 +100,7 @@ def test_the_plan_says_what_the_run_took(run: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     stages = result(run)["stages"]
-    store = TokenStore.open(Path(stages["regenerate"]["directory"]) / "examples")
+    store = TokenStore(Path(stages["regenerate"]["directory"]) / "examples")
     assert plan["data"] == {
         **plan["data"],
         "exact": True,

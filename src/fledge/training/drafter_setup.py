@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.errors import CheckpointWarning, ConfigError
-from fledge.layers.linear import Linear
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
@@ -27,7 +26,8 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     """The drafter that the recipe asks for. What it leaves open follows the target: rope and positions always do."""
     variant = _VARIANTS[section.variant]
     eagle1 = variant.architecture is Architecture.EAGLE1
-    if eagle1 and draft_vocab_size not in (None, target.vocab_size):
+    draft_vocab_size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
+    if eagle1 and draft_vocab_size < target.vocab_size:
         what = "EAGLE-1 drafts with the target's own head, over its whole vocabulary"
         raise ConfigError(f"vocab.size: {what}; set it to null")
     if eagle1 and (section.fc_norm or section.norm_output or section.norm_before_residual or section.aux_layer_ids):
@@ -44,9 +44,8 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     layer = replace(plain, intermediate_size=mlp, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     max_positions, longest = section.max_positions or target.max_positions, target.max_positions
     if max_positions < longest:
-        consequence = f"less than the target's {longest}: acceptance collapses on longer inputs"
-        text = f"drafter.max_positions is {max_positions}, {consequence}"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        text = f"drafter.max_positions is {max_positions}, less than the target's {longest}"
+        warnings.warn(f"{text}: acceptance collapses on longer inputs", CheckpointWarning, stacklevel=2)
     aux_ids = section.aux_layer_ids or target.default_aux_layer_ids
     if not eagle1 and (list(aux_ids) != sorted(set(aux_ids)) or aux_ids[0] < 0 or aux_ids[-1] > target.num_layers):
         found = "found" if section.aux_layer_ids else "not set, and the usual ones do not suit this target:"
@@ -56,7 +55,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
     return replace(
         config,
         num_layers=section.num_layers,
-        draft_vocab_size=draft_vocab_size or target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
         max_positions=max_positions,
         own_embedding=section.train_embedding,
         norm_before_residual=section.norm_before_residual,
@@ -81,8 +80,7 @@ def make_drafter(
 ) -> Drafter:
     """Build the drafter in float32 on `device`, with all that it borrows. The same seed gives the same on any device.
 
-    `compute` is the dtype that its layers will be run in. Borrowed matrices keep the target's dtype and memory; they
-    are no parameters and in no state dict.
+    `compute` is the dtype that its layers will be run in.
     """
     if not config.own_head and ends.head_bias is not None:
         raise ConfigError("drafter.variant: EAGLE-1 drafts with the target's head, and this target's has a bias; use 3")
@@ -101,9 +99,9 @@ def make_drafter(
             _load_weights(drafter, resolve(section.init_from), target, target_directory)
     drafter = drafter.to(device)
     if not config.own_embedding:
-        drafter.embed_tokens = BorrowedEmbedding(ends.embedding_weight.to(device), compute)
+        drafter.embed_tokens = Borrowed(ends.embedding_weight.to(device), compute)  # type: ignore[assignment]
     if not config.own_head:
-        drafter.lm_head = BorrowedHead(ends.head_weight.to(device))
+        drafter.lm_head = Borrowed(ends.head_weight.to(device))  # type: ignore[assignment]
     return drafter.train()
 
 
@@ -146,27 +144,18 @@ def _load_weights(drafter: Drafter, directory: Path, target: TargetConfig, targe
     drafter.load_state_dict(state, strict=False)
 
 
-class BorrowedEmbedding(nn.Embedding):
-    """The target's embedding: frozen, in the target's dtype and memory, and not the drafter's to save."""
+class Borrowed(nn.Module):
+    """A matrix of the target: frozen, in the target's dtype and memory, and not the drafter's to save."""
 
-    def __init__(self, weight: Tensor, compute: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = weight.shape
-        self.compute = compute
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, embeds: torch.dtype | None = None) -> None:
+        """An embedding that gives numbers of the dtype `embeds`, or without it a head."""
+        super().__init__()
+        self.embeds = embeds
         self.register_buffer("weight", weight.detach(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight).to(self.compute)
-
-
-class BorrowedHead(Linear):
-    """The target's head: frozen, in the target's dtype and memory, and not the drafter's to save."""
-
-    def __init__(self, weight: Tensor) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", weight.detach(), persistent=False)
-        self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.embeds is not None:
+            return F.embedding(x, self.weight).to(self.embeds)
         return F.linear(x.to(self.weight.dtype), self.weight)

@@ -34,8 +34,7 @@ _POLL_SECONDS = 0.1
 class Processes:
     """Describes this process among those of a torchrun, before and between collective work.
 
-    Needs the rendezvous store only, no process group: the others may wait for hours while the first one prepares data,
-    without a collective that times out and without memory of a device. Calls must come in the same order everywhere.
+    No process group: the others may wait for hours while the first one prepares data, which no collective outlasts.
     """
 
     rank: int = 0
@@ -75,11 +74,13 @@ class Workers(Processes):
     control: Any = None  # a process group of CPU messages, so that agreeing on something does not wait for the device
 
     @classmethod
-    def start(cls, device: str = "auto") -> "Workers":
-        """Join the other processes of a torchrun; without one this process is alone."""
+    @contextmanager
+    def start(cls, device: str = "auto") -> Iterator["Workers"]:
+        """Join the other processes of a torchrun until the block ends; without one this process is alone."""
         place = choose_device(device)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls(device=place)
+            yield cls(device=place)
+            return
         local, timeout = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))), timedelta(minutes=30)
         on_gpu, gpus = place.type == "cuda", torch.cuda.device_count()
         if on_gpu:
@@ -89,12 +90,10 @@ class Workers(Processes):
             place = torch.device("cuda", local)
             torch.cuda.set_device(place)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=place if on_gpu else None)
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(device=place, rank=dist.get_rank(), world=dist.get_world_size(), control=control)
-
-    def stop(self) -> None:
-        """Leave the other processes."""
-        if self.world > 1:
+        try:
+            control = dist.new_group(backend="gloo", timeout=timeout)
+            yield cls(device=place, rank=dist.get_rank(), world=dist.get_world_size(), control=control)
+        finally:
             dist.destroy_process_group()
 
     def share_of(self, rows: int) -> slice:

@@ -14,7 +14,6 @@ output/
 
 import fcntl
 import gc
-import json
 import os
 import shlex
 import shutil
@@ -25,14 +24,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
 import torch
-import yaml
 
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.errors import ConfigError, FledgeError, nearest_name_hint
@@ -41,7 +38,7 @@ from fledge.progress import Progress
 from fledge.provenance import shown_path
 from fledge.records import Record
 from fledge.training.parallel import Processes
-from fledge.training.recipe import Recipe
+from fledge.training.recipe import Recipe, map_texts
 from fledge.version import __version__
 
 MANIFEST, STARTED = "manifest.json", "started.json"
@@ -101,22 +98,19 @@ class Manifest(Record):
             return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageState:
+class StageState(NamedTuple):
     """Where a stage stands for a recipe. The directory's name is its key."""
 
-    stage: Stage
     directory: Path
     manifest: Manifest | None  # of its output, where that is complete and still true
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunReport:
+class RunReport(NamedTuple):
     """What a run did, where every stage stands now, and the published checkpoint, if there is one."""
 
     ran: tuple[str, ...]
     states: Mapping[str, StageState]  # in the first process
-    drafter: Path | None = None
+    drafter: Path | None
 
 
 class Pipeline:
@@ -141,11 +135,11 @@ class Pipeline:
     def keys(self) -> dict[str, str]:
         """Every stage's key. Reads all data files, once; what changes during a run is noticed by the next one."""
         keys: dict[str, str] = {}
-        for stage in self.stages:
-            try:
+        try:
+            for stage in self.stages:
                 keys[stage.name] = stage.key(self.recipe, keys)
-            except OSError as error:
-                raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
         return keys
 
     def states(self) -> dict[str, StageState]:
@@ -159,7 +153,7 @@ class Pipeline:
                 now = Manifest.read(states[name].directory)
                 if manifest and now and (states[name].manifest is None or manifest.inputs.get(name) != now.run):
                     manifest = None
-            states[stage.name] = StageState(stage=stage, directory=directory, manifest=manifest)
+            states[stage.name] = StageState(directory, manifest)
         return states
 
     def run(
@@ -180,15 +174,33 @@ class Pipeline:
             self.progress = Progress(quiet=True)
         self.keys = processes.share("keys", lambda: self.keys)
         with locked(self.output) if processes.is_first else nullcontext():
-            decided = processes.share("to-run", lambda: stages_to_run(self.states(), selected, force, self.progress))
+            decided = processes.share("to-run", lambda: self._stages_to_run(selected, force))
             for stage in self.stages:
                 if stage.name in decided:
                     self._run_stage(stage, processes, forced=stage.name in force)
             states = self.states() if processes.is_first else {}
-            evaluated, drafter = states.get("eval"), None
-            if evaluated is not None and evaluated.manifest is not None:
-                drafter = publish(self.output, evaluated.directory / "drafter", evaluated.manifest.run)
-            return RunReport(ran=tuple(decided), states=states, drafter=drafter)
+            evaluated, manifest = states.get("eval", (Path(), None))
+            drafter = None if manifest is None else publish(self.output, evaluated / "drafter", manifest.run)
+            return RunReport(tuple(decided), states, drafter)
+
+    def _stages_to_run(self, selected: Sequence[str], force: Sequence[str]) -> list[str]:
+        """Return the selected stages that must run: those forced, or incomplete and read by one that runs, or built on
+        one. An incomplete stage whose output nothing will read is left alone: its files may have been removed.
+        """
+        inputs = {stage.name: set(stage.depends_on) for stage in self.stages if stage.name in selected}
+        readers = {name: {other for other in selected if name in inputs[other]} for name in selected}
+        incomplete = {name for name, state in self.states().items() if name in selected and state.manifest is None}
+        running = {name for name in selected if name in force or (name in incomplete and not readers[name])}
+        while more := {
+            name
+            for name in selected
+            if name not in running and (inputs[name] & running or (name in incomplete and readers[name] & running))
+        }:
+            running |= more
+        for name in selected:
+            if name not in running:
+                self.progress.say(f"{name}: {'not needed' if name in incomplete else 'up to date'}")
+        return [name for name in selected if name in running]
 
     def _run_stage(self, stage: Stage, processes: Processes, *, forced: bool) -> None:
         runs = processes.share(f"{stage.name}-begin", lambda: self._begin(stage, forced))
@@ -234,11 +246,12 @@ class Pipeline:
             runs[name] = manifest.run
         directory = states[stage.name].directory
         resumed = not forced and read_json(directory / STARTED) == {"inputs": runs}
+        (directory / MANIFEST).unlink(missing_ok=True)
         if not resumed:
-            clear(directory)
+            (directory / STARTED).unlink(missing_ok=True)  # first: what a kill leaves of the rest is not believed
+            shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
             write_json(directory / STARTED, {"inputs": runs})
-        (directory / MANIFEST).unlink(missing_ok=True)
         remove_temporaries(directory)
         self.progress.say(f"{stage.name}: {'going on where it was interrupted' if resumed else 'started'}")
         return runs
@@ -263,29 +276,6 @@ def select_stages(
     return selected
 
 
-def stages_to_run(
-    states: Mapping[str, StageState], selected: Sequence[str], force: Sequence[str], progress: Progress
-) -> list[str]:
-    """Return the selected stages that must run: those forced, or incomplete and read by one that runs, or built on one.
-
-    An incomplete stage whose output nothing will read is left alone: its files may have been removed to save space.
-    """
-    inputs = {name: set(states[name].stage.depends_on) for name in selected}
-    readers = {name: {other for other in selected if name in inputs[other]} for name in selected}
-    incomplete = {name for name in selected if states[name].manifest is None}
-    running = {name for name in selected if name in force or (name in incomplete and not readers[name])}
-    while more := {
-        name
-        for name in selected
-        if name not in running and (inputs[name] & running or (name in incomplete and readers[name] & running))
-    }:
-        running |= more
-    for name in selected:
-        if name not in running:
-            progress.say(f"{name}: {'not needed' if name in incomplete else 'up to date'}")
-    return [name for name in selected if name in running]
-
-
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
     """Refuse a second run in the same directory. The lock goes with the process, however it ends."""
@@ -306,14 +296,6 @@ def locked(output: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()  # not closed: that would release the lock
         yield
-
-
-def clear(directory: Path) -> None:
-    """Remove a stage's output: the manifest first, so that a start killed in the middle of it is not believed."""
-    if directory.is_dir():
-        for name in (MANIFEST, STARTED):
-            (directory / name).unlink(missing_ok=True)
-        shutil.rmtree(directory)
 
 
 def publish(output: Path, source: Path, identity: str) -> Path:
@@ -341,32 +323,10 @@ def shown_numbers(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def shown_recipe(recipe: Recipe) -> dict[str, Any]:
+def shown_recipe(recipe: Recipe) -> Any:
     """The recipe in full, its paths relative to where the run's directory lies: a card is read on other machines."""
     base = Path(recipe.output).parent
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: shown(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [shown(item) for item in value]
-        return shown_path(value, base) if isinstance(value, str) and os.path.isabs(value) else value
-
-    return {key: shown(item) for key, item in recipe.to_dict().items()}
-
-
-def fill_template(template: str, **values: Any) -> str:
-    """Fill one of this package's templates."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fledge.training", "."),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["json"] = json.dumps
-    environment.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-    return environment.get_template(template).render(values)
+    return map_texts(recipe.to_dict(), lambda text, _key: shown_path(text, base) if os.path.isabs(text) else text)
 
 
 def duration(seconds: float) -> str:

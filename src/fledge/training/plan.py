@@ -26,12 +26,13 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
+from fledge.report.page import page_template
 from fledge.training.capture import target_config
 from fledge.training.data.examples import TokenStore, packed_rows
 from fledge.training.drafter_setup import drafter_config
-from fledge.training.pipeline import Pipeline, StageContext, StageState, duration, fill_template
+from fledge.training.pipeline import Pipeline, StageContext, StageState, duration
 from fledge.training.recipe import FitSection, Recipe, TargetSection
-from fledge.training.stages.fit import compute_dtype, read_vocabulary
+from fledge.training.stages.fit import compute_dtype
 from fledge.training.stages.prepare import EXAMPLES, Preparation, Varied
 from fledge.training.ttt import CHUNK_ROWS
 
@@ -42,12 +43,10 @@ SAMPLE = 256  # conversations rendered for an estimate
 MEMORY_MARGIN = 0.92  # of what is free: the allocator needs some room
 MASTER_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8  # float32 weights, gradients, and Adam's two averages
 
-_SHARDING = "use fit.parallel=fsdp2 with more GPUs, or a smaller drafter"
+_SHARDED = ("weights", "gradients", "optimizer")
 _REMEDIES = {
     "target": "use capture.mode=offline, or target.dtype=bfloat16",
-    "weights": _SHARDING,
-    "gradients": _SHARDING,
-    "optimizer": _SHARDING,
+    **dict.fromkeys(_SHARDED, "use fit.parallel=fsdp2 with more GPUs, or a smaller drafter"),
     "states": "lower fit.micro_rows",
     "activations": "set fit.activation_checkpointing, or lower fit.micro_rows",
     "logits": "lower fit.micro_rows or vocab.size, or set fit.activation_checkpointing",
@@ -77,8 +76,7 @@ class FitShape:
     @property
     def state_bytes_per_token(self) -> int:
         """Aux states and the final one: (n + 1) * H numbers."""
-        aux_states = 0 if self.drafter.architecture is Architecture.EAGLE1 else self.drafter.num_aux_states
-        return (aux_states + 1) * self.target.hidden_size * self.state_bytes
+        return (len(self.drafter.aux_layer_ids or ()) + 1) * self.target.hidden_size * self.state_bytes
 
     @cached_property
     def _module(self) -> Drafter:
@@ -165,14 +163,10 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
     compute = compute_dtype(recipe.fit, device)
     data, lengths = data_size(recipe, states)
     mean_length = data["tokens"] / max(1, data["examples"])
-    draft_vocab = recipe.vocab.size if recipe.vocab.size is not None and recipe.vocab.size < target.vocab_size else None
-    if states["vocab"].manifest is not None:
-        vocabulary = read_vocabulary(states["vocab"].directory, target.vocab_size)
-        draft_vocab = None if vocabulary is None else len(vocabulary.d2t)
     shape = FitShape(
         target=target,
         target_parameters=target_parameter_count(recipe.target, target),
-        drafter=drafter_config(recipe.drafter, target, draft_vocab),
+        drafter=drafter_config(recipe.drafter, target, recipe.vocab.size),
         fit=recipe.fit,
         online=recipe.capture.mode == "online",
         document_length=min(mean_length, recipe.fit.length),
@@ -198,7 +192,7 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
     # `eval` generates at most once without a drafter, for each candidate, and at each depth.
     few = recipe.fit.candidates * min(prompts, section.candidate_prompts) if recipe.fit.candidates > 1 else 0
     eval_tokens = section.enabled * section.max_tokens * (prompts * (1 + len(recipe.eval_depths)) + few)
-    state_tokens = 0 if shape.online else data["tokens"]
+    state_tokens, draft_vocab = 0 if shape.online else data["tokens"], shape.drafter.draft_vocab_size
     disk = next(path for path in (Path(recipe.output), *Path(recipe.output).parents) if path.exists())
     plan = {
         "device": probe["device"],
@@ -217,7 +211,7 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
             "tokens": new_tokens,
             "seconds": target_seconds(new_tokens, DECODE_SHARE, head=True),
         },
-        "vocab": {"size": draft_vocab, "target": target.vocab_size},
+        "vocab": {"size": draft_vocab if draft_vocab < target.vocab_size else None, "target": target.vocab_size},
         "capture": {
             "mode": recipe.capture.mode,
             "bytes_per_token": shape.state_bytes_per_token,
@@ -248,24 +242,21 @@ def _warnings(recipe: Recipe, plan: Mapping[str, Any]) -> list[str]:
     captured = any(row["stage"] == "capture" and row["state"] == "up to date" for row in plan["stages"])
     needed, free, biggest = fit["memory_total"], fit["memory_free"], max(fit["memory"], key=fit["memory"].__getitem__)
     size, rows, processes = recipe.vocab.size or 0, recipe.fit.rows, plan["processes"]
-    warnings = []
-    if needed > MEMORY_MARGIN * free:
-        most = f"most of it is {biggest}: {_REMEDIES[biggest]}"
-        warnings.append(f"fit needs about {decimal(needed)}, but {decimal(free)} are free; {most}")
-    if states > disk and not captured:
-        room = f"hidden states need {decimal(states)} of disk, but {decimal(disk)} are free"
-        warnings.append(f"{room}; use capture.mode=online")
-    if rows % processes:
-        warnings.append(f"fit.rows is {rows}, no multiple of the {processes} processes")
-    if size > vocab["target"]:
-        warnings.append(f"vocab.size is {size:,}, but the target has {vocab['target']:,} tokens: all are taken")
-    return warnings
+    most = f"most of it is {biggest}: {_REMEDIES[biggest]}"
+    room = f"hidden states need {decimal(states)} of disk, but {decimal(disk)} are free"
+    warnings = {
+        f"fit needs about {decimal(needed)}, but {decimal(free)} are free; {most}": needed > MEMORY_MARGIN * free,
+        f"{room}; use capture.mode=online": states > disk and not captured,
+        f"fit.rows is {rows}, no multiple of the {processes} processes": rows % processes,
+        f"vocab.size is {size:,}, but the target has {vocab['target']:,} tokens: all are taken": size > vocab["target"],
+    }
+    return [text for text, holds in warnings.items() if holds]
 
 
 def plan_text(recipe: Recipe, plan: Mapping[str, Any]) -> str:
     """The plan as Markdown: what each stage does and takes, and the memory of `fit`."""
-    shares = {"fit_share": FIT_SHARE, "decode_share": DECODE_SHARE}
-    return fill_template("plan.md.jinja", recipe=recipe, plan=plan, size=decimal, duration=duration, **shares)
+    known = {"size": decimal, "duration": duration, "fit_share": FIT_SHARE, "decode_share": DECODE_SHARE}
+    return page_template("fledge.training", "plan.md.jinja").render(recipe=recipe, plan=plan, **known)
 
 
 def data_size(recipe: Recipe, states: Mapping[str, StageState]) -> tuple[dict[str, Any], list[int]]:
@@ -277,7 +268,7 @@ def data_size(recipe: Recipe, states: Mapping[str, StageState]) -> tuple[dict[st
     stage = "regenerate" if answers_follow else "prepare"
     scale, exact = 1.0, states[stage].manifest is not None
     if exact:
-        store = TokenStore.open(states[stage].directory / EXAMPLES)
+        store = TokenStore(states[stage].directory / EXAMPLES)
         how, lengths, answers = f"the examples that '{stage}' has made", store.lengths.tolist(), store.answer_tokens
     else:
         preparation = Preparation(StageContext(recipe=recipe, directory=Path(recipe.output)))

@@ -6,7 +6,7 @@ names and impossible values in one line that says where.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -179,37 +179,34 @@ class Recipe(Record):
         for override in overrides:
             _apply_override(values, override)
         recipe = decode(cls, values, str(path))
-        recipe.check(str(path))
+        for key, holds, allowed in recipe._checks():
+            if not holds:
+                raise ConfigError(f"{path}: {key}: found {attrgetter(key)(recipe)!r}, allowed is {allowed}")
         return recipe
 
-    def check(self, where: str) -> None:
-        """Raise ConfigError for values that cannot be meant."""
-
-        def require(holds: bool, key: str, allowed: str) -> None:
-            if not holds:
-                raise ConfigError(f"{where}: {key}: found {attrgetter(key)(self)!r}, allowed is {allowed}")
-
+    def _checks(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield keys whose values must be meant in some way, whether they are, and what is allowed."""
         for section, values in asdict(self).items():
             for name, value in values.items() if isinstance(values, dict) else ():
                 if type(value) in (int, float):
                     key = f"{section}.{name}"
-                    require(math.isfinite(value), key, "a finite number")
+                    yield key, math.isfinite(value), "a finite number"
                     if name in _SHARES:
-                        require(0.0 <= value <= 1.0, key, "0 to 1")
+                        yield key, 0.0 <= value <= 1.0, "0 to 1"
                     elif name in _MAY_BE_ZERO:
-                        require(value >= 0, key, "0 or more")
+                        yield key, value >= 0, "0 or more"
                     else:
-                        require(value > 0, key, "a positive number")
+                        yield key, value > 0, "a positive number"
         data, fit = self.data, self.fit
-        require(fit.depth <= 16, "fit.depth", "1 to 16")
-        require(all(1 <= d <= 16 for d in self.eval.depths), "eval.depths", "numbers from 1 to 16")
-        require(all(0 <= beta < 1 for beta in fit.betas), "fit.betas", "numbers from 0 to below 1")
-        require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "device", "auto, cpu or cuda")
-        require(bool(data.sources), "data.sources", "at least one file")
-        require(fit.rows % (fit.micro_rows or 1) == 0, "fit.micro_rows", f"a divisor of {fit.rows}")
+        yield "fit.depth", fit.depth <= 16, "1 to 16"
+        yield "eval.depths", all(1 <= d <= 16 for d in self.eval.depths), "numbers from 1 to 16"
+        yield "fit.betas", all(0 <= beta < 1 for beta in fit.betas), "numbers from 0 to below 1"
+        yield "device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "auto, cpu or cuda"
+        yield "data.sources", bool(data.sources), "at least one file"
+        yield "fit.micro_rows", fit.rows % (fit.micro_rows or 1) == 0, f"a divisor of {fit.rows}"
         for share, names in (("template_share", "templates"), ("vary_system_share", "system_prompts")):
             holds = getattr(data, share) == 0 or bool(getattr(data, names))
-            require(holds, f"data.{share}", f"0 unless data.{names} names some")
+            yield f"data.{share}", holds, f"0 unless data.{names} names some"
 
     @property
     def eval_depths(self) -> tuple[int, ...]:
@@ -260,9 +257,18 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 def _anchored(value: Any, base: Path, key: str = "") -> Any:
     """Make the relative paths among raw values absolute; whatever is not text is left to the checks."""
+
+    def anchored(text: str, key: str) -> str:
+        is_path = key in _PATHS or (key in _PATHS_OR_NAMES and (base / text).exists())
+        return str((base / text).absolute()) if is_path else text
+
+    return map_texts(value, anchored, key)
+
+
+def map_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """Raw values with `change(text, its key)` in place of every text."""
     if isinstance(value, dict):
-        return {name: _anchored(item, base, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
+        return {name: map_texts(item, change, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
     if isinstance(value, list):
-        return [_anchored(item, base, key) for item in value]
-    is_path = key in _PATHS or (key in _PATHS_OR_NAMES and isinstance(value, str) and (base / value).exists())
-    return str((base / value).absolute()) if is_path and isinstance(value, str) else value
+        return [map_texts(item, change, key) for item in value]
+    return change(value, key) if isinstance(value, str) else value

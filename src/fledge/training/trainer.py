@@ -44,30 +44,34 @@ LOG_FILE, RESUME_FILE = "log.jsonl", "resume.pt"
 _COUNTERS = ("skipped", "bad_in_a_row", "longest_bad_run")  # of steps that were left out
 
 
-class TrainingLog:
+class TrainingLog(ExitStack):
     """A JSONL file, and TensorBoard and Weights & Biases too where the recipe asks for them.
 
     `position` bytes of an earlier log are kept and the rest is written again.
     """
 
     def __init__(self, directory: Path, fit: FitSection, *, run_name: str, position: int = 0, step: int = 0) -> None:
+        super().__init__()
         self.path = directory / LOG_FILE
-        self._file = self.path.open("ab")
+        self._file = self.enter_context(self.path.open("ab"))
         if os.fstat(self._file.fileno()).st_size < position:
             raise FledgeError(f"{self.path}: shorter than when the state was saved; remove resume.pt to start again")
         self._file.truncate(position)
-        self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._loggers: list[Callable[[dict[str, float], int], object]] = []
         if fit.tensorboard:
             module = importlib.import_module("torch.utils.tensorboard")
-            self._tensorboard = module.SummaryWriter(directory / "tensorboard", purge_step=step + 1)
+            writer = module.SummaryWriter(directory / "tensorboard", purge_step=step + 1)
+            self.callback(writer.close)
+            self._loggers.append(lambda values, step: [writer.add_scalar(*each, step) for each in values.items()])
         if fit.wandb_project:
             wandb = importlib.import_module("wandb")
             kept = directory / "wandb-run"  # the same run again after an interruption
             if not kept.is_file():
                 kept.write_text(wandb.util.generate_id())
             names = {"project": fit.wandb_project, "id": kept.read_text(), "name": run_name}
-            self._wandb = wandb.init(**names, dir=directory, resume="allow", config={"run": run_name})
+            run = wandb.init(**names, dir=directory, resume="allow", config={"run": run_name})
+            self.callback(run.finish)
+            self._loggers.append(run.log)
 
     @property
     def position(self) -> int:
@@ -79,29 +83,8 @@ class TrainingLog:
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write((json.dumps(record) + "\n").encode())
         self._file.flush()
-        if self._tensorboard is not None:
-            for name, value in flat(record):
-                self._tensorboard.add_scalar(name, value, record["step"])
-        if self._wandb is not None:
-            self._wandb.log(dict(flat(record)), step=record["step"])
-
-    def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log. A last line that was cut off is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+        for log in self._loggers:
+            log(dict(flat(record)), record["step"])
 
 
 def flat(record: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -233,8 +216,8 @@ class Trainer:
         first, clock, tokens_before = self.done, time.monotonic(), self.tokens
         with ExitStack() as stack:
             if self.workers.is_first:
-                self._log = TrainingLog(self.directory, fit, run_name=self.run_name, position=log_bytes, step=self.done)
-                stack.callback(self._log.close)
+                log = TrainingLog(self.directory, fit, run_name=self.run_name, position=log_bytes, step=self.done)
+                self._log = stack.enter_context(log)
             asked = stack.enter_context(_asked_to_stop())
             advance = stack.enter_context(self.progress.task("fit", self.total_steps, self.done))
             for data in self.loader.steps(self.position, self.total_steps - self.done):
@@ -265,20 +248,20 @@ class Trainer:
         workers.sum(denominators)
         # The layers run on rounded copies of all weights, norms too, so they compute just what serving computes in this
         # dtype. All micro-batches share them; every backward pass leaves gradients at the float32 weights.
-        weights = None
+        weights = {}
         if self.compute != torch.float32 and not isinstance(self.model, FSDPModule):  # which makes such copies itself
             weights = {name: weight.to(self.compute) for name, weight in self._passes.named_parameters()}
         metrics = TttMetrics.zeros(self.fit.depth, device)
         loss = torch.zeros((), device=device)
-        for i, (host_batch, host_states) in enumerate(zip(data.batches, data.states, strict=True)):
+        for i, (host_batch, host_states) in enumerate(data.parts):
             batch = host_batch.to(device)
-            if host_states is not None:
-                states = map_tensors(host_states, lambda x: x.to(device, non_blocking=True))
-            else:
-                assert self.capture is not None
+            if self.capture is not None:
                 states = self.capture.states(batch, self.drafter.aux_layer_ids)
+            else:
+                assert host_states is not None
+                states = map_tensors(host_states, lambda x: x.to(device, non_blocking=True))
             teacher = self.teacher(states.final)
-            with workers.shares_gradients(self.model, i == len(data.batches) - 1):
+            with workers.shares_gradients(self.model, i == len(data.parts) - 1):
                 part = self._pass(weights, workers.world, batch, states, teacher, denominators, record)
             loss = loss + part.loss
             metrics.add(part.metrics)
@@ -290,10 +273,9 @@ class Trainer:
         self.sums.add(metrics, good)
         self.done, self.tokens, self.position = self.done + 1, self.tokens + data.tokens, data.following
 
-    def _pass(self, weights: dict[str, Tensor] | None, *inputs: Any) -> TttOutputs:
-        """Forward and backward over one micro-batch."""
-        made = self._passes(*inputs) if weights is None else functional_call(self._passes, weights, inputs)
-        return TttOutputs(*made)
+    def _pass(self, weights: dict[str, Tensor], *inputs: Any) -> TttOutputs:
+        """Forward and backward over one micro-batch, with these weights for those of the model."""
+        return TttOutputs(*functional_call(self._passes, weights, inputs))
 
     def _write_log(self, epoch: int, tokens_per_second: float) -> str:
         """Write what happened since the last line, and begin anew. Returns a note for people."""
@@ -403,19 +385,13 @@ def candidate_steps(fit: FitSection, total_steps: int) -> tuple[int, ...]:
 def _asked_to_stop() -> Iterator[threading.Event]:
     """Yield an event that SIGINT or SIGTERM sets. A second one has its usual effect."""
     asked = threading.Event()
-    before: dict[signal.Signals, Any] = {}
+    with ExitStack() as restore:
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        def handle(*_: object) -> None:
+            asked.set()
+            restore.close()
 
-    def handle(*_: object) -> None:
-        asked.set()
-        restore()
-
-    if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+        if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
+            for number in (signal.SIGINT, signal.SIGTERM):
+                restore.callback(signal.signal, number, signal.signal(number, handle))
         yield asked
-    finally:
-        restore()

@@ -35,7 +35,7 @@ HARMLESS_TOKEN = 0  # read by slots that have run past their document
 CHUNK_ROWS = 2048  # of the teacher's logits over the full vocabulary, at a time
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TeacherLogits:
     """The target's view of a batch, N = rows * length, flat."""
 
@@ -67,7 +67,7 @@ class Teacher:
         summary = compiled(_summary, dynamic=True) if states.is_cuda else _summary
         draft_size = len(self._weight if self._ids is None else self._ids)
         draft_logits = torch.empty(len(states), draft_size, dtype=self._weight.dtype, device=states.device)
-        totals, choices = [], []
+        parts = []
         with torch.autocast(states.device.type, enabled=False):
             for rows, place in zip(torch.split(states, CHUNK_ROWS), torch.split(draft_logits, CHUNK_ROWS), strict=True):
                 logits = F.linear(rows.to(self._weight.dtype), self._weight, self._bias)
@@ -76,14 +76,10 @@ class Teacher:
                     place.copy_(logits)
                 else:
                     torch.index_select(logits, 1, self._ids, out=place)
-                total, best = summary(logits)
-                totals.append(total)
-                choices.append(best)
-        choice = torch.cat(choices)
+                parts.append(summary(logits))
+        log_total, choice = (torch.cat(each) for each in zip(*parts, strict=True))
         inside = torch.ones_like(choice, dtype=torch.bool) if self._in_draft is None else self._in_draft[choice]
-        return TeacherLogits(
-            draft_logits=draft_logits, log_total=torch.cat(totals), choice=choice, choice_in_draft=inside
-        )
+        return TeacherLogits(draft_logits, log_total, choice, inside)
 
 
 def _summary(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,10 +196,7 @@ class TttModel(nn.Module):
     loss = sum over k of decay**k * (sum over taught slots of the loss at step k) / denominators[k], `denominators`
     [depth] being the numbers of taught slots of the whole optimizer step: all micro-batches of all processes. Slots
     whose target choice lies outside the draft vocabulary add no loss, but are in the denominator and count as misses.
-
-    `fit.activation_checkpointing` keeps only each step's inputs and computes the rest again in the backward pass.
-    `fit.compile` compiles the drafter (once for all steps) where attention does not come in between. Nothing waits for
-    the device.
+    Nothing waits for the device.
     """
 
     def __init__(self, drafter: Drafter, fit: FitSection, *, backend: Backend = "auto") -> None:

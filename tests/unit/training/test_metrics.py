@@ -11,9 +11,10 @@ import torch
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError, FledgeError
+from fledge.files import read_json_lines
 from fledge.training import trainer
 from fledge.training.recipe import FitSection
-from fledge.training.trainer import TrainingLog, check_available, flat, read_log
+from fledge.training.trainer import TrainingLog, check_available, flat
 from fledge.training.ttt import TttMetrics
 
 
@@ -87,21 +88,16 @@ def test_lines_after_the_saved_position_are_written_again(tmp_path: Path) -> Non
     position = log.position
     log.write({"step": 2, "loss": 2.0})
     log.close()
-    assert [record["step"] for record in read_log(log.path)] == [1, 2]
+    assert [record["step"] for _, record in read_json_lines(log.path)] == [1, 2]
     log = TrainingLog(tmp_path, FitSection(), run_name="run", position=position)
     log.write({"step": 2, "loss": 1.5})
     log.close()
-    assert read_log(log.path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}]
+    assert list(read_json_lines(log.path)) == [(1, {"step": 1, "loss": 2.5}), (2, {"step": 2, "loss": 1.5})]
 
 
 def test_a_log_that_lost_lines_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(FledgeError, match="shorter than when the state was saved"):
         TrainingLog(tmp_path, FitSection(), run_name="run", position=5)
-
-
-def test_a_cut_line_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"st')
-    assert read_log(tmp_path / "log.jsonl") == [{"step": 1}]
 
 
 def test_numbers_by_name() -> None:

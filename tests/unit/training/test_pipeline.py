@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.errors import ConfigError, FledgeError
 from fledge.progress import Progress
-from fledge.training.pipeline import MANIFEST, Manifest, Pipeline, Stage, StageContext, clear, duration
+from fledge.training.pipeline import MANIFEST, Manifest, Pipeline, Stage, StageContext, duration
 from fledge.training.recipe import DataSection, Recipe, TargetSection
 
 QUIET = Progress(quiet=True)
@@ -206,7 +207,7 @@ def test_removed_intermediate_files_are_not_made_again_for_nothing(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workshop.run()
-    clear(workshop.directory("capture"))
+    shutil.rmtree(workshop.directory("capture"))
     assert workshop.run(progress=Progress()) == []
     assert "capture: not needed" in capsys.readouterr().err
     assert workshop.report.drafter is not None

@@ -101,7 +101,7 @@ def test_an_estimate_is_close_and_says_that_it_is_one_and_what_is_there_is_exact
     assert {stage["state"] for stage in estimated["stages"]} == {"to run"}
 
     report = Pipeline(recipe, progress=Progress(quiet=True)).run(until="capture")
-    store = TokenStore.open(report.states["prepare"].directory / "examples")
+    store = TokenStore(report.states["prepare"].directory / "examples")
     assert estimated["data"]["examples"] == len(store)
     assert estimated["data"]["tokens"] == pytest.approx(store.total_tokens, rel=0.1)
     assert estimated["fit"]["rows"] == pytest.approx(make_plan(recipe, probe=PROBE)["fit"]["rows"], abs=2)

@@ -36,12 +36,12 @@ def conversations(count: int, **more: Any) -> list[dict[str, Any]]:
 def contents(target: Path, store: TokenStore) -> list[str]:
     tokenizer = load_tokenizer(target)
     assert tokenizer is not None
-    return [tokenizer.decode(store.example(i).tokens.tolist()) for i in range(len(store))]
+    return [tokenizer.decode(store.example(i)[0].tolist()) for i in range(len(store))]
 
 
 def prepared(recipe: Recipe, directory: Path) -> tuple[dict[str, Any], TokenStore, list[dict[str, Any]]]:
     summary = run_stage(STAGE, recipe, directory)
-    return summary, TokenStore.open(directory / "examples"), read_lines(directory / "held_out.jsonl")
+    return summary, TokenStore(directory / "examples"), read_lines(directory / "held_out.jsonl")
 
 
 def test_conversations_become_examples(target: Path, tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def _inputs(tmp_path: Path) -> dict[str, Path]:
     for directory in inputs.values():
         directory.mkdir()
     with TokenStore.writer(inputs["prepare"] / "examples", FULL) as writer:
-        writer.add([90, 90, 90, 7, 7, 8], [False, False, False, True, True, True], "a")
-        writer.add([90, 7, 9], [False, True, True], "b")
+        writer.add([90, 90, 90, 7, 7, 8], [False, False, False, True, True, True])
+        writer.add([90, 7, 9], [False, True, True])
     return inputs
 
 
@@ -60,7 +60,7 @@ def test_no_size_is_the_whole_vocabulary(tmp_path: Path, inputs: dict[str, Path]
 def test_a_vocabulary_is_refused_for_other_data_or_another_target(tmp_path: Path, inputs: dict[str, Path]) -> None:
     # Mistake 9.
     run(tmp_path, inputs, 3)
-    digest = TokenStore.open(examples_directory(inputs)).digest
+    digest = TokenStore(examples_directory(inputs)).digest
     assert read_vocabulary(tmp_path / "vocab", FULL, digest) is not None
     with pytest.raises(DataError, match="counted on data"):
         read_vocabulary(tmp_path / "vocab", FULL, "0" * 16)

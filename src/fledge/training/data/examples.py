@@ -5,8 +5,7 @@ A store has tokens and answer masks of many sequences, memory-mapped, written on
 tokens.bin       uint16 or uint32, by the size of the vocabulary
 answer.bin       one byte for each token: 1 where it is an answer
 offsets.bin      int64 [examples + 1]: where each example begins
-categories.bin   int32 [examples]: index into the names in index.json
-index.json       sizes, names and the digest of the content; written last
+index.json       sizes and the digest of the content; written last
 
 The .bin files are sealed (`fledge.files.seal`): they end with a digest, which is checked when the store is opened.
 
@@ -30,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,33 +40,29 @@ from fledge.errors import DataError
 from fledge.files import SEAL_BYTES, atomic_directory, check_seal, read_json, seal, write_json
 
 INDEX = "index.json"
-_FORMAT = 2
-_TOKENS, _ANSWER, _OFFSETS, _CATEGORIES = "tokens.bin", "answer.bin", "offsets.bin", "categories.bin"
+_FORMAT = 3
+_TOKENS, _ANSWER, _OFFSETS = "tokens.bin", "answer.bin", "offsets.bin"
 _UINT16_VOCABULARY = 1 << 16
 _T = TypeVar("_T")
 _WINDOW = 256  # rows open at a time: a wider one packs closer, and mixes examples less freely
 
 
-class TokenExample(NamedTuple):
-    """One sequence."""
-
-    tokens: NDArray[np.int64]
-    answer: NDArray[np.bool_]
-    category: str
-
-
 class TokenStore:
-    """Reads a finished store. `tokens` and `answer` are the examples one after another, `offsets` their bounds."""
+    """Reads a finished store. `tokens` and `answer` are the examples one after another, `offsets` their bounds.
 
-    def __init__(self, directory: Path, index: dict[str, Any]) -> None:
-        self.directory = directory
+    One that is missing, unfinished, cut short or damaged is a DataError in one line.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        index, advice = read_json(directory / INDEX) or {}, f"remove {directory} and make it again"
+        if index.get("format") != _FORMAT:
+            raise DataError(f"{directory / INDEX}: no finished examples of this version are there; {advice}")
         self.digest: str = index["digest"]  # of the content, whatever directory it is in
         self.answer_tokens: int = index["answer_tokens"]
-        self.category_names: list[str] = index["categories"]
-        examples, total = index["examples"], index["tokens"]
+        self.total_tokens = total = index["tokens"]
 
         def mapped(name: str, kind: Any, count: int) -> NDArray[Any]:
-            path, advice = directory / name, f"remove {directory} and make it again"
+            path = directory / name
             found = path.stat().st_size - SEAL_BYTES if path.is_file() else 0
             if found != (expected := count * np.dtype(kind).itemsize):
                 raise DataError(f"{path}: {found} bytes, expected {expected}: cut short; {advice}")
@@ -77,38 +72,18 @@ class TokenStore:
         self.tokens = mapped(_TOKENS, index["dtype"], total)
         if total and (largest := int(self.tokens.max())) >= index["vocab_size"]:
             what = f"token id {largest} is outside the vocabulary of {index['vocab_size']}"
-            raise DataError(f"{directory / _TOKENS}: {what}; remove {directory} and make it again")
+            raise DataError(f"{directory / _TOKENS}: {what}; {advice}")
         self.answer = mapped(_ANSWER, np.bool_, total)
-        self.offsets = mapped(_OFFSETS, np.int64, examples + 1)
-        self.category_ids = mapped(_CATEGORIES, np.int32, examples)
-
-    @classmethod
-    def open(cls, directory: Path) -> "TokenStore":
-        """Open a finished store, or raise DataError in one line for one that is missing, unfinished or cut short."""
-        index = read_json(directory / INDEX) or {}
-        if index.get("format") != _FORMAT:
-            advice = f"remove {directory} and make it again"
-            raise DataError(f"{directory / INDEX}: no finished examples of this version are there; {advice}")
-        return cls(directory, index)
+        self.offsets = mapped(_OFFSETS, np.int64, index["examples"] + 1)
+        self.lengths: NDArray[np.int64] = np.diff(self.offsets)
 
     def __len__(self) -> int:
-        return len(self.category_ids)
+        return len(self.lengths)
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
-
-    @property
-    def total_tokens(self) -> int:
-        return len(self.tokens)
-
-    def example(self, i: int) -> TokenExample:
+    def example(self, i: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens and answer mask of one sequence."""
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        return TokenExample(
-            tokens=self.tokens[part].astype(np.int64),
-            answer=np.array(self.answer[part]),
-            category=self.category_names[self.category_ids[i]],
-        )
+        return self.tokens[part], self.answer[part]
 
     @staticmethod
     @contextmanager
@@ -122,10 +97,9 @@ class TokenStore:
             writer = TokenWriter(vocab_size, tokens, answer)
             yield writer
             np.array(writer.offsets, dtype=np.int64).tofile(temporary / _OFFSETS)
-            np.array(writer.category_ids, dtype=np.int32).tofile(temporary / _CATEGORIES)
             for file in (tokens, answer):
                 file.flush()
-            for name in (_TOKENS, _ANSWER, _OFFSETS, _CATEGORIES):
+            for name in (_TOKENS, _ANSWER, _OFFSETS):
                 seal(temporary / name)
             write_json(temporary / INDEX, writer.index())
 
@@ -136,15 +110,13 @@ class TokenWriter:
     def __init__(self, vocab_size: int, *files: IO[bytes]) -> None:
         self._vocab_size, self._files = vocab_size, files
         self._dtype = np.dtype(np.uint16 if vocab_size <= _UINT16_VOCABULARY else np.uint32)
-        self._names: dict[str, int] = {}
         self._sha = hashlib.sha256(f"{_FORMAT} {self._dtype.name}".encode())
-        self.offsets, self.category_ids = array("q", [0]), array("i")
-        self.answer_tokens = 0
+        self.offsets, self.answer_tokens = array("q", [0]), 0
 
     def __len__(self) -> int:
-        return len(self.category_ids)
+        return len(self.offsets) - 1
 
-    def add(self, tokens: Sequence[int] | NDArray[Any], answer: Sequence[bool] | NDArray[Any], category: str) -> None:
+    def add(self, tokens: Sequence[int] | NDArray[Any], answer: Sequence[bool] | NDArray[Any]) -> None:
         ids, mask = np.asarray(tokens, dtype=np.int64), np.asarray(answer, dtype=np.bool_)
         assert ids.shape == mask.shape, "an answer mask of the example's size"
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
@@ -154,9 +126,8 @@ class TokenWriter:
         parts = [ids.astype(self._dtype).tobytes(), mask.tobytes()]
         for file, part in zip(self._files, parts, strict=True):
             file.write(part)
-        self._sha.update(f"{len(ids)} {len(category)} {category}".encode() + b"".join(parts))
+        self._sha.update(f"{len(ids)} ".encode() + b"".join(parts))
         self.offsets.append(self.offsets[-1] + len(ids))
-        self.category_ids.append(self._names.setdefault(category, len(self._names)))
         self.answer_tokens += int(mask.sum())
 
     def index(self) -> dict[str, Any]:
@@ -167,7 +138,6 @@ class TokenWriter:
             "answer_tokens": self.answer_tokens,
             "vocab_size": self._vocab_size,
             "dtype": self._dtype.name,
-            "categories": list(self._names),
             "digest": self._sha.hexdigest()[:16],
         }
 
@@ -256,12 +226,12 @@ def collate(store: TokenStore, rows: Sequence[tuple[int, ...]], length: int) -> 
     for row, members in enumerate(rows):
         start = 0
         for number, member in enumerate(members):
-            example = store.example(member)
-            size = min(len(example.tokens), length)
+            ids, mask = (part[:length] for part in store.example(member))
+            size = len(ids)
             place = (row, slice(start, start + size))
             if start + size > length:
                 raise ValueError(f"row {row}: its examples have more than {length} tokens")
-            tokens[place], answer[place] = example.tokens[:size], example.answer[:size]
+            tokens[place], answer[place] = ids, mask
             document[place], positions[place] = number, np.arange(size)
             start += size
     arrays = {"tokens": tokens, "answer": answer, "document": document, "positions": positions}

@@ -12,13 +12,12 @@ and the target's ends are sealed (`fledge.files.seal`): a digest at their end, c
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,20 +60,16 @@ class StateFormat(Record):
     def bytes_of(self, tokens: int) -> int:
         return tokens * self.width * DTYPES[self.dtype].itemsize
 
-    @property
-    def raw(self) -> torch.dtype:
-        """numpy has no bfloat16: numbers are kept as they are, and only their width is told."""
-        return torch.int32 if DTYPES[self.dtype].itemsize == 4 else torch.int16
-
     def shards_in(self, directory: Path, store: TokenStore) -> list[tuple[Path, int, bool]]:
         """Each shard's file, its tokens, and whether it is whole."""
         sizes = np.diff(store.offsets[list(self.shards)]).tolist()
         files = [(directory / f"shard-{i:05}.bin", tokens) for i, tokens in enumerate(sizes)]
         return [(f, n, f.is_file() and f.stat().st_size == self.bytes_of(n) + SEAL_BYTES) for f, n in files]
 
-    def mapped(self, path: Path, tokens: int, mode: Any) -> np.memmap[Any, Any]:
-        """A shard's numbers [tokens, width]."""
-        return np.memmap(path, dtype=str(self.raw).removeprefix("torch."), mode=mode, shape=(tokens, self.width))
+    def mapped(self, path: Path, tokens: int) -> Tensor:
+        """A shard's numbers [tokens, width]: the file itself. A private map would count as memory that is in use."""
+        numbers = torch.from_file(str(path), shared=True, size=tokens * self.width, dtype=DTYPES[self.dtype])
+        return numbers.view(tokens, self.width)
 
 
 def plan_states(
@@ -132,17 +127,16 @@ def write_states(
             with atomic_path(path) as temporary:
                 with temporary.open("r+b") as file:  # writing to a map ends the process (SIGBUS) where the disk is full
                     os.posix_fallocate(file.fileno(), 0, form.bytes_of(tokens))
-                out, done = form.mapped(temporary, tokens, "r+"), 0
+                out, done = form.mapped(temporary, tokens), 0
                 for rows in _passes(store.lengths, *examples, batch_tokens):
                     batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
                     states = capture.states(batch.to(ends.head_weight.device), form.aux_layer_ids)
                     both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
-                    numbers = both.view(form.raw).cpu()[batch.document >= 0]  # rows hold the examples in order
-                    out[done : done + len(numbers)] = numbers.numpy()
+                    numbers = both.cpu()[batch.document >= 0]  # rows hold the examples in order
+                    out[done : done + len(numbers)] = numbers
                     done += len(numbers)
                     advance(len(numbers))
-                out.flush()
-                del out
+                del out  # unmaps the file
                 seal(temporary)
 
 
@@ -186,19 +180,18 @@ class HiddenStateStore:
                 raise FledgeError(f"{directory / _HEADER}: {what}; these states are of another run: capture again")
         self.form = StateFormat.from_dict(header, str(directory / _HEADER))
         self._directory, self._offsets = directory, store.offsets
-        self._shards: list[np.ndarray] = []
+        self._shards: list[Tensor] = []
         shards = self.form.shards_in(directory, store)
         for path, tokens, complete in shards:
             if not complete:
                 raise FledgeError(f"{path}: missing or incomplete; run the capture stage again")
-            self._shards.append(self.form.mapped(path, tokens, "r"))
+            self._shards.append(self.form.mapped(path, tokens))
         for path, *_ in shards[verified]:
             check_seal(path, _AGAIN)
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
         """States [rows, length, ...] on the CPU, laid out as `collate` lays out tokens; zeros at padding."""
-        both = torch.zeros(len(rows), length, self.form.width, dtype=self.form.raw)
-        numbers = both.numpy()
+        states = torch.zeros(len(rows), length, self.form.width, dtype=DTYPES[self.form.dtype])
         for i, row in enumerate(rows):
             used = 0
             for example in row:
@@ -206,9 +199,9 @@ class HiddenStateStore:
                 size = min(high - low, length - used)
                 shard = int(np.searchsorted(self.form.shards, example, side="right")) - 1
                 start = low - int(self._offsets[self.form.shards[shard]])
-                numbers[i, used : used + size] = self._shards[shard][start : start + size]
+                states[i, used : used + size] = self._shards[shard][start : start + size]
                 used += size
-        states, hidden = both.view(DTYPES[self.form.dtype]), self.form.hidden_size
+        hidden = self.form.hidden_size
         aux = states[..., :-hidden].contiguous() if self.form.aux_layer_ids else None
         return TargetStates(final=states[..., -hidden:].contiguous(), aux=aux)
 
@@ -224,8 +217,7 @@ class HiddenStateStore:
 class StepData:
     """One process's part of one optimizer step, on the host."""
 
-    batches: tuple[PackedBatch, ...]  # one for each micro-batch
-    states: tuple[TargetStates | None, ...]  # offline states of each
+    parts: list[tuple[PackedBatch, TargetStates | None]]  # micro-batches, and their states where these are on disk
     taught: Tensor  # int64 [depth]: slots that these batches supervise at each draft step
     tokens: int  # of the whole step, all processes
     epoch: int
@@ -248,11 +240,7 @@ class StepLoader:
         self._rows_of = lru_cache(2)(partial(packed_rows, store.lengths, length=fit.length, seed=fit.seed))
         if not len(store):
             raise ConfigError("fit: there are no training examples; see what the earlier stages left out")
-
-    @property
-    def total_steps(self) -> int:
-        """How many steps the recipe asks for."""
-        return self._fit.total_steps(len(self._rows_of(epoch=0)))
+        self.total_steps = fit.total_steps(len(self._rows_of(epoch=0)))  # that the recipe asks for
 
     def steps(self, start: RowPosition, count: int) -> Iterator[StepData]:
         """Yield `count` steps from `start`, each prepared while the one before is in use."""
@@ -279,18 +267,16 @@ class StepLoader:
         members = np.fromiter((example for members in rows for example in members), dtype=np.int64)
         mine = rows[self._share]
         micro = min(self._fit.micro_rows or len(mine), len(mine))
-        parts = [mine[i : i + micro] for i in range(0, len(mine), micro)]
-        batches = [collate(self._store, part, length) for part in parts]
-        states = [None if self._states is None else self._states.read(part, length) for part in parts]
-        taught = torch.stack([batch.supervised_counts(self._fit.depth) for batch in batches]).sum(0)
-        if self._pinned:
-            batches = [map_tensors(batch, Tensor.pin_memory) for batch in batches]
-            states = [None if part is None else map_tensors(part, Tensor.pin_memory) for part in states]
-            taught = taught.pin_memory()
+        pinned: Callable[[Tensor], Tensor] = Tensor.pin_memory if self._pinned else Tensor.contiguous
+        parts, taught = [], torch.zeros(self._fit.depth, dtype=torch.int64)
+        for part in (mine[i : i + micro] for i in range(0, len(mine), micro)):
+            batch = collate(self._store, part, length)
+            states = None if self._states is None else map_tensors(self._states.read(part, length), pinned)
+            taught += batch.supervised_counts(self._fit.depth)
+            parts.append((map_tensors(batch, pinned), states))
         return StepData(
-            batches=tuple(batches),
-            states=tuple(states),
-            taught=taught,
+            parts=parts,
+            taught=pinned(taught),
             tokens=int(np.minimum(self._store.lengths[members], length).sum()),
             epoch=start[0],
             following=(epoch, row),

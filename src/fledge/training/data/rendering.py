@@ -9,11 +9,8 @@ So whatever the generation prompt contains (a role header, the opening of a thin
 token is, and the line break that a template writes after it is not.
 
 Turns share one sequence only where the ids of the later prompt begin with the ids of the earlier prompt and answer.
-Where they do not, because the template rewrites history (it drops earlier thinking, or moves the system prompt) or
-because the tokenizer merges across the boundary, the earlier turn becomes an example of its own: no mask is ever moved
-onto tokens it was not made for.
-
-Plain text has no prompt: all of it after the first token counts as answer.
+Where they do not (the template rewrites history, the tokenizer merges across the boundary), the earlier turn becomes an
+example of its own. Plain text has no prompt: all of it after the first token counts as answer.
 """
 
 import os
@@ -62,9 +59,18 @@ class Renderer:
         self._special_ids = frozenset(int(token) for token in tokenizer.all_special_ids)
         self.templates: list[str] = []
 
-    def prompt_text(self, messages: Sequence[Message], template: int | None = None) -> str:
+    def prompt_text(
+        self, messages: Sequence[Message], template: int | None = None, *, add_generation_prompt: bool = True
+    ) -> str:
         """Return the prompt as it is served. Raises PromptError."""
-        return self._render(messages, template, add_generation_prompt=True)
+        chosen = None if template is None else self.templates[template]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=chosen, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise PromptError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
+        return str(text)
 
     def turn_texts(self, messages: Sequence[Message], template: int | None = None) -> list[tuple[str, str]]:
         """Return prompt and answer of every assistant turn that answers something. Raises PromptError."""
@@ -72,7 +78,7 @@ class Renderer:
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and any(m["role"] in ASKING_ROLES for m in messages[:i]):
                 prompt = self.prompt_text(messages[:i], template)
-                full = self._render(messages[: i + 1], template)
+                full = self.prompt_text(messages[: i + 1], template, add_generation_prompt=False)
                 apart = not full.startswith(prompt)
                 answer = self._answer_apart(messages[: i + 1], template, prompt, full) if apart else full[len(prompt) :]
                 texts.append((prompt, answer))
@@ -123,7 +129,8 @@ class Renderer:
     def _answer_apart(self, messages: Sequence[Message], template: int | None, prompt: str, full: str) -> str:
         """Return the answer of the last turn, where what is rendered does not begin with the prompt as served."""
         stand_in = [*messages[:-1], {"role": "assistant", "content": _STAND_IN}]
-        before, found, after = self._render(stand_in, template).partition(_STAND_IN)
+        whole = self.prompt_text(stand_in, template, add_generation_prompt=False)
+        before, found, after = whole.partition(_STAND_IN)
         if not found:
             raise PromptError("the template does not write the assistant's content")
         content = str(messages[-1]["content"]).lstrip()
@@ -134,13 +141,3 @@ class Renderer:
         if not full.startswith(before):
             raise PromptError("the template writes an assistant's turn in a way that cannot be split")
         return full[len(before) :]
-
-    def _render(self, messages: Sequence[Message], template: int | None, *, add_generation_prompt: bool = False) -> str:
-        chosen = None if template is None else self.templates[template]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), chat_template=chosen, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise PromptError(f"the chat template refuses it: {' '.join(str(error).split())}") from None
-        return str(text)

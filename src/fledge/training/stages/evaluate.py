@@ -7,12 +7,14 @@ measured before an interruption is kept in `parts/`.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from matplotlib.figure import Figure
 
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
@@ -28,7 +30,8 @@ from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import name_of
 from fledge.provenance import run_provenance
 from fledge.report.charts import MUTED, frame, short_title
-from fledge.training.pipeline import Manifest, Stage, StageContext, fill_template, shown_numbers, shown_recipe
+from fledge.report.page import page_template
+from fledge.training.pipeline import Manifest, Stage, StageContext, shown_numbers, shown_recipe
 from fledge.training.recipe import Recipe
 
 MAX_ROWS = 24  # of a table by category; evaluation.json has all
@@ -55,9 +58,7 @@ def run(context: StageContext) -> dict[str, Any]:
     except CheckpointError as error:
         reason = reason or f"Fledge's engine does not serve this target ({error}); measure acceptance with vLLM"
     if reason is None:
-        evaluation = _Evaluation(context, candidates)
-        with closing(evaluation.meter):
-            result = evaluation.run()
+        result = _evaluate(context, candidates)
     else:
         context.progress.say(f"eval: skipped: {reason}")
         result = {"evaluated": False, "reason": reason, "best": candidates[-1].name}
@@ -78,15 +79,14 @@ def run(context: StageContext) -> dict[str, Any]:
     if not result["evaluated"]:
         return result
     depths = result["depths"]
-    lengths: dict[str, dict[str, dict[str, float | None]]] = {"by_source": {}, "by_category": {}}
-    for grouping, groups in lengths.items():
-        for depth, cell in depths.items():
-            for name, figures in cell[grouping].items():
-                groups.setdefault(name, {})[depth] = figures["acceptance_length"]
+    first = next(iter(depths.values()))
     return {
         **{name: result[name] for name in ("evaluated", "best", "acceptance_length")},
         "by_depth": {depth: cell["total"]["acceptance_length"] for depth, cell in depths.items()},
-        **lengths,
+        **{
+            by: {group: {d: cell[by][group]["acceptance_length"] for d, cell in depths.items()} for group in first[by]}
+            for by in ("by_source", "by_category")
+        },
         "different_answers": sum(cell["different_answers"] for cell in depths.values()),
     }
 
@@ -94,109 +94,99 @@ def run(context: StageContext) -> dict[str, Any]:
 STAGE = Stage(name="eval", version=1, depends_on=("prepare", "fit"), settings=settings, run=run)
 
 
-class _Evaluation:
-    """Measures the candidates, then the best one. Every part is written down as soon as it is known."""
+def _evaluate(context: StageContext, candidates: Sequence[Path]) -> dict[str, Any]:
+    """Measure the candidates, then the best one. Every part is written down as soon as it is known."""
+    recipe, section, temperature = context.recipe, context.recipe.eval, context.recipe.eval.temperature
+    workloads, unusable = _workloads(recipe, context.inputs["prepare"] / "held_out.jsonl")
+    measured_as = AcceptanceSettings(
+        target=recipe.target.path,
+        max_tokens=section.max_tokens,
+        max_num_seqs=section.max_num_seqs,
+        dtype=recipe.target.dtype,
+        device=recipe.device,
+    )
+    meter = AcceptanceMeter(measured_as)
+    parts = context.directory / "parts"
+    parts.mkdir(exist_ok=True)
 
-    def __init__(self, context: StageContext, candidates: Sequence[Path]) -> None:
-        self.recipe, self.section, self.progress = context.recipe, context.recipe.eval, context.progress
-        self.candidates = candidates
-        self.held_out = context.inputs["prepare"] / "held_out.jsonl"
-        self.parts = context.directory / "parts"
-        self.parts.mkdir(exist_ok=True)
-        self.meter = AcceptanceMeter(
-            AcceptanceSettings(
-                target=self.recipe.target.path,
-                max_tokens=self.section.max_tokens,
-                max_num_seqs=self.section.max_num_seqs,
-                dtype=self.recipe.target.dtype,
-                device=self.recipe.device,
-            )
-        )
+    def part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = parts / f"{name.replace(' ', '-')}.json"
+        if read_json(path) is None:
+            write_json(path, work())
+        return read_json(path) or {}  # through JSON either way: a resumed run cannot differ
 
-    def run(self) -> dict[str, Any]:
-        recipe, skipped = self.recipe, Skipped()
-        workloads = self._workloads(skipped)
+    def answer() -> dict[str, Any]:
+        total = sum(prompt.num_turns for workload in workloads for prompt in workload.prompts)
+        with context.progress.task("eval: target", total) as advance:
+            answers = meter.answer(workloads, temperature, advance)
+        return {**answers.to_dict(), "dtype": meter.dtype, "device": meter.device}
 
-        def answer() -> dict[str, Any]:
-            total = sum(prompt.num_turns for workload in workloads for prompt in workload.prompts)
-            with self.progress.task("eval: target", total) as advance:
-                answers = self.meter.answer(workloads, self.section.temperature, advance)
-            return {**answers.to_dict(), "dtype": self.meter.dtype, "device": self.meter.device}
+    def measure(what: str, drafter: Path, depth: int, turns: Sequence[TargetTurn]) -> Measurement:
+        def work() -> dict[str, Any]:
+            meter.exchange(drafter, depth)
+            with context.progress.task(f"eval: {what}", len(turns)) as advance:
+                return meter.measure(turns, temperature, advance).to_dict()
 
-        baseline = self._part("baseline", answer)
+        return Measurement.from_dict(part(f"{what} of {drafter.name}", work))
+
+    with closing(meter):
+        baseline = part("baseline", answer)
         answers = TargetAnswers.from_dict(baseline)
         turns = answers.turns
         if not turns:
             raise FledgeError("eval: no prompt fits the target's positions; use shorter ones, or eval.enabled=false")
-        few = spread(turns, self.section.candidate_prompts)
-        tried = {
-            candidate.name: self._measure(f"candidate {candidate.name}", candidate, recipe.fit.depth, few)
-            for candidate in (self.candidates if len(self.candidates) > 1 else ())
-        }
-        lengths = {name: measured.total.acceptance_length or 0.0 for name, measured in tried.items()}
+        few = spread(turns, section.candidate_prompts)
+        tried = candidates if len(candidates) > 1 else ()
+        tests = {one.name: measure(f"candidate {one.name}", one, recipe.fit.depth, few) for one in tried}
+        lengths = {name: measured.total.acceptance_length or 0.0 for name, measured in tests.items()}
         # Among equals the one that was trained longest.
-        best = max(self.candidates, key=lambda c: (lengths.get(c.name, 0.0), c.name))
-        measured = {depth: self._measure(f"depth {depth}", best, depth, turns) for depth in recipe.eval_depths}
-        return {
-            "evaluated": True,
-            "best": best.name,
-            "acceptance_length": measured[recipe.eval_depths[0]].total.acceptance_length,
-            "candidates": lengths,
-            "trained_depth": recipe.fit.depth,
-            "temperature": self.section.temperature,
-            **{name: baseline[name] for name in ("dtype", "device")},
-            "prompts": sum(len(workload.prompts) for workload in workloads),
-            "turns": len(turns),
-            "too_long": len(answers.too_long) + len(answers.cut_short),
-            "unusable": skipped.total,
-            "depths": {
-                str(depth): self._figures(depth, each, turns, baseline["dtype"]) for depth, each in measured.items()
-            },
-        }
-
-    def _workloads(self, skipped: Skipped) -> list[Workload]:
-        named = self.section.sources
-        workloads = []
-        for name, path in zip(distinct_names(named) or ["held-out"], named or [str(self.held_out)], strict=True):
-            prompts = read_source(Path(path), skipped) if named else read_held_out(Path(path))
-            if not prompts:
-                hint = "" if named else "; raise data.held_out, or name eval.sources, or set eval.enabled=false"
-                raise FledgeError(f"eval: {path}: no prompts in it{hint}")
-            chosen, short = tuple(spread(prompts, self.section.max_prompts)), name.replace(".jsonl", "")
-            workloads.append(Workload(name=short, prompts=chosen, source=path, licence="that of its source"))
-        return workloads
-
-    def _measure(self, what: str, drafter: Path, depth: int, turns: Sequence[TargetTurn]) -> Measurement:
-        def work() -> dict[str, Any]:
-            self.meter.exchange(drafter, depth)
-            with self.progress.task(f"eval: {what}", len(turns)) as advance:
-                return self.meter.measure(turns, self.section.temperature, advance).to_dict()
-
-        return Measurement.from_dict(self._part(f"{what} of {drafter.name}", work))
-
-    def _figures(self, depth: int, measured: Measurement, turns: Sequence[TargetTurn], dtype: str) -> dict[str, Any]:
-        if measured.different and dtype == "float32":
+        best = max(candidates, key=lambda c: (lengths.get(c.name, 0.0), c.name))
+        measured = {depth: measure(f"depth {depth}", best, depth, turns) for depth in recipe.eval_depths}
+        for depth, each in measured.items() if baseline["dtype"] == "float32" else ():
             # A drafter may change the text only where the target's best two tokens tie.
-            clear = self.meter.clear_differences(turns, measured.different, self.section.temperature)
-            if clear:
+            if each.different and (clear := meter.clear_differences(turns, each.different, temperature)):
                 what = f"{len(clear)} of {len(turns)} answers are not the target's own although its choices are clear"
                 raise FledgeError(f"eval: at depth {depth}, {what}; speculation must not do this: please report it")
-        sources = [turn.workload for turn in turns]
-        several = len(set(sources)) > 1  # each has categories of its own
-        categories = [f"{turn.workload}/{turn.category}" if several else turn.category for turn in turns]
-        grouped = {"by_source": measured.grouped(sources), "by_category": measured.grouped(categories)}
-        return {
-            "total": measured.total.to_dict(),
-            **{key: {name: each.to_dict() for name, each in groups.items()} for key, groups in grouped.items()},
-            "tokens": measured.tokens,
-            "different_answers": len(measured.different),
-        }
+    return {
+        "evaluated": True,
+        "best": best.name,
+        "acceptance_length": measured[recipe.eval_depths[0]].total.acceptance_length,
+        "candidates": lengths,
+        "trained_depth": recipe.fit.depth,
+        "temperature": temperature,
+        **{name: baseline[name] for name in ("dtype", "device")},
+        "prompts": sum(len(workload.prompts) for workload in workloads),
+        "turns": len(turns),
+        "too_long": len(answers.too_long) + len(answers.cut_short),
+        "unusable": unusable,
+        "depths": {str(depth): _figures(each, turns) for depth, each in measured.items()},
+    }
 
-    def _part(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        path = self.parts / f"{name.replace(' ', '-')}.json"
-        if read_json(path) is None:
-            write_json(path, work())
-        return read_json(path) or {}  # through JSON either way: a resumed run cannot differ
+
+def _workloads(recipe: Recipe, held_out: Path) -> tuple[list[Workload], int]:
+    """The prompts to measure on, and how many records of their files were none."""
+    named, workloads, skipped = recipe.eval.sources, [], Skipped()
+    for name, path in zip(distinct_names(named) or ["held-out"], named or [str(held_out)], strict=True):
+        prompts = read_source(Path(path), skipped) if named else read_held_out(held_out)
+        if not prompts:
+            hint = "" if named else "; raise data.held_out, or name eval.sources, or set eval.enabled=false"
+            raise FledgeError(f"eval: {path}: no prompts in it{hint}")
+        chosen, short = tuple(spread(prompts, recipe.eval.max_prompts)), name.replace(".jsonl", "")
+        workloads.append(Workload(name=short, prompts=chosen, source=path, licence="that of its source"))
+    return workloads, skipped.total
+
+
+def _figures(measured: Measurement, turns: Sequence[TargetTurn]) -> dict[str, Any]:
+    sources = [turn.workload for turn in turns]
+    several = len(set(sources)) > 1  # each has categories of its own
+    categories = [f"{turn.workload}/{turn.category}" if several else turn.category for turn in turns]
+    grouped = {"by_source": measured.grouped(sources), "by_category": measured.grouped(categories)}
+    return {
+        "total": measured.total.to_dict(),
+        **{key: {name: each.to_dict() for name, each in groups.items()} for key, groups in grouped.items()},
+        "tokens": measured.tokens,
+        "different_answers": len(measured.different),
+    }
 
 
 def read_source(path: Path, skipped: Skipped) -> list[Prompt]:
@@ -226,13 +216,10 @@ def _provenance(context: StageContext) -> dict[str, Any]:
     keys = {} if fit is None else {**fit.input_keys, "fit": fit.key}
     output = context.inputs["fit"].parent.parent
     manifests = {name: found for name, key in keys.items() if (found := Manifest.read(output / name / key))}
-    digests = {
-        "sources": [digest for _, digest in manifests["prepare"].settings["data"]["sources"]]  # as they were then
-        if "prepare" in manifests
-        else map(file_digest, recipe.data.sources),
-        "evaluation": map(file_digest, recipe.eval.sources),
-    }
-    names = {"sources": recipe.data.sources, "evaluation": recipe.eval.sources}
+    trained_on: Iterable[str] = map(file_digest, recipe.data.sources)
+    if "prepare" in manifests:  # as they were then
+        trained_on = [digest for _, digest in manifests["prepare"].settings["data"]["sources"]]
+    measured_on = map(file_digest, recipe.eval.sources)
     directory = resolve(recipe.target.path)
     template = getattr(load_tokenizer(directory), "chat_template", None)
     text = template if isinstance(template, str) or template is None else json.dumps(template, sort_keys=True)
@@ -240,7 +227,10 @@ def _provenance(context: StageContext) -> dict[str, Any]:
         **run_provenance(),
         "recipe": shown_recipe(recipe),
         "stages": {name: manifest.key for name, manifest in manifests.items()} | {"eval": context.directory.name},
-        "data": {kind: dict(zip(distinct_names(names[kind]), each, strict=True)) for kind, each in digests.items()},
+        "data": {
+            "sources": dict(zip(distinct_names(recipe.data.sources), trained_on, strict=True)),
+            "evaluation": dict(zip(distinct_names(recipe.eval.sources), measured_on, strict=True)),
+        },
         "summaries": {name: dict(manifest.summary) for name, manifest in manifests.items()},
         "target": {  # by name, and by the digests that another copy of it has too
             "name": base_model(recipe),
@@ -269,7 +259,9 @@ def model_card(
 ) -> str:
     """The card as Markdown: what the drafter is, how to serve it, what it was made from, how well it does."""
     about = {"recipe": recipe, "config": config, "result": result, "provenance": provenance, "plots": plots}
-    return fill_template("card.md.jinja", **about, variant=name_of(config), numbers=shown_numbers, max_rows=MAX_ROWS)
+    writers = {"yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True), "json": json.dumps}
+    known = {"variant": name_of(config), "numbers": shown_numbers, "max_rows": MAX_ROWS, **writers}
+    return page_template("fledge.training", "card.md.jinja").render(**about, **known) + "\n"
 
 
 def plot_acceptance(result: Mapping[str, Any], path: Path) -> None:

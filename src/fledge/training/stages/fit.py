@@ -33,7 +33,7 @@ from fledge.checkpoints.target import stop_ids, vocab_size, weights_digest
 from fledge.devices import DTYPES, choose_device
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointWarning, ConfigError, DataError
-from fledge.files import atomic_path, digest, read_json, write_text
+from fledge.files import atomic_path, digest, read_json, read_json_lines, write_text
 from fledge.models.drafter.variants import name_of
 from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.report.charts import MUTED, SERIES, frame
@@ -46,7 +46,7 @@ from fledge.training.pipeline import Stage, StageContext, shown_recipe
 from fledge.training.recipe import FitSection, Recipe
 from fledge.training.stages.prepare import text_identity
 from fledge.training.stages.regenerate import examples_directory
-from fledge.training.trainer import LOG_FILE, Trainer, check_available, read_log
+from fledge.training.trainer import LOG_FILE, Trainer, check_available
 from fledge.training.ttt import Teacher
 
 _COUNTED_TOGETHER = 1 << 24  # tokens
@@ -71,7 +71,7 @@ def _vocab_settings(recipe: Recipe) -> dict[str, Any]:
 def _choose_vocabulary(context: StageContext) -> dict[str, Any]:
     recipe, target = context.recipe, resolve(context.recipe.target.path)
     full, tokenizer = vocab_size(target), load_tokenizer(target)
-    store = TokenStore.open(examples_directory(context.inputs))
+    store = TokenStore(examples_directory(context.inputs))
     answers, everything = np.zeros(full, dtype=np.int64), np.zeros(full, dtype=np.int64)
     for start in range(0, store.total_tokens, _COUNTED_TOGETHER):
         tokens = store.tokens[start : start + _COUNTED_TOGETHER]
@@ -159,7 +159,7 @@ def target_identity(recipe: Recipe) -> dict[str, Any]:
 
 def _capture(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
-    store = TokenStore.open(examples_directory(context.inputs))
+    store = TokenStore(examples_directory(context.inputs))
     target = target_config(recipe.target)
     aux_layer_ids = drafter_config(recipe.drafter, target).aux_layer_ids or ()
     weights = weights_digest(resolve(recipe.target.path))
@@ -185,10 +185,10 @@ CAPTURE = Stage(
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     # Refuse what cannot be trained: settings are read before any stage runs, and answering prompts may take hours.
-    target, size = target_config(recipe.target), recipe.vocab.size
+    target = target_config(recipe.target)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)  # training says it
-        drafter_config(recipe.drafter, target, size if size is not None and size < target.vocab_size else None)
+        drafter_config(recipe.drafter, target, recipe.vocab.size)
     length, longest = recipe.fit.length, target.max_positions
     if length > longest:
         raise ConfigError(f"fit.length: found {length}, allowed is up to the target's {longest}")
@@ -203,18 +203,15 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 def _run(context: StageContext) -> dict[str, Any]:
     check_available(context.recipe.fit)
-    workers = Workers.start(context.recipe.device)
-    try:
+    with Workers.start(context.recipe.device) as workers:
         return _train(context, workers)
-    finally:
-        workers.stop()
 
 
 def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     recipe, fit = context.recipe, context.recipe.fit
     compute, target = compute_dtype(fit, workers.device), target_config(recipe.target)
     on_gpu = workers.device.type == "cuda"
-    store = TokenStore.open(examples_directory(context.inputs))
+    store = TokenStore(examples_directory(context.inputs))
     vocabulary = read_vocabulary(context.inputs["vocab"], target.vocab_size, store.digest)
     config = drafter_config(recipe.drafter, target, None if vocabulary is None else len(vocabulary.d2t))
     variant, run_name = name_of(config), recipe.name or name_of(config)
@@ -261,7 +258,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     trainer.run()
     if not workers.is_first:
         return {}
-    records = read_log(context.directory / LOG_FILE)
+    records = [record for _, record in read_json_lines(context.directory / LOG_FILE)]
     plot_training(records, context.directory / "training.png", title=f"{run_name}: training of {variant}")
     last = records[-1]
     return {

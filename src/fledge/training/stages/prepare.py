@@ -7,7 +7,6 @@ Writes into its directory:
 """
 
 import hashlib
-import shutil
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,16 +85,12 @@ class Preparation:
     def __init__(self, context: StageContext) -> None:
         self.recipe, self.data = context.recipe, context.recipe.data
         self.directory, self.progress = context.directory, context.progress
-        self.target = resolve(self.recipe.target.path)
-        self.renderer = open_renderer(self.recipe)
-        self.skipped = Skipped()
-        self.counts, self.categories = Counter[str](), Counter[str]()
+        self.target, self.renderer = resolve(self.recipe.target.path), open_renderer(self.recipe)
+        self.skipped, self.counts, self.categories = Skipped(), Counter[str](), Counter[str]()
         self.held_out: dict[str, dict[str, Any] | None] = {}  # by topic; None where its prompt cannot be used
 
     def run(self) -> dict[str, Any]:
         eligible, taken = self._choose()
-        shutil.rmtree(self.directory / EXAMPLES, ignore_errors=True)
-        (self.directory / PROMPTS).unlink(missing_ok=True)
         with self.progress.task("prepare", total=len(eligible)) as advance:
             chosen = self._taken(eligible, taken, advance)
             batches = iter(lambda: list(islice(chosen, _BATCH)), [])
@@ -106,8 +101,7 @@ class Preparation:
                 with TokenStore.writer(self.directory / EXAMPLES, vocab_size(self.target)) as writer:
                     for varied, sequences in rendered:
                         self.counts["turns_apart"] += len(sequences) - 1
-                        category = varied.conversation.category
-                        self._count(varied, add_examples(writer, sequences, category, self.data, self.counts))
+                        self._count(varied, add_examples(writer, sequences, self.data, self.counts))
         refuse_if_empty(self.counts["examples"], self.skipped, self.data.sources)
         held_out = [record for record in self.held_out.values() if record is not None]
         write_json_lines(self.directory / HELD_OUT, held_out)
@@ -139,10 +133,7 @@ class Preparation:
             yield where, conversation
 
     def _choose(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Say of each usable conversation whether it is not held out, and whether it is taken.
-
-        Remembers little enough of each for millions of them.
-        """
+        """Say of each usable conversation (maybe of millions) whether it is not held out, and whether it is taken."""
         topics, chats, texts = array("Q"), dict[int, str](), dict[int, str]()  # topics with their first category
         for _, conversation in self.usable(self.skipped):
             topics.append(hashed(conversation.topic))
@@ -237,9 +228,7 @@ class Preparation:
         self.categories[varied.conversation.category] += 1
 
 
-STAGE = Stage(
-    name="prepare", version=2, depends_on=(), settings=_settings, run=lambda context: Preparation(context).run()
-)
+STAGE = Stage(name="prepare", version=3, depends_on=(), settings=_settings, run=lambda c: Preparation(c).run())
 
 
 def _prompt_record(varied: Varied, prompt: Rendered) -> dict[str, Any]:
@@ -248,7 +237,7 @@ def _prompt_record(varied: Varied, prompt: Rendered) -> dict[str, Any]:
 
 
 def add_examples(
-    writer: TokenWriter, sequences: Sequence[Rendered], category: str, data: DataSection, counts: Counter[str]
+    writer: TokenWriter, sequences: Sequence[Rendered], data: DataSection, counts: Counter[str]
 ) -> list[Rendered]:
     """Store sequences cut to `data.max_length`, unless too little of an answer is left; return those stored."""
     kept = []
@@ -258,7 +247,7 @@ def add_examples(
         if sum(cut.answer) < data.min_answer_tokens:
             counts["too_long" if sum(sequence.answer) >= data.min_answer_tokens else "too_short"] += 1
         else:
-            writer.add(cut.tokens, cut.answer, category)
+            writer.add(cut.tokens, cut.answer)
             kept.append(cut)
     return kept
 

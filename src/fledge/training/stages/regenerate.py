@@ -30,6 +30,7 @@ from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import Dialogue, answer_dialogues
 from fledge.files import read_json_lines, write_json_lines
+from fledge.records import encode
 from fledge.training.data.examples import TokenStore
 from fledge.training.data.rendering import chain
 from fledge.training.pipeline import Stage, StageContext
@@ -129,7 +130,7 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
     prompts: dict[int, dict[str, Any]] = {}  # of this chunk, by number
     llm: LLM | None = None  # when the first answer is needed
 
-    def encode(dialogue: Dialogue) -> list[int]:
+    def token_ids(dialogue: Dialogue) -> list[int]:
         text = renderer.prompt_text(dialogue.next_messages, prompts[dialogue.number]["template"])
         return renderer.encode([text])[0]
 
@@ -143,20 +144,17 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
         llm = llm or open_llm(recipe)
         started = time.perf_counter()
         tell = partial(advance, note=f"{tokens / seconds:,.0f} tokens/s" if seconds else "")
-        answer_dialogues(llm, dialogues, params, encode=encode, longest=longest, least_room=least, advance=tell)
+        answer_dialogues(llm, dialogues, params, encode=token_ids, longest=longest, least_room=least, advance=tell)
         seconds += time.perf_counter() - started
         tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
         if os.getppid() != parent:
             break  # the run was killed; its next start must not find us at work
-        write_json_lines(part, (_line(dialogue, prompts[dialogue.number]["category"]) for dialogue in dialogues))
+        lines = []
+        for one in dialogues:
+            line = {"turns": encode(one.answers), "dropped": one.dropped}
+            lines.append({"category": prompts[one.number]["category"], **line})
+        write_json_lines(part, lines)
     return tokens, seconds
-
-
-def _line(dialogue: Dialogue, category: str) -> dict[str, Any]:
-    names = {"prompt_token_ids": "prompt_token_ids", "answer_token_ids": "answer_token_ids", "finish": "finish_reason"}
-    turns = [{key: getattr(turn, name) for key, name in names.items()} for turn in dialogue.answers]
-    place = {"prompt": dialogue.number, "sample": dialogue.sample, "category": category}
-    return {**place, "turns": turns, "dropped": dialogue.dropped}
 
 
 def _answer_in_processes(context: StageContext, advance: Callable[..., None]) -> tuple[int, float]:
@@ -175,16 +173,16 @@ def _answer_in_processes(context: StageContext, advance: Callable[..., None]) ->
         while news:
             for receiver in list[Any](wait(news)):
                 try:
-                    kind, value = receiver.recv()
+                    said = receiver.recv()
                 except EOFError:
                     advice = "lower regenerate.processes if memory was short"
                     raise FledgeError(f"regenerate: one of its processes ended; {advice}") from None
-                if kind == "advance":
-                    advance(value)
-                elif kind == "error":
-                    raise FledgeError(value)
+                if isinstance(said, FledgeError):
+                    raise said
+                if isinstance(said, int):
+                    advance(said)
                 else:
-                    done.append(value)
+                    done.append(said)
                     news.remove(receiver)
     finally:
         for worker in workers:
@@ -194,12 +192,13 @@ def _answer_in_processes(context: StageContext, advance: Callable[..., None]) ->
 
 
 def _process(recipe: Recipe, directory: Path, inputs: Mapping[str, Path], number: int, news: Any) -> None:
+    """Send the count of each advance, then tokens and seconds, or the error that ended it."""
     context = StageContext(recipe=recipe, directory=directory, inputs=inputs)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     try:
-        news.send(("done", _answer_chunks(context, number, lambda count, **_: news.send(("advance", count)))))
+        news.send(_answer_chunks(context, number, lambda count, **_: news.send(count)))
     except FledgeError as error:
-        news.send(("error", str(error)))
+        news.send(error)
 
 
 def _assemble(context: StageContext) -> dict[str, Any]:
@@ -210,12 +209,12 @@ def _assemble(context: StageContext) -> dict[str, Any]:
             for _, line in read_json_lines(part):
                 turns, category = line["turns"], line["category"]
                 counts["answers"] += len(turns)
-                counts["cut_by_max_tokens"] += sum(turn["finish"] == "length" for turn in turns)
+                counts["cut_by_max_tokens"] += sum(turn["finish_reason"] == "length" for turn in turns)
                 if line["dropped"] is not None:
                     counts[f"dropped_{line['dropped'].replace(' ', '_')}"] += 1
                 sequences = chain((turn["prompt_token_ids"], turn["answer_token_ids"]) for turn in turns)
                 counts["turns_apart"] += max(0, len(sequences) - 1)
-                categories[category] += len(add_examples(writer, sequences, category, recipe.data, counts))
+                categories[category] += len(add_examples(writer, sequences, recipe.data, counts))
         if len(writer) == 0:
             prompts = context.inputs["prepare"] / PROMPTS
             raise DataError(f"{prompts}: no prompt could be answered ({dict(counts)})")
@@ -231,4 +230,4 @@ def _assemble(context: StageContext) -> dict[str, Any]:
     }
 
 
-STAGE = Stage(name="regenerate", version=2, depends_on=("prepare",), settings=_settings, run=_run)
+STAGE = Stage(name="regenerate", version=3, depends_on=("prepare",), settings=_settings, run=_run)

@@ -11,14 +11,14 @@ from fledge.errors import DataError
 from fledge.files import SEAL_BYTES, remove_temporaries, seal
 from fledge.training.data.examples import TokenStore, collate, packed_rows
 
-EXAMPLES = [([1, 2, 3, 4], [0, 0, 1, 1], "a"), ([5, 6, 65535], [0, 1, 1], "b"), ([7, 8], [0, 1], "a")]
+EXAMPLES = [([1, 2, 3, 4], [0, 0, 1, 1]), ([5, 6, 65535], [0, 1, 1]), ([7, 8], [0, 1])]
 
 
-def write(directory: Path, examples: list[tuple[list[int], list[int], str]], vocab_size: int = 65536) -> TokenStore:
+def write(directory: Path, examples: list[tuple[list[int], list[int]]], vocab_size: int = 65536) -> TokenStore:
     with TokenStore.writer(directory, vocab_size) as writer:
-        for tokens, answer, category in examples:
-            writer.add(tokens, [bool(a) for a in answer], category)
-    return TokenStore.open(directory)
+        for tokens, answer in examples:
+            writer.add(tokens, [bool(a) for a in answer])
+    return TokenStore(directory)
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(65536, 2), (65537, 4)])
@@ -27,14 +27,9 @@ def test_what_is_written_is_read(tmp_path: Path, vocab_size: int, width: int) ->
     assert (tmp_path / "s" / "tokens.bin").stat().st_size == 9 * width + SEAL_BYTES
     assert (len(store), store.total_tokens, store.answer_tokens) == (3, 9, 5)
     assert store.lengths.tolist() == [4, 3, 2]
-    for i, (tokens, answer, category) in enumerate(EXAMPLES):
-        example = store.example(i)
-        assert (example.tokens.tolist(), example.answer.tolist(), example.category) == (
-            tokens,
-            [bool(a) for a in answer],
-            category,
-        )
-        assert example.tokens.dtype == np.int64
+    for i, (tokens, answer) in enumerate(EXAMPLES):
+        found, mask = store.example(i)
+        assert (found.tolist(), mask.tolist()) == (tokens, [bool(a) for a in answer])
 
 
 def test_the_digest_follows_from_the_content(tmp_path: Path) -> None:
@@ -43,29 +38,28 @@ def test_the_digest_follows_from_the_content(tmp_path: Path) -> None:
     changed = [
         EXAMPLES[::-1],
         EXAMPLES[:2],
-        [([1, 2, 3, 5], [0, 0, 1, 1], "a"), *EXAMPLES[1:]],
-        [([1, 2, 3, 4], [0, 1, 1, 1], "a"), *EXAMPLES[1:]],
-        [([1, 2, 3, 4], [0, 0, 1, 1], "z"), *EXAMPLES[1:]],
-        [([1, 2, 3], [0, 0, 1], "a"), ([4, 5, 6, 65535], [1, 0, 1, 1], "b"), EXAMPLES[2]],
+        [([1, 2, 3, 5], [0, 0, 1, 1]), *EXAMPLES[1:]],
+        [([1, 2, 3, 4], [0, 1, 1, 1]), *EXAMPLES[1:]],
+        [([1, 2, 3], [0, 0, 1]), ([4, 5, 6, 65535], [1, 0, 1, 1]), EXAMPLES[2]],
     ]
     assert digest not in {write(tmp_path / "2", examples).digest for examples in changed}
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "answer.bin", "offsets.bin", "categories.bin", "index.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "answer.bin", "offsets.bin", "index.json"])
 def test_a_truncated_store_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     write(tmp_path / "s", EXAMPLES)
     path = tmp_path / "s" / name
     path.write_bytes(path.read_bytes()[:-1] if name != "index.json" else b'{"format": 1')
     with pytest.raises(DataError, match=f"{name}.*make it again") as caught:
-        TokenStore.open(tmp_path / "s")
+        TokenStore(tmp_path / "s")
     assert "\n" not in str(caught.value)
 
 
 def test_an_unfinished_store_is_not_there(tmp_path: Path) -> None:
     unfinished = TokenStore.writer(tmp_path / "s", 10)
-    unfinished.__enter__().add([1], [True], "a")
+    unfinished.__enter__().add([1], [True])
     with pytest.raises(DataError, match="no finished examples"):
-        TokenStore.open(tmp_path / "s")
+        TokenStore(tmp_path / "s")
     remove_temporaries(tmp_path)  # killed here: another start begins anew
     assert len(write(tmp_path / "s", EXAMPLES[:1])) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
@@ -73,7 +67,7 @@ def test_an_unfinished_store_is_not_there(tmp_path: Path) -> None:
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="token id 10 is outside"):
-        write(tmp_path / "s", [([1, 10], [0, 1], "a")], vocab_size=10)
+        write(tmp_path / "s", [([1, 10], [0, 1])], vocab_size=10)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,7 +105,7 @@ def test_rows_become_tensors(tmp_path: Path) -> None:
 
 def test_the_first_drafted_position_after_the_prompt_is_taught(tmp_path: Path) -> None:
     # Mistake 2: the slot that predicts the first answer token is two before it; an unshifted mask would leave it out.
-    store = write(tmp_path / "s", [([1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 1, 1], "a")])
+    store = write(tmp_path / "s", [([1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 1, 1])])
     batch = collate(store, [(0,)], 8)
     assert batch.supervised(0).nonzero()[:, 1].tolist() == [1, 2, 3]
     assert batch.supervised(1).nonzero()[:, 1].tolist() == [0, 1, 2]
@@ -123,8 +117,8 @@ def test_damage_and_ids_of_no_token_are_one_line(tmp_path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(b"\xff\xff" + content[2:])
     with pytest.raises(DataError, match=r"tokens\.bin: damaged, "):
-        TokenStore.open(tmp_path / "s")
+        TokenStore(tmp_path / "s")
     path.write_bytes(b"\xff\xff" + content[2:-SEAL_BYTES])
     seal(path)
     with pytest.raises(DataError, match=r"tokens\.bin: token id 65535 is outside the vocabulary of 100; remove"):
-        TokenStore.open(tmp_path / "s")
+        TokenStore(tmp_path / "s")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fledge.checkpoints.finding import Finding, finding
-from fledge.checkpoints.formats.drafter_config import D2T, EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER, T2D, as_outputs
+from fledge.checkpoints.formats.drafter_config import D2T, T2D, as_outputs, their_name
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
 from fledge.checkpoints.target import identify_target
 from fledge.checkpoints.weights import stored_shapes
@@ -115,20 +115,20 @@ def _rope_difference(rope: RopeConfig, other: RopeConfig) -> str:
 
 # Tensors that share a finding, by how their names begin; the first that fits is taken.
 _MISSING = {
-    "fusion.fc_norm.": "fc-norm-missing",
-    "fusion.input_norm.": "input-norm-missing",
+    "fc_norm.": "fc-norm-missing",
+    "input_norm.": "input-norm-missing",
     D2T: "d2t-missing",
     "lm_head.": "lm-head-missing",
     "": "tensor-missing",
 }
 _UNEXPECTED = {
-    "fusion.fc_norm.": "fc-norm-flag-off",
-    "fusion.input_norm.": "input-norm-flag-off",
+    "fc_norm.": "fc-norm-flag-off",
+    "input_norm.": "input-norm-flag-off",
     "": "tensor-unexpected",
 }
-_UNEXPECTED_NORMED = {**_UNEXPECTED, "fusion.fc_norm.": "tensor-unexpected"}
+_UNEXPECTED_NORMED = {**_UNEXPECTED, "fc_norm.": "tensor-unexpected"}
 _MISSHAPEN = {
-    "fusion.fc.": "fc-width",
+    "fc.": "fc-width",
     "embed_tokens.": "embedding-shape",
     "lm_head.": "head-shape",
     D2T: "d2t-shape",
@@ -146,6 +146,8 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
         is_identity, file = not checkpoint.read(D2T).any(), checkpoint.info(D2T).file.name
         advice = "vLLM refuses it" if is_identity else "it is not the identity: correct draft_vocab_size or vocab_size"
         yield finding("d2t-without-reduction", file=file, fixed_by_convert=is_identity, advice=advice)
+    # EAGLE-1's fc reads no aux states, which is what the findings about EAGLE-3's are about.
+    ignored = ("fc.", "fc_norm.", "input_norm.") if checkpoint.config.architecture is Architecture.EAGLE1 else ()
     noticed: dict[str, list[tuple[str, str, str]]] = {}
     for tensor in sorted(expected.keys() | stored, key=lambda tensor: (tensor in stored, tensor in expected, tensor)):
         wants, has = expected.get(tensor), checkpoint.info(tensor).shape if tensor in stored else None
@@ -157,15 +159,13 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
             # With fc_norm on, a norm too many is no missing flag.
             kinds, texts = _UNEXPECTED_NORMED if checkpoint.config.fc_norm else _UNEXPECTED, ("a tensor", "none")
         if has != wants:
-            name = next(name for prefix, name in kinds.items() if tensor.startswith(prefix))
+            name = next(name for prefix, name in kinds.items() if tensor.startswith(prefix) and prefix not in ignored)
             noticed.setdefault(name, []).append((tensor, *texts))
     midlayer = any("midlayer." in stored for stored in checkpoint.files.infos)
-    eagle3 = EAGLE_3_MIDLAYER if midlayer else EAGLE_3
-    table = EAGLE_1 if checkpoint.config.architecture is Architecture.EAGLE1 else eagle3
     for name, [(first, found, wanted), *others] in noticed.items():
         more = f" (and {len(others)} more like it)" if others else ""
         # A missing one is called as this checkpoint would call it.
-        field, path = table.to_theirs(first), checkpoint.files.files[0]
+        field, path = their_name(first, midlayer=midlayer), checkpoint.files.files[0]
         if first in stored:
             field, path = checkpoint.stored_names[first], checkpoint.info(first).file
         yield finding(name, field=field, found=found + more, expected=wanted, file=path.name)

@@ -17,7 +17,7 @@ from fledge.models.config import Architecture, TargetConfig
 from fledge.models.drafter.variants import name_of
 
 # What the parts are called, by how our tensor names begin.
-_PARTS = {"fusion": "fusion", "fc": "fusion", "layers": "layers", "norm": "norm"}
+_PARTS = {"fc": "fusion", "fc_norm": "fusion", "input_norm": "fusion", "layers": "layers", "norm": "norm"}
 _PARTS |= {"embed_tokens": "embedding", "lm_head": "head"}
 
 

@@ -14,11 +14,10 @@ from fledge.checkpoints.finding import Finding
 from fledge.checkpoints.formats.dense import DENSE, Placement
 from fledge.checkpoints.formats.drafter_config import (
     D2T,
-    EAGLE_3,
     T2D,
     Format,
     TargetReference,
-    reading_table,
+    their_name,
     write_config,
 )
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
@@ -27,7 +26,7 @@ from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors
 from fledge.errors import CheckpointError, CheckpointWarning
-from fledge.models.config import DrafterConfig, TargetConfig
+from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.drafter.vocab import DraftVocabulary
@@ -157,6 +156,6 @@ def _write_drafter(
         for i in range(config.num_layers):
             like = tensors[f"layers.{i}.self_attn.o_proj.weight"]
             tensors[f"layers.{i}.self_attn.o_proj.bias"] = like.new_zeros(layer.hidden_size)
-    table = EAGLE_3 if "speculators_config" in fields else reading_table(config.architecture)
+    midlayer = config.architecture is Architecture.EAGLE3 and "speculators_config" not in fields
     files = {"config.json": fields, PROVENANCE_FILE: {**provenance, "fledge_version": __version__}}
-    write_model(directory, {table.to_theirs(name): tensor for name, tensor in tensors.items()}, files)
+    write_model(directory, {their_name(n, midlayer=midlayer): tensor for n, tensor in tensors.items()}, files)

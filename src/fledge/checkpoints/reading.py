@@ -19,9 +19,9 @@ from fledge.checkpoints.formats.drafter_config import (
     architecture_of,
     check_class,
     format_of,
+    our_name,
     read_config,
     read_target_reference,
-    reading_table,
 )
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import weight_format
@@ -76,12 +76,11 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
             f"{fields.where}: not an EAGLE drafter (model_type '{family}', no fc, midlayer or d2t tensor); "
             "if this is a target model, give it as --target"
         )
-    table = reading_table(architecture)
     stored_names: dict[str, str] = {}
     for stored, name in bare.items():
         if IGNORED.fullmatch(name):
             continue
-        ours = table.to_ours(name)
+        ours = our_name(name, architecture)
         if ours in stored_names:
             raise CheckpointError(
                 f"{directory}: tensors '{stored_names[ours]}' and '{stored}' are two spellings of the same; remove one"

@@ -13,7 +13,7 @@ from fledge.layers.mlp import SwiGLU
 from fledge.layers.norm import RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation
-from fledge.models.drafter.eagle3 import Eagle3FirstLayer
+from fledge.models.drafter.eagle import Eagle3FirstLayer
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.native.bindings import struct, struct_type
 from fledge.native.library import required

@@ -121,7 +121,7 @@ class FitShape:
         seen = self.document_length / 2
         matrices = {name: p.numel() for name, p in self._module.named_parameters() if p.dim() == 2}
         layers = sum(numbers for name, numbers in matrices.items() if name.startswith("layers."))
-        fuse = sum(numbers for name, numbers in matrices.items() if name.startswith(("fusion", "fc")))
+        fuse = sum(numbers for name, numbers in matrices.items() if name.startswith("fc"))
         fused_steps = depth if drafter.architecture is Architecture.EAGLE1 else 1  # EAGLE-1's fc is run at each step
         head = drafter.hidden_size * drafter.draft_vocab_size
         attention = sum(4.0 * drafter.layer.query_size * (seen + k) * drafter.num_layers for k in range(depth))

@@ -14,8 +14,7 @@ from fledge.decoding.drafting import SettledRows, draft_chain
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.drafter.eagle import EagleDrafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter
+from fledge.models.drafter.eagle import Eagle3Drafter, EagleDrafter
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import DocumentLayout, TttStorage
 from fledge.training.data.examples import PackedBatch

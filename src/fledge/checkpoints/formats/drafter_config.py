@@ -16,7 +16,7 @@ guess: a list that starts with 1 names outputs, because the usual layers counted
 list names inputs. We follow it, and warn.
 
 Tensor names of ours are the parameter names of `fledge.models.drafter` before query, key, value and gate, up are
-stacked; theirs follow by tables that work in both directions.
+stacked; theirs differ for the first layer and the draft vocabulary (`our_name`, `their_name`).
 """
 
 import re
@@ -133,7 +133,7 @@ def read_config(
         num_aux_states=num_aux,
         own_embedding="embed_tokens.weight" in names,
         own_head=eagle3 and ("lm_head.weight" in names or draft_vocab_size != vocab_size),
-        fc_bias=("fusion.fc.bias" if eagle3 else "fc.bias") in names,
+        fc_bias="fc.bias" in names,
         dtype=dtype,
         **flags,
     )
@@ -299,34 +299,21 @@ def write_config(
     }
 
 
-@dataclass(frozen=True)
-class NameTable:
-    """Renames by prefix. No prefix of one side begins another of the same side, so the order does not matter."""
-
-    pairs: tuple[tuple[str, str], ...]  # (theirs, ours)
-
-    def to_ours(self, name: str) -> str:
-        return next((ours + name[len(theirs) :] for theirs, ours in self.pairs if name.startswith(theirs)), name)
-
-    def to_theirs(self, name: str) -> str:
-        return next((theirs + name[len(ours) :] for theirs, ours in self.pairs if name.startswith(ours)), name)
-
-
-EAGLE_1 = NameTable(())
-# The speculators format, and most of what vLLM reads.
-EAGLE_3 = NameTable(
-    (
-        ("fc.", "fusion.fc."),
-        ("fc_norm.", "fusion.fc_norm."),
-        ("input_norm.", "fusion.input_norm."),
-        ("d2t", "vocabulary.d2t"),
-    )
-)
-# EAGLE, SGLang, SpecForge and TorchSpec call the first layer `midlayer`; vLLM reads that too, SGLang nothing else.
-EAGLE_3_MIDLAYER = NameTable((("midlayer.", "layers.0."), *EAGLE_3.pairs))
-
-D2T = "vocabulary.d2t"  # ours
+D2T = "vocabulary.d2t"  # ours; theirs is "d2t"
 T2D = "t2d"  # follows from d2t; kept for other readers, checked by us
+
+
+def our_name(name: str, architecture: Architecture) -> str:
+    """The name that a stored tensor has here, before joining, whichever way its first layer is called."""
+    if architecture is Architecture.EAGLE1:
+        return name
+    return D2T if name == "d2t" else re.sub(r"^midlayer\.", "layers.0.", name)
+
+
+def their_name(name: str, *, midlayer: bool) -> str:
+    """The inverse. `midlayer`: as EAGLE, SGLang, SpecForge and TorchSpec call layer 0; SGLang reads nothing else."""
+    return "d2t" if name == D2T else re.sub(r"^layers\.0\.", "midlayer.", name) if midlayer else name
+
 
 # Never weights of ours: rope frequencies follow from the config; vLLM creates, and never reads, a `hidden_norm` in
 # layers after the first.
@@ -348,8 +335,3 @@ def architecture_of(fields: ConfigFields, names: Iterable[str]) -> Architecture 
     if "d2t" in known or "norm.weight" in known:
         return Architecture.EAGLE3 if "fc.weight" in known else None
     return Architecture.EAGLE1 if "fc.weight" in known else None
-
-
-def reading_table(architecture: Architecture) -> NameTable:
-    """Read any layout: a first layer that is called `layers.0` already passes through unchanged."""
-    return EAGLE_1 if architecture is Architecture.EAGLE1 else EAGLE_3_MIDLAYER

@@ -36,18 +36,13 @@ from fledge.version import __version__
 
 
 def load_drafter(
-    directory: Path,
-    target: TargetModel | TargetConfig,
-    *,
-    target_directory: Path | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    directory: Path, target: TargetModel | TargetConfig, *, target_directory: Path | None = None
 ) -> Drafter:
-    """Build the drafter for `target`, in `dtype` on `device`.
+    """Build the drafter for `target`, in the dtype and on the device of a target model.
 
-    By default both are those of a target model, or as stored on the CPU if only the target's config is known; in the
-    latter case the caller must `share_with` the model later. Errors of the contract raise; warnings are issued as
-    `CheckpointWarning`. With `target_directory` it is also checked that the drafter was trained for what lies there.
+    Or as stored on the CPU if only the target's config is known; the caller must `share_with` the model later. Errors
+    of the contract raise; warnings are issued as `CheckpointWarning`. With `target_directory` it is also checked that
+    the drafter was trained for what lies there.
     """
     model, target_config = (target, target.config) if isinstance(target, TargetModel) else (None, target)
     checkpoint = read_drafter(directory)
@@ -58,11 +53,9 @@ def load_drafter(
     config = checkpoint.config.resolved(target_config)
     with torch.device("meta"):
         drafter = build(config)
-    weight = None if model is None else model.embed_tokens.weight
-    placement = Placement(
-        device=device or ("cpu" if weight is None else weight.device),
-        dtype=dtype or (getattr(torch, config.dtype) if weight is None else weight.dtype),
-    )
+    placement = Placement(device="cpu", dtype=getattr(torch, config.dtype))
+    if model is not None:
+        placement = Placement(device=model.embed_tokens.weight.device, dtype=model.embed_tokens.weight.dtype)
     load_weights(drafter, checkpoint.files, checkpoint.weight_names, checkpoint.weight_format, placement)
     drafter.to(device=placement.device)
     if model is not None:

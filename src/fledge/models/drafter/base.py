@@ -37,7 +37,7 @@ class DraftStates:
 class Drafter(nn.Module):
     """Base of the EAGLE drafters. `embed_tokens` and `lm_head` may be the target's: see `share_with`."""
 
-    fc: nn.Module  # that joins what is read from the target
+    fc: Linear  # that joins what is read from the target
     layers: nn.ModuleList
 
     def __init__(self, config: DrafterConfig) -> None:

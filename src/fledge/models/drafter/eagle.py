@@ -99,7 +99,8 @@ class Eagle3Drafter(Drafter):
         if self.fc_norm is not None:
             norms = [norm.weight for norm in self.fc_norm if isinstance(norm, RMSNorm)]
             aux = rms_norm_parts(aux, norms, self.config.layer.norm_eps)
-        return self.fc(aux)
+        fused: Tensor = self.fc(aux)
+        return fused
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         rotation = self.rope(positions, features.dtype)

@@ -12,14 +12,7 @@ from torch import Tensor
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding
 from fledge.checkpoints.formats.dense import DENSE, Placement
-from fledge.checkpoints.formats.drafter_config import (
-    D2T,
-    T2D,
-    Format,
-    TargetReference,
-    their_name,
-    write_config,
-)
+from fledge.checkpoints.formats.drafter_config import D2T, T2D, Format, their_name, write_config
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
@@ -27,9 +20,8 @@ from fledge.checkpoints.tensors import write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
-from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import build
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.version import __version__
@@ -76,7 +68,7 @@ def save_drafter(
     directory: Path,
     *,
     to: Format = "vllm",
-    target: TargetReference | None = None,
+    target: Mapping[str, Any] | None = None,
     num_speculative_tokens: int = 3,
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
@@ -119,7 +111,7 @@ def convert_drafter(
     if target_config is not None:
         config = config.resolved(target_config)
         architecture = FAMILIES[target_config.family].architecture
-        reference = TargetReference(name_or_path=str(target), architectures=(architecture,))
+        reference = {"name_or_path": str(target), "architectures": [architecture]}
     provenance = {"converted_from": str(source), "source_format": checkpoint.format}
     tensors = {name: checkpoint.read(name) for name in checkpoint.weight_names}
     if config.reduced_vocab:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.block import DecoderLayer
-from fledge.layers.mlp import SwiGLU
+from fledge.layers.block import DecoderLayer, SwiGLU
 from fledge.layers.norm import RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation

@@ -1,6 +1,6 @@
 import torch
 
-from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.models.drafter.base import DraftVocabulary
 
 IDS = [0, 2, 3, 7]
 

@@ -20,8 +20,7 @@ stacked; theirs differ for the first layer and the draft vocabulary (`our_name`,
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from fledge.checkpoints.finding import Finding, finding
@@ -53,23 +52,15 @@ _LLAMA_MAX_POSITIONS = 2048  # the default of transformers' LlamaConfig, and wit
 _SPECULATORS_LAYERS = "transformer_layer_config"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetReference:
-    """The target a drafter was made for, as the speculators format names it."""
-
-    name_or_path: str | None = None
-    architectures: tuple[str, ...] = ()
-
-
 def format_of(fields: ConfigFields) -> Format:
     return "speculators" if "speculators_model_type" in fields or "speculators_config" in fields else "vllm"
 
 
-def architecture_names(fields: ConfigFields) -> tuple[str, ...]:
+def architecture_names(fields: ConfigFields) -> list[str]:
     found = fields.values.get("architectures") or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise fields.error("architectures", found, "a list of class names")
-    return tuple(found)
+    return found
 
 
 def check_class(fields: ConfigFields, names: Collection[str], notes: list[Finding]) -> None:
@@ -151,14 +142,14 @@ def _speculators_layers(fields: ConfigFields) -> ConfigFields:
     return layers
 
 
-def read_target_reference(fields: ConfigFields) -> TargetReference | None:
-    """The target that the speculators format names."""
+def read_target_reference(fields: ConfigFields) -> dict[str, Any] | None:
+    """The target a drafter was made for: `name_or_path` and `architectures`, as the speculators format names it."""
     holder = fields.nested("speculators_config")
     verifier = holder.nested("verifier") if holder else None
     if verifier is None:
         return None
     name = verifier.text("name_or_path") if "name_or_path" in verifier else None
-    return TargetReference(name_or_path=name, architectures=architecture_names(verifier))
+    return {"name_or_path": name, "architectures": architecture_names(verifier)}
 
 
 def _read_layer(
@@ -258,7 +249,7 @@ def as_outputs(inputs: Sequence[int]) -> list[int] | None:
 
 
 def write_config(
-    config: DrafterConfig, to: Format, target: TargetReference | None = None, num_speculative_tokens: int = 3
+    config: DrafterConfig, to: Format, target: Mapping[str, Any] | None = None, num_speculative_tokens: int = 3
 ) -> dict[str, Any]:
     """The inverse of `read_config`."""
     eagle1 = config.architecture is Architecture.EAGLE1
@@ -283,7 +274,6 @@ def write_config(
             fields["eagle_config"] = {"use_aux_hidden_state": True, AUX_IDS: outputs}
         name = "Eagle3Qwen3ForCausalLM" if config.layer.qk_norm else "LlamaForCausalLMEagle3"
         return {"architectures": [name], **layers, _NUM_AUX: config.num_aux_states, **fields}
-    target = target or TargetReference()
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -294,7 +284,7 @@ def write_config(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}],
-            "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
+            "verifier": target or {"name_or_path": None, "architectures": []},
         },
     }
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.layers.config import LayerConfig, RopeConfig
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import RMSNorm
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter

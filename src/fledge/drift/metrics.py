@@ -16,14 +16,7 @@ from torch import Tensor
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.drift.prompts import LABELS, Segment
 from fledge.drift.replay import Replayed
-from fledge.drift.result import (
-    AttentionMeans,
-    Calibration,
-    CalibrationBin,
-    DepthMetrics,
-    FusionShare,
-    HeadAttention,
-)
+from fledge.drift.result import AttentionMeans, Calibration, CalibrationBin, DepthMetrics, FusionShare, HeadAttention
 from fledge.engine.outputs import RoundRecord
 from fledge.evaluation.results import tally_triples
 

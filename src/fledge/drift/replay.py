@@ -19,8 +19,6 @@ after each resynchronisation, and the rows it drafted itself.
                 verified rows        drafted by round 0   drafted by round 1
     round 0     x x x . . .          x x                  . .
     round 1     x x x x x .          . .                  x x
-
-How many heads there are and how wide keys and values are is read from what a layer projects, not assumed.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from fledge.devices import choose_dtype
 from fledge.engine.config import EngineConfig
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
-from fledge.layers.norm import compute_weight
+from fledge.layers.linear import compute_weight
 from fledge.layers.paged_cache import PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel

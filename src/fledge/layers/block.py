@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import ExpertsConfig, LayerConfig
-from fledge.layers.linear import Linear
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer, SwiGLU
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation
 from fledge.models.drafter.eagle import Eagle3FirstLayer

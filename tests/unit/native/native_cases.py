@@ -14,8 +14,7 @@ from fledge.kernels.swiglu import swiglu_reference
 from fledge.layers.attention import Attention, ProjectedHeads
 from fledge.layers.block import DecoderLayer
 from fledge.layers.config import LayerConfig, RopeConfig
-from fledge.layers.linear import Linear
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass, RoundPass
 from fledge.layers.rope import RotaryEmbedding, Rotation
 from fledge.native import linear as native

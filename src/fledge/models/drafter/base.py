@@ -71,9 +71,6 @@ class DraftVocabulary(nn.Module):
         mask[self.target_ids] = True
         return mask
 
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids + self.d2t[draft_ids]
-
     def spread(self, draft_values: Tensor, fill: float = 0.0) -> Tensor:
         """[*, draft_vocab] -> [*, vocab], with `fill` for tokens the drafter cannot propose."""
         out = draft_values.new_full((*draft_values.shape[:-1], self.vocab_size), fill)
@@ -173,7 +170,7 @@ class Drafter(nn.Module):
         return self.logits(head), self.vocabulary.d2t
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self.vocabulary is None else self.vocabulary.to_target(draft_ids)
+        return draft_ids if self.vocabulary is None else draft_ids + self.vocabulary.d2t[draft_ids]
 
     def full_vocab_logits(self, head: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, vocab], with -inf for tokens outside the draft vocabulary."""

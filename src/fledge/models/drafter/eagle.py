@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from fledge.kernels.rms_norm import draft_input, rms_norm_parts
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.block import DecoderLayer, SwiGLU
-from fledge.layers.linear import Linear
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates

@@ -14,7 +14,6 @@ from fledge.records import Record
 DRIFT_SHARE = 0.2
 
 Curve = tuple[float | None, ...]  # one value for each depth; None where no round got there
-TokenStatus = Literal["accepted", "rejected", "outside", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +120,10 @@ class PromptRow(Record):
     def acceptance(self) -> AcceptanceStatistics:
         return statistics_of(self.tally)
 
-    @property
-    def accepted(self) -> int:
-        return sum(self.acceptance.accepted_by_depth)
-
     def to_dict(self) -> dict[str, Any]:
         found = self.acceptance
-        counts = {"rounds": found.rounds, "accepted": self.accepted, "drafted": sum(found.drafted_by_depth)}
-        return super().to_dict() | counts
+        counts = {"accepted": sum(found.accepted_by_depth), "drafted": sum(found.drafted_by_depth)}
+        return super().to_dict() | {"rounds": found.rounds, **counts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +131,7 @@ class ExampleToken(Record):
     """A token of an answer. `own`: the target's, with no draft to compare; `outside`: no draft could be right here."""
 
     text: str
-    status: TokenStatus
+    status: Literal["accepted", "rejected", "outside", "own"]
     draft: str | None = None  # what had been drafted in its place, where that was wrong
 
 

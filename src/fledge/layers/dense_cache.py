@@ -72,12 +72,9 @@ class DensePass:
         visible = self.visible
         if spec.sliding_window is not None:
             visible = visible & (self.distance < spec.sliding_window)
-        mixed = F.scaled_dot_product_attention(  # wants [batch, heads, rows, head_dim]
-            query.transpose(0, 1).unsqueeze(0),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
-            attn_mask=visible,
-            scale=spec.scale,
-            enable_gqa=query.shape[-2] != key.shape[-2],
+        grouped = query.shape[-2] != key.shape[-2]
+        query, keys, values = (side.transpose(0, 1)[None] for side in (query, keys, values))  # [1, heads, rows, dim]
+        mixed = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible, scale=spec.scale, enable_gqa=grouped
         )
-        return mixed.squeeze(0).transpose(0, 1)
+        return mixed[0].transpose(0, 1)

@@ -72,13 +72,9 @@ class Spy:
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         mixed = self.inner.attend(heads, spec)
         query, key, _ = heads.finished()
-        keys = self.inner.cache._keys[spec.layer]
-        assert keys is not None
+        keys, _ = self.inner.cache._stored[spec.layer]
         group = query.shape[1] // key.shape[1]
-        each = [
-            (keys[: self.inner.cache.length, h // group] @ query[-1, h] * spec.scale).softmax(0)
-            for h in range(query.shape[1])
-        ]
+        each = [(keys[:, h // group] @ query[-1, h] * spec.scale).softmax(0) for h in range(query.shape[1])]
         self.weights.append(torch.stack(each))
         return mixed
 

@@ -31,9 +31,8 @@ from torch import Tensor
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
-from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import EAGLE_3_1, build
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetStates
 from fledge.training.data.packing import PackedBatch
 from fledge.training.recipe import FitSection

@@ -26,8 +26,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values: the fields, tuples as lists."""
-        values: dict[str, Any] = encode(self)
-        return values
+        return _encoded_fields(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str | None = None) -> Self:
@@ -38,18 +37,14 @@ class Record:
 def encode(value: Any) -> Any:
     """Return JSON values: dataclasses as objects (by their own `to_dict` if they have one), tuples as lists."""
     if is_dataclass(value):
-        return {f.name: _encoded_part(getattr(value, f.name)) for f in fields(value)}
-    return _encoded_part(value)
-
-
-def _encoded_part(value: Any) -> Any:
-    if isinstance(value, Record):
-        return value.to_dict()
-    if is_dataclass(value):
-        return encode(value)
+        return value.to_dict() if isinstance(value, Record) else _encoded_fields(value)
     if isinstance(value, Mapping):
-        return {key: _encoded_part(item) for key, item in value.items()}
-    return [_encoded_part(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: encode(item) for key, item in value.items()}
+    return [encode(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _encoded_fields(value: Any) -> dict[str, Any]:
+    return {f.name: encode(getattr(value, f.name)) for f in fields(value)}
 
 
 def decode(cls: type[_T], values: Any, where: str, *, strict: bool = True) -> _T:

@@ -17,8 +17,8 @@ if torch.cuda.is_available():
 from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.block import SparseMLP
 from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
-from fledge.layers.mlp import SparseMLP
 from fledge.layers.paged_cache import PagedCache
 from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks
@@ -236,7 +236,7 @@ def heads_that_rotate_in_part_are_stored() -> None:
     """The fused kernel does not take them; the plain way has to, on a GPU too, and in a graph."""
     config = replace(_HEADS, rope=RopeConfig(partial_factor=0.5))
     caches = [
-        PagedCache(config.kv_cache, num_layers=1, num_blocks=4, block_size=16, dtype=FP32, device=torch.device(device))
+        PagedCache(config, num_layers=1, num_blocks=4, block_size=16, dtype=FP32, device=torch.device(device))
         for device in ("cpu", GPU)
     ]
     qkv, positions, slots = (

@@ -14,9 +14,8 @@ from fledge.kernels.draft_loss import LossKind
 from fledge.layers.attention import AttentionSpec
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
-from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3_1, build
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import Backend, DocumentLayout, TttStorage
 from fledge.training.data.examples import PackedBatch

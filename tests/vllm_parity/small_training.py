@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.models.config import DrafterConfig, TargetConfig
-from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import build
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
 
 

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from fledge.errors import ConfigError, nearest_name_hint
 from fledge.layers.config import LayerConfig, RopeConfig
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import RMSNorm
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter
+from fledge.models.drafter.eagle import Eagle3Drafter
 from fledge.models.drafter.variants import build
 from fledge.models.target.decoder import TargetModel
 
@@ -301,11 +301,12 @@ def inflate_drafter(
     assert isinstance(small, Eagle3Drafter)
     place = LayerMap(small=small.config.layer, large=large.config.layer)
     width, wide = small.config.hidden_size, large.config.target_hidden_size
-    for number, module in enumerate([large.fusion, *large.layers]):
+    fusion = nn.ModuleList(one for one in (large.input_norm, large.fc_norm, large.fc) if one is not None)
+    for number, module in enumerate([fusion, *large.layers]):
         _randomise(module, seed * 1000 + 999_000 + number)
     starts = [i * wide for i in range(small.config.num_aux_states)]
     inputs = torch.cat([start + place.hidden for start in starts])
-    new, old = large.fusion, small.fusion
+    new, old = large, small
     new.fc.weight[width:] = 0
     for start in starts:  # what the target's spare dimension carries is for its head alone
         new.fc.weight[:, start + width : start + wide] = 0

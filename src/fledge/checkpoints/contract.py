@@ -3,28 +3,35 @@
 vLLM lets most violations pass: a missing tensor stays uninitialised, a missing d2t maps to the wrong tokens, a wrong
 layer id feeds the wrong features. Output stays correct, since every draft is verified, so the only symptom is a
 drafter that accepts less than it should. Here each of them is a finding with a name; docs/checkpoints.md lists them.
+`fledge inspect` prints them with what a checkpoint is, which is described here too, as plain data.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fledge.checkpoints.finding import Finding, finding
-from fledge.checkpoints.formats.drafter_config import D2T, EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER, T2D, as_outputs
+from fledge.checkpoints.formats.drafter_config import D2T, FLAGS, T2D, as_outputs, their_name
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
 from fledge.checkpoints.target import identify_target
+from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import stored_shapes
-from fledge.layers.config import RopeConfig
+from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
-from fledge.models.drafter.variants import build
-from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.models.drafter.base import DraftVocabulary
+from fledge.models.drafter.variants import build, name_of
 from fledge.models.target import FAMILIES
 
 # In the config of a drafter that `fledge bench inflate` enlarged: it has rows of its head, and ids, several times.
 INFLATED = "fledge_inflated"
+# What the parts are called, by how our tensor names begin.
+_PARTS = {"fc": "fusion", "fc_norm": "fusion", "input_norm": "fusion", "layers": "layers", "norm": "norm"}
+_PARTS |= {"embed_tokens": "embedding", "lm_head": "head"}
 
 
 def check(
@@ -90,8 +97,8 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
     if config.max_positions < target.max_positions:
         yield finding("max-positions-short", found=config.max_positions, target=target.max_positions)
     architecture = FAMILIES[target.family].architecture
-    if reference and reference.architectures and architecture not in reference.architectures:
-        found, made_for = list(reference.architectures), reference.name_or_path or "another target"
+    if reference and reference["architectures"] and architecture not in reference["architectures"]:
+        found, made_for = reference["architectures"], reference["name_or_path"] or "another target"
         yield finding("verifier-differs", found=found, expected=architecture, target=made_for)
 
 
@@ -113,26 +120,15 @@ def _rope_difference(rope: RopeConfig, other: RopeConfig) -> str:
     return ", ".join(f"{field} {value}" for field, value in asdict(rope).items() if value != getattr(other, field))
 
 
-# Tensors that share a finding, by how their names begin; the first that fits is taken.
-_MISSING = {
-    "fusion.fc_norm.": "fc-norm-missing",
-    "fusion.input_norm.": "input-norm-missing",
-    D2T: "d2t-missing",
-    "lm_head.": "lm-head-missing",
-    "": "tensor-missing",
-}
-_UNEXPECTED = {
-    "fusion.fc_norm.": "fc-norm-flag-off",
-    "fusion.input_norm.": "input-norm-flag-off",
-    "": "tensor-unexpected",
-}
-_UNEXPECTED_NORMED = {**_UNEXPECTED, "fusion.fc_norm.": "tensor-unexpected"}
-_MISSHAPEN = {
-    "fusion.fc.": "fc-width",
-    "embed_tokens.": "embedding-shape",
-    "lm_head.": "head-shape",
-    D2T: "d2t-shape",
-    "": "tensor-shape",
+# Findings about a tensor that is missing, unexpected or misshapen, by how its name begins; the first that fits.
+_TENSORS = {
+    "fc_norm.": ("fc-norm-missing", "fc-norm-flag-off", "tensor-shape"),
+    "input_norm.": ("input-norm-missing", "input-norm-flag-off", "tensor-shape"),
+    "fc.": ("tensor-missing", "tensor-unexpected", "fc-width"),
+    "embed_tokens.": ("tensor-missing", "tensor-unexpected", "embedding-shape"),
+    "lm_head.": ("lm-head-missing", "tensor-unexpected", "head-shape"),
+    D2T: ("d2t-missing", "tensor-unexpected", "d2t-shape"),
+    "": ("tensor-missing", "tensor-unexpected", "tensor-shape"),
 }
 
 
@@ -146,26 +142,27 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
         is_identity, file = not checkpoint.read(D2T).any(), checkpoint.info(D2T).file.name
         advice = "vLLM refuses it" if is_identity else "it is not the identity: correct draft_vocab_size or vocab_size"
         yield finding("d2t-without-reduction", file=file, fixed_by_convert=is_identity, advice=advice)
+    # EAGLE-1's fc reads no aux states, and with fc_norm on, a norm too many is no missing flag.
+    is_eagle1 = checkpoint.config.architecture is Architecture.EAGLE1
+    ordinary = ("fc.", "fc_norm.", "input_norm.") if is_eagle1 else ()
     noticed: dict[str, list[tuple[str, str, str]]] = {}
     for tensor in sorted(expected.keys() | stored, key=lambda tensor: (tensor in stored, tensor in expected, tensor)):
         wants, has = expected.get(tensor), checkpoint.info(tensor).shape if tensor in stored else None
-        if has is None and wants is not None:
-            kinds, texts = _MISSING, ("no such tensor", f"one of shape {list(wants)}")
-        elif has is not None and wants is not None:
-            kinds, texts = _MISSHAPEN, (f"shape {list(has)}", f"shape {list(wants)}")
+        names = next(names for start, names in _TENSORS.items() if tensor.startswith(start) and start not in ordinary)
+        if has is None:
+            name, *texts = names[0], "no such tensor", f"one of shape {list(wants or ())}"
+        elif wants is None:
+            name, *texts = names[1], "a tensor", "none"
+            name = "tensor-unexpected" if name == "fc-norm-flag-off" and checkpoint.config.fc_norm else name
         else:
-            # With fc_norm on, a norm too many is no missing flag.
-            kinds, texts = _UNEXPECTED_NORMED if checkpoint.config.fc_norm else _UNEXPECTED, ("a tensor", "none")
+            name, *texts = names[2], f"shape {list(has)}", f"shape {list(wants)}"
         if has != wants:
-            name = next(name for prefix, name in kinds.items() if tensor.startswith(prefix))
-            noticed.setdefault(name, []).append((tensor, *texts))
+            noticed.setdefault(name, []).append((tensor, texts[0], texts[1]))
     midlayer = any("midlayer." in stored for stored in checkpoint.files.infos)
-    eagle3 = EAGLE_3_MIDLAYER if midlayer else EAGLE_3
-    table = EAGLE_1 if checkpoint.config.architecture is Architecture.EAGLE1 else eagle3
     for name, [(first, found, wanted), *others] in noticed.items():
         more = f" (and {len(others)} more like it)" if others else ""
         # A missing one is called as this checkpoint would call it.
-        field, path = table.to_theirs(first), checkpoint.files.files[0]
+        field, path = their_name(first, midlayer=midlayer), checkpoint.files.files[0]
         if first in stored:
             field, path = checkpoint.stored_names[first], checkpoint.info(first).file
         yield finding(name, field=field, found=found + more, expected=wanted, file=path.name)
@@ -207,3 +204,85 @@ def _value_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
         if tensor.is_floating_point() and not tensor.isfinite().all():
             yield finding("weights-not-finite", field=stored, file=checkpoint.info(name).file.name)
             return
+
+
+def describe_drafter(
+    checkpoint: DrafterCheckpoint, target: TargetConfig | None = None, target_directory: Path | None = None
+) -> dict[str, Any]:
+    config = checkpoint.config
+    findings = check(checkpoint, target, target_directory)
+    stated, ids = config.aux_layer_ids is not None, (config.resolved(target) if target else config).aux_layer_ids
+    sound = not any(finding.severity == "error" for finding in findings)
+    return {
+        "kind": "drafter",
+        "directory": str(checkpoint.directory),
+        "variant": name_of(config),
+        "format": checkpoint.format,
+        "flags": {flag: getattr(config, flag) for flag in FLAGS},
+        "aux_layer_ids": None if config.architecture is Architecture.EAGLE1 else _aux_ids(ids, stated=stated),
+        "vocabulary": {
+            "size": config.vocab_size,
+            "draft_size": config.draft_vocab_size,
+            "coverage": round(config.draft_vocab_size / config.vocab_size, 4),
+        },
+        "num_layers": config.num_layers,
+        "target_hidden_size": config.target_hidden_size,
+        **_describe_layer(config.layer),
+        "max_positions": config.max_positions,
+        "embedding": "own" if config.own_embedding else "the target's",
+        "head": "own" if config.own_head else "the target's",
+        "dtype": config.dtype,
+        "size": _sizes((name, checkpoint.info(name)) for name in checkpoint.stored_names),
+        "made_for": checkpoint.target,
+        "provenance": checkpoint.provenance,
+        "sound": sound,
+        "fits_target": sound if target else None,
+        "findings": [finding.as_dict() for finding in findings],
+    }
+
+
+def describe_target(config: TargetConfig, files: TensorFiles) -> dict[str, Any]:
+    names = ((name.removeprefix("model."), info) for name, info in files.infos.items())
+    return {
+        "kind": "target",
+        "directory": str(files.directory),
+        "family": config.family,
+        "num_layers": config.num_layers,
+        **_describe_layer(config.layer),
+        "vocabulary": {"size": config.vocab_size},
+        "max_positions": config.max_positions,
+        "head": "the embedding matrix" if config.tied_head else "own",
+        "sliding_window": next((window for window in config.sliding_windows if window), None),
+        "aux_layer_ids": _aux_ids(config.default_aux_layer_ids, stated=False),
+        "dtype": config.dtype,
+        "size": _sizes(names),
+    }
+
+
+def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
+    return {"inputs": ids and list(ids), "outputs": ids and as_outputs(ids), "stated": stated}
+
+
+def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
+    """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
+    values, ordinary = asdict(layer), {"experts": None, "norm_placement": "pre", "qk_norm_whole": False}
+    rope = {field: value for field, value in values.pop("rope").items() if value is not None}
+    if rope["type"] == "default":
+        rope = {"theta": rope["theta"], "partial_factor": rope["partial_factor"], "type": "default"}
+    if rope["partial_factor"] == 1:
+        del rope["partial_factor"]
+    kept = {field: value for field, value in values.items() if field not in ordinary or value != ordinary[field]}
+    return {**kept, "rope": rope}
+
+
+def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:
+    """Parameters (floating-point values) and bytes, in all and by part."""
+    parts: dict[str, dict[str, int]] = {}
+    for name, info in tensors:
+        part = _PARTS.get(name.partition(".")[0], "vocabulary maps")
+        count = math.prod(info.shape)
+        sizes = parts.setdefault(part, {"parameters": 0, "bytes": 0})
+        sizes["parameters"] += count if part != "vocabulary maps" else 0
+        sizes["bytes"] += count * getattr(getattr(torch, info.dtype, None), "itemsize", 1)
+    totals = {unit: sum(part[unit] for part in parts.values()) for unit in ("parameters", "bytes")}
+    return {**totals, "parts": dict(sorted(parts.items()))}

@@ -12,43 +12,29 @@ from torch import Tensor
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding
 from fledge.checkpoints.formats.dense import DENSE, Placement
-from fledge.checkpoints.formats.drafter_config import (
-    D2T,
-    EAGLE_3,
-    T2D,
-    Format,
-    TargetReference,
-    reading_table,
-    write_config,
-)
+from fledge.checkpoints.formats.drafter_config import D2T, T2D, Format, their_name, write_config
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors
 from fledge.errors import CheckpointError, CheckpointWarning
-from fledge.models.config import DrafterConfig, TargetConfig
-from fledge.models.drafter.base import Drafter
+from fledge.models.config import Architecture, DrafterConfig, TargetConfig
+from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import build
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 from fledge.version import __version__
 
 
 def load_drafter(
-    directory: Path,
-    target: TargetModel | TargetConfig,
-    *,
-    target_directory: Path | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    directory: Path, target: TargetModel | TargetConfig, *, target_directory: Path | None = None
 ) -> Drafter:
-    """Build the drafter for `target`, in `dtype` on `device`.
+    """Build the drafter for `target`, in the dtype and on the device of a target model.
 
-    By default both are those of a target model, or as stored on the CPU if only the target's config is known; in the
-    latter case the caller must `share_with` the model later. Errors of the contract raise; warnings are issued as
-    `CheckpointWarning`. With `target_directory` it is also checked that the drafter was trained for what lies there.
+    Or as stored on the CPU if only the target's config is known; the caller must `share_with` the model later. Errors
+    of the contract raise; warnings are issued as `CheckpointWarning`. With `target_directory` it is also checked that
+    the drafter was trained for what lies there.
     """
     model, target_config = (target, target.config) if isinstance(target, TargetModel) else (None, target)
     checkpoint = read_drafter(directory)
@@ -59,11 +45,9 @@ def load_drafter(
     config = checkpoint.config.resolved(target_config)
     with torch.device("meta"):
         drafter = build(config)
-    weight = None if model is None else model.embed_tokens.weight
-    placement = Placement(
-        device=device or ("cpu" if weight is None else weight.device),
-        dtype=dtype or (getattr(torch, config.dtype) if weight is None else weight.dtype),
-    )
+    placement = Placement(device="cpu", dtype=getattr(torch, config.dtype))
+    if model is not None:
+        placement = Placement(device=model.embed_tokens.weight.device, dtype=model.embed_tokens.weight.dtype)
     load_weights(drafter, checkpoint.files, checkpoint.weight_names, checkpoint.weight_format, placement)
     drafter.to(device=placement.device)
     if model is not None:
@@ -84,7 +68,7 @@ def save_drafter(
     directory: Path,
     *,
     to: Format = "vllm",
-    target: TargetReference | None = None,
+    target: Mapping[str, Any] | None = None,
     num_speculative_tokens: int = 3,
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
@@ -127,7 +111,7 @@ def convert_drafter(
     if target_config is not None:
         config = config.resolved(target_config)
         architecture = FAMILIES[target_config.family].architecture
-        reference = TargetReference(name_or_path=str(target), architectures=(architecture,))
+        reference = {"name_or_path": str(target), "architectures": [architecture]}
     provenance = {"converted_from": str(source), "source_format": checkpoint.format}
     tensors = {name: checkpoint.read(name) for name in checkpoint.weight_names}
     if config.reduced_vocab:
@@ -157,6 +141,6 @@ def _write_drafter(
         for i in range(config.num_layers):
             like = tensors[f"layers.{i}.self_attn.o_proj.weight"]
             tensors[f"layers.{i}.self_attn.o_proj.bias"] = like.new_zeros(layer.hidden_size)
-    table = EAGLE_3 if "speculators_config" in fields else reading_table(config.architecture)
+    midlayer = config.architecture is Architecture.EAGLE3 and "speculators_config" not in fields
     files = {"config.json": fields, PROVENANCE_FILE: {**provenance, "fledge_version": __version__}}
-    write_model(directory, {table.to_theirs(name): tensor for name, tensor in tensors.items()}, files)
+    write_model(directory, {their_name(n, midlayer=midlayer): tensor for n, tensor in tensors.items()}, files)

@@ -9,20 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from fledge.checkpoints.finding import Finding, finding
+from fledge.checkpoints.formats import drafter_config
 from fledge.checkpoints.formats.dense import DENSE_DTYPES, WeightFormat
-from fledge.checkpoints.formats.drafter_config import (
-    D2T,
-    IGNORED,
-    T2D,
-    Format,
-    TargetReference,
-    architecture_of,
-    check_class,
-    format_of,
-    read_config,
-    read_target_reference,
-    reading_table,
-)
+from fledge.checkpoints.formats.drafter_config import D2T, T2D, Format
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import weight_format
 from fledge.errors import CheckpointError
@@ -45,7 +34,7 @@ class DrafterCheckpoint:
     stored_names: Mapping[str, str]  # our name before joining -> name in the files; ignored tensors left out
     weight_format: WeightFormat
     findings: tuple[Finding, ...]  # noticed while reading; `contract.check` adds the rest
-    target: TargetReference | None
+    target: Mapping[str, Any] | None  # that it was made for, see `read_target_reference`
     provenance: Mapping[str, Any] | None  # what Fledge wrote beside the weights
 
     def info(self, name: str) -> TensorInfo:
@@ -67,21 +56,20 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     files = TensorFiles(directory)
     notes: list[Finding] = []
     bare = {stored: stored.removeprefix(_PREFIX) for stored in files.infos}
-    check_class(fields, set(bare.values()), notes)
+    drafter_config.check_class(fields, set(bare.values()), notes)
     form = weight_format(fields, files)
-    architecture = architecture_of(fields, bare.values())
+    architecture = drafter_config.architecture_of(fields, bare.values())
     if architecture is None:
         family = fields.values.get("model_type", "unknown")
         raise CheckpointError(
             f"{fields.where}: not an EAGLE drafter (model_type '{family}', no fc, midlayer or d2t tensor); "
             "if this is a target model, give it as --target"
         )
-    table = reading_table(architecture)
     stored_names: dict[str, str] = {}
     for stored, name in bare.items():
-        if IGNORED.fullmatch(name):
+        if drafter_config.IGNORED.fullmatch(name):
             continue
-        ours = table.to_ours(name)
+        ours = drafter_config.our_name(name, architecture)
         if ours in stored_names:
             raise CheckpointError(
                 f"{directory}: tensors '{stored_names[ours]}' and '{stored}' are two spellings of the same; remove one"
@@ -98,7 +86,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype  # going by the largest
     if dtype not in DTYPES:
         raise CheckpointError(f"{directory}: its weights are {dtype}, expected one of {', '.join(DTYPES)}")
-    config = read_config(fields, architecture, stored_names, dtype, notes)
+    config = drafter_config.read_config(fields, architecture, stored_names, dtype, notes)
     if others := sorted(stored for stored, info in infos.items() if info.dtype != dtype):
         other, more = infos[others[0]], f" (and {len(others) - 1} more tensors)" if len(others) > 1 else ""
         found, file = other.dtype + more, other.file.name
@@ -109,14 +97,14 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     provenance = directory / PROVENANCE_FILE
     return DrafterCheckpoint(
         directory=directory,
-        format=format_of(fields),
+        format=drafter_config.format_of(fields),
         config=config,
         fields=fields,
         files=files,
         stored_names=stored_names,
         weight_format=form,
         findings=tuple(notes),
-        target=read_target_reference(fields),
+        target=drafter_config.read_target_reference(fields),
         provenance=ConfigFields.from_file(provenance).values if provenance.is_file() else None,
     )
 
@@ -125,4 +113,4 @@ def is_drafter(directory: Path) -> bool:
     """Tell a drafter's directory from a target's."""
     fields = ConfigFields.from_file(directory / "config.json")
     names = (name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos)
-    return architecture_of(fields, names) is not None
+    return drafter_config.architecture_of(fields, names) is not None

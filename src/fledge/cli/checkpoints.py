@@ -23,7 +23,7 @@ def inspect(
 
     Exit status: 0 sound, 1 with contract errors (one line each), 2 unreadable.
     """
-    from fledge.checkpoints.describe import describe_drafter, describe_target  # noqa: PLC0415 - imports torch
+    from fledge.checkpoints.contract import describe_drafter, describe_target  # noqa: PLC0415 - imports torch
     from fledge.checkpoints.reading import is_drafter, read_drafter  # noqa: PLC0415
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
     from fledge.checkpoints.target import read_target_config  # noqa: PLC0415

@@ -16,16 +16,9 @@ from torch import Tensor
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.drift.prompts import LABELS, Segment
 from fledge.drift.replay import Replayed
-from fledge.drift.result import (
-    AttentionMeans,
-    Calibration,
-    CalibrationBin,
-    DepthMetrics,
-    FusionShare,
-    HeadAttention,
-    Tally,
-)
+from fledge.drift.result import AttentionMeans, Calibration, CalibrationBin, DepthMetrics, FusionShare, HeadAttention
 from fledge.engine.outputs import RoundRecord
+from fledge.evaluation.results import tally_triples
 
 BINS = 10
 _ONCE = ("fused_rms", "norms", "shares")  # what a round has once, not at each depth
@@ -112,7 +105,7 @@ class DriftSums:
         mass = sums["mass"].mean((1, 2))  # [depth, segments]
         curves = dict(zip(_CURVES, (mass[:, Segment.DRAFTED], mass[:, Segment.SINK], sums["feature_rms"]), strict=True))
         return {
-            "tally": _tally(acceptance),
+            "tally": tally_triples(acceptance),
             "rounds_by_depth": tuple(int(count) for count in sums["rounds"]),
             **{name: tuple(map(_mean, totals, sums["rounds"])) for name, totals in curves.items()},
         }
@@ -128,8 +121,8 @@ class DriftSums:
         once = {name: self.sums[name][0] / self.sums["replayed"][0] for name in _ONCE if self.sums}
         shares = zip(self.parts, once["shares"], once["norms"], strict=True) if once else ()
         return {
-            "tally": _tally(self.acceptance),
-            "engine_tally": _tally(self.engine_acceptance),
+            "tally": tally_triples(self.acceptance),
+            "engine_tally": tally_triples(self.engine_acceptance),
             "replay_agreement": self.agreeing / int(self.sums["replayed"][0]) if once else None,
             "by_depth": tuple(self._at(d) for d in depths),
             "fused_rms": float(once["fused_rms"]) if once else None,
@@ -230,7 +223,3 @@ def _calibration(sums: Tensor) -> Calibration:
 
 def _mean(total: Tensor, count: Tensor) -> float | None:
     return float(total / count) if count > 0 else None
-
-
-def _tally(acceptance: AcceptanceStatistics) -> Tally:
-    return tuple((drafted, accepted, rounds) for (drafted, accepted), rounds in sorted(acceptance.tally.items()))

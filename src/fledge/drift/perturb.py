@@ -69,10 +69,8 @@ def _changed(
         return replace(prompt, chat_template=chat_template(argument))
     if kind == "pad":
         return _padded(prompt, argument, generator, context)
-    if kind == "json":
-        return _asked(prompt, "{text}\n\n" + known["json_request"])
-    if kind == "switch":
-        return _asked(prompt, "{text}\n\n" + known["switches"][argument])
+    if kind in ("json", "switch"):
+        return _asked(prompt, "{text}\n\n" + (known["switches"][argument] if argument else known["json_request"]))
     if kind == "system":  # whatever was there goes
         messages = [message for message in messages if message["role"] not in SYSTEM_ROLES]
         if argument != "none":

@@ -67,8 +67,7 @@ def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -
     """A figure of `DepthMetrics` against depth, a line for each drafter, gaps where there is nothing.
 
     The axis has `limits` unless something lies beyond them; `level_at` is drawn across. `accepted_of`, the count that
-    an acceptance rate is a share of, adds a band of its intervals, prompts
-    resampled. A calibration of few drafts is left out.
+    an acceptance rate is a share of, adds a band of its intervals. A calibration of few drafts is left out.
     """
     value = attrgetter(how["figure"])
     least = texts("figures")["limits"]["few_drafts"] if how["figure"].startswith("calibration") else 0

@@ -19,8 +19,6 @@ after each resynchronisation, and the rows it drafted itself.
                 verified rows        drafted by round 0   drafted by round 1
     round 0     x x x . . .          x x                  . .
     round 1     x x x x x .          . .                  x x
-
-How many heads there are and how wide keys and values are is read from what a layer projects, not assumed.
 """
 
 from collections.abc import Sequence
@@ -34,8 +32,6 @@ from fledge.drift.prompts import Segment
 from fledge.kernels.argmax import argmax_rows
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.drafter.eagle import EagleDrafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter
 from fledge.models.target.decoder import TargetModel
 
 MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
@@ -181,9 +177,7 @@ class Replayed:
 
 def fusion_parts(drafter: Drafter) -> tuple[str, ...]:
     """Names of what fc sums up: EAGLE-3's target layers, or EAGLE-1's embedding and final state."""
-    if isinstance(drafter, EagleDrafter):
-        return ("embedding", "final state")
-    return tuple(f"layer {i}" for i in drafter.aux_layer_ids)
+    return tuple(f"layer {i}" for i in drafter.aux_layer_ids) or ("embedding", "final state")
 
 
 @torch.inference_mode()
@@ -209,12 +203,10 @@ def replay(
     states = target(text, positions, CausalPass(), drafter.aux_layer_ids)
     kinds = torch.tensor(segments[:rows], device=text.device)
     verified = VerifiedRows([start - 2 for start in starts], kinds)
-    assert isinstance(drafter, EagleDrafter | Eagle3Drafter)
-    fc = drafter.fc if isinstance(drafter, EagleDrafter) else drafter.fusion.fc
     fused, hidden, parts = list[Tensor](), list[Tensor](), []
     # What leaves the last layer in each pass is what the final norm reads.
     with drafter.layers[-1].register_forward_hook(lambda _module, _inputs, both: hidden.append(both[1] + both[0])):
-        with fc.register_forward_hook(lambda _module, inputs, _output: fused.append(inputs[0][verified.slots])):
+        with drafter.fc.register_forward_hook(lambda _module, inputs, _output: fused.append(inputs[0][verified.slots])):
             truth = DraftStates(head=states.final, feature=drafter.fuse(states))
             first = drafter(text[1 : rows + 1], truth.feature[:rows], positions[:rows], verified)
         begun = hidden.pop()
@@ -236,7 +228,7 @@ def replay(
         starts=torch.tensor(starts),
         visible=visible.cpu(),
         fused_rms=_rms(truth.feature[slots]).cpu(),
-        contributions=_contributions(fused[0], fc.weight, len(fusion_parts(drafter))).cpu(),
+        contributions=_contributions(fused[0], drafter.fc.weight, len(fusion_parts(drafter))).cpu(),
         **{name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
     )
 

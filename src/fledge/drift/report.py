@@ -6,7 +6,7 @@ is called better or worse unless the interval of the difference says so.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,16 @@ from fledge.drift.result import DRIFT_SHARE, DriftResult, Results
 from fledge.drift.suite import FIGURES, GROUPS, SuiteResult, acceptance_counts, compare_own_attention, figures, worst_of
 from fledge.files import write_text
 from fledge.records import Record
+from fledge.report import prose
 from fledge.report.charts import SERIES, Chart, save_png, to_svg
 from fledge.report.intervals import RESAMPLES, Bootstrap, Comparison
-from fledge.report.page import finished, page_style, page_template, ratio_bar, visible
-from fledge.report.prose import Sentence, Tone, interval_text, percent, ratio_tone, sign_of
+from fledge.report.page import finished, page_style, page_template, ratio_bar, said, visible
+from fledge.report.prose import Sentence, Tone
 from fledge.report.tables import Table
 
 REPORT_FILE, RESULTS_FILE, PICTURES = "report.html", "results.json", "figures"
 _WORDS: dict[str, Any] = {  # that all templates know
-    **{one.__name__: one for one in (percent, interval_text, sign_of, ratio_tone, visible, worst_of)},
+    **{one.__name__: one for one in (visible, worst_of)},
     "tones": {-1: "bad", 0: "neutral", 1: "good"},  # by the sign of what should be large
     "figures": FIGURES,
     "limits": texts("figures")["limits"],
@@ -94,9 +95,11 @@ def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVe
         for depths in (slice(trained, None), slice(trained))
     )
     groups = [(about, suite.perturbed(drafter, group)) for group, about in GROUPS.items()]
-    headline, *sentences = _said(
-        "verdict",
-        suite,
+    headline, *sentences = said(
+        "fledge.drift",
+        "verdict.md.jinja",
+        **_WORDS,
+        suite=suite,
         cell=cell,
         result=result,
         beyond=Bootstrap(level=suite.level).compare(beyond, within) if trained and cell.acceptance_length else None,
@@ -124,19 +127,8 @@ def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) ->
         places.append((f"Under {GROUPS[group]['name']}", "perturbations", compared))
     attention = compare_own_attention(bootstrap, *pair) if depth > 1 else None
     named = {"one": suite.titles[one], "other": suite.titles[other]}
-    return _said("comparison", suite, **named, depth=depth, attention=attention, places=places)
-
-
-def _said(name: str, suite: SuiteResult, **values: Any) -> list[Sentence]:
-    """The sentences of a template, in the order of its calls of `say`."""
-    said: list[Sentence] = []
-
-    def say(section: str, tone: Tone = "neutral", *, caller: Callable[[], str]) -> str:
-        said.append(Sentence(text=" ".join(caller().split()), section=section, tone=tone))
-        return ""
-
-    page_template("fledge.drift", f"{name}.md.jinja").render(suite=suite, say=say, **_WORDS, **values)
-    return said
+    found = {"suite": suite, "depth": depth, "attention": attention, "places": places}
+    return said("fledge.drift", "comparison.md.jinja", **_WORDS, **named, **found)
 
 
 def write_report(directory: Path, report: DriftReport, results: Results) -> None:
@@ -170,7 +162,7 @@ def render(report: DriftReport, results: Results, drawn: Sequence[Chart]) -> str
         bar=lambda ratio: ratio_bar(ratio, end),
         task_kinds=[name for name, about in KINDS.items() if "changes_task" in about],
         results=results,
-        **_WORDS,
+        **{**vars(prose), **_WORDS},
     )
     return finished(page)
 

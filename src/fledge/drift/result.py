@@ -1,21 +1,19 @@
 """What a probe found, as plain values: written as JSON, read back the same. `docs/drift.md` has every formula."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.drift.prompts import PROMPT_LABELS
+from fledge.evaluation.results import Tally, statistics_of
 from fledge.records import Record
 
 # Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
 # keeps a drafter that looks at neither (but at the sink, or at the answer so far) from counting as drifting.
 DRIFT_SHARE = 0.2
 
-Tally = tuple[tuple[int, int, int], ...]  # (drafted, accepted, rounds), as `AcceptanceStatistics` counts
 Curve = tuple[float | None, ...]  # one value for each depth; None where no round got there
-TokenStatus = Literal["accepted", "rejected", "outside", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +118,12 @@ class PromptRow(Record):
 
     @property
     def acceptance(self) -> AcceptanceStatistics:
-        return statistics(self.tally)
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.acceptance.accepted_by_depth)
+        return statistics_of(self.tally)
 
     def to_dict(self) -> dict[str, Any]:
         found = self.acceptance
-        counts = {"rounds": found.rounds, "accepted": self.accepted, "drafted": sum(found.drafted_by_depth)}
-        return super().to_dict() | counts
+        counts = {"accepted": sum(found.accepted_by_depth), "drafted": sum(found.drafted_by_depth)}
+        return super().to_dict() | {"rounds": found.rounds, **counts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +131,7 @@ class ExampleToken(Record):
     """A token of an answer. `own`: the target's, with no draft to compare; `outside`: no draft could be right here."""
 
     text: str
-    status: TokenStatus
+    status: Literal["accepted", "rejected", "outside", "own"]
     draft: str | None = None  # what had been drafted in its place, where that was wrong
 
 
@@ -181,7 +175,7 @@ class DriftResult(Record):
 
     @property
     def acceptance(self) -> AcceptanceStatistics:
-        return statistics(self.tally)
+        return statistics_of(self.tally)
 
     @property
     def outside_vocabulary(self) -> float | None:
@@ -195,12 +189,8 @@ class DriftResult(Record):
             "rounds": self.acceptance.rounds,
             "outside_vocabulary": self.outside_vocabulary,
             "acceptance": self.acceptance.to_dict(),
-            "engine_acceptance": statistics(self.engine_tally).to_dict(),
+            "engine_acceptance": statistics_of(self.engine_tally).to_dict(),
         }
 
 
 Results = Mapping[tuple[str, str], DriftResult]  # (drafter, perturbation) -> what the probe found
-
-
-def statistics(tally: Tally) -> AcceptanceStatistics:
-    return AcceptanceStatistics(tally=Counter({(drafted, accepted): rounds for drafted, accepted, rounds in tally}))

@@ -238,8 +238,8 @@ def acceptance_counts(*results: DriftResult) -> Counts:
     """(accepted, rounds) of each prompt, over several runs of it."""
     counts: dict[str, tuple[int, int]] = {}
     for row in (row for result in results for row in result.prompt_rows):
-        accepted, rounds = counts.get(row.id, (0, 0))
-        counts[row.id] = (accepted + row.accepted, rounds + row.acceptance.rounds)
+        (accepted, rounds), found = counts.get(row.id, (0, 0)), row.acceptance
+        counts[row.id] = (accepted + sum(found.accepted_by_depth), rounds + found.rounds)
     return counts
 
 

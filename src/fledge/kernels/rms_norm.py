@@ -1,6 +1,6 @@
 """Root-mean-square normalisation of rows: alone, fused with the residual addition before it, or a drafter's input.
 
-Rounding follows `fledge.layers.norm.RMSNorm`: the row is normalised in float32, rounded to its dtype, then multiplied
+Rounding follows `fledge.layers.linear.RMSNorm`: the row is normalised in float32, rounded to its dtype, then multiplied
 by the weight. The kernel sums the squares in another order than torch, so float32 results differ in the last bits
 and bfloat16 results by at most one unit in the last place, where a rounding falls the other way.
 """

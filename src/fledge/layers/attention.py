@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.layers.config import LayerConfig
-from fledge.layers.linear import Linear
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
 
 

@@ -1,12 +1,98 @@
-"""The decoder layer, as targets stack it and as drafters use it."""
+"""The decoder layer, as targets stack it and as drafters use it, and its MLP, or experts."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.config import LayerConfig
-from fledge.layers.mlp import SparseMLP, SwiGLU
-from fledge.layers.norm import RMSNorm
+from fledge.layers.config import ExpertsConfig, LayerConfig
+from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, with gate and up stacked into one matrix."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
+        return out
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's probabilities.
+
+    Rows are grouped by expert, and each expert that has rows is run. The host must look at the groups for that; on a
+    GPU in bfloat16 all experts are one grouped product, which needs no look, so that a round can be captured.
+    """
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Linear(hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(hidden_size, config.intermediate_size) for _ in range(config.num_experts))
+        self._stacked: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*lead, hidden] -> [*lead, hidden]."""
+        rows, chosen = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_token
+        weights, experts = self.gate(rows).float().softmax(-1).topk(chosen)  # each [rows, chosen]
+        if self.config.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        numbers, order = experts.flatten().sort(stable=True)  # (row, choice) pairs, by expert
+        ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=x.device), right=True)
+        grouped = rows[order // chosen]
+        if self._is_groupable(x):
+            out = self._all_at_once(grouped, ends)
+        elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+            out = self._each_on_all(grouped, numbers)
+        else:
+            out = self._one_by_one(grouped, ends)
+        out = out[order.argsort()].view(-1, chosen, x.shape[-1]) * weights[..., None].to(out.dtype)
+        mixed: Tensor = out.sum(1).view(x.shape)
+        return mixed
+
+    def _one_by_one(self, grouped: Tensor, ends: Tensor) -> Tensor:
+        """grouped [rows * chosen, hidden], sorted by expert; ends [experts]: where the rows of each end."""
+        parts = torch.tensor_split(grouped, ends[:-1].cpu())
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
+
+    def _each_on_all(self, grouped: Tensor, numbers: Tensor) -> Tensor:
+        """The same without a look at the groups, and much slower; numbers [rows * chosen]: the expert of each row."""
+        out = torch.zeros_like(grouped)
+        for number, expert in enumerate(self.experts):
+            out = torch.where((numbers == number)[:, None], expert(grouped), out)
+        return out
+
+    def _is_groupable(self, x: Tensor) -> bool:
+        return (
+            x.is_cuda
+            and x.dtype == torch.bfloat16
+            and not torch.is_grad_enabled()
+            and all(type(linear) is Linear for expert in self.experts for linear in expert.children())
+        )
+
+    def _all_at_once(self, grouped: Tensor, ends: Tensor) -> Tensor:
+        """As `_one_by_one`, in three launches."""
+        if self._stacked is None:
+            self._stacked = self._stack("gate_up_proj"), self._stack("down_proj")
+        gate_up, down = self._stacked
+        ends = ends.to(torch.int32)
+        return F.grouped_mm(swiglu(F.grouped_mm(grouped, gate_up.mT, offs=ends)), down.mT, offs=ends)
+
+    @torch.inference_mode(False)
+    def _stack(self, name: str) -> Tensor:
+        """Return one matrix of all experts, [experts, ...]; their own become views of it, so that there is no copy."""
+        linears = [getattr(expert, name) for expert in self.experts]
+        stacked = torch.stack([linear.weight.detach() for linear in linears])
+        for linear, weight in zip(linears, stacked, strict=True):
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+        return stacked
 
 
 class DecoderLayer(nn.Module):

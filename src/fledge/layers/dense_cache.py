@@ -17,8 +17,7 @@ class DenseCache:
     """Grows as tokens are fed, and can forget: `truncate` after a rejected chain, `keep` after a draft tree."""
 
     def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
-        self._keys: list[Tensor | None] = [None] * num_layers  # each [capacity, kv_heads, head_dim]
-        self._values: list[Tensor | None] = [None] * num_layers
+        self._stored: list[tuple[Tensor, ...]] = [()] * num_layers  # key and value, each [rows, kv_heads, head_dim]
         self._positions = torch.empty(0, dtype=torch.int64, device=device)  # [length]
 
     @property
@@ -47,28 +46,15 @@ class DenseCache:
 
     def keep(self, start: int, rows: Tensor) -> None:
         """Of the rows from `start` on keep only `rows` (indices relative to start, in order), moved together."""
-        source = start + rows
-        end = start + len(rows)
-        self._positions = torch.cat([self._positions[:start], self._positions[source]])
-        for stored in (*self._keys, *self._values):
-            if stored is not None:
-                stored[start:end] = stored[source]
+        kept = torch.cat([torch.arange(start, device=rows.device), start + rows])
+        self._positions = self._positions[kept]
+        self._stored = [tuple(side[kept] for side in sides) for sides in self._stored]
 
-    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store rows of one layer and return all its rows up to the end of the cache."""
-        for side, rows in ((self._keys, key), (self._values, value)):
-            stored = side[layer]
-            if stored is None or len(stored) < self.length:
-                grown = rows.new_empty(max(64, 2 * self.length), *rows.shape[1:])
-                if stored is not None:
-                    grown[:start] = stored[:start]
-                side[layer] = stored = grown
-            stored[start : self.length] = rows
-        return self._rows(self._keys[layer]), self._rows(self._values[layer])
-
-    def _rows(self, stored: Tensor | None) -> Tensor:
-        assert stored is not None
-        return stored[: self.length]
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Store rows of one layer from `start` on, and return all its rows."""
+        sides = self._stored[layer] or (key[:0], value[:0])
+        self._stored[layer] = tuple(torch.cat([s[:start], new]) for s, new in zip(sides, (key, value), strict=True))
+        return self._stored[layer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +72,9 @@ class DensePass:
         visible = self.visible
         if spec.sliding_window is not None:
             visible = visible & (self.distance < spec.sliding_window)
-        mixed = F.scaled_dot_product_attention(  # wants [batch, heads, rows, head_dim]
-            query.transpose(0, 1).unsqueeze(0),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
-            attn_mask=visible,
-            scale=spec.scale,
-            enable_gqa=query.shape[-2] != key.shape[-2],
+        grouped = query.shape[-2] != key.shape[-2]
+        query, keys, values = (side.transpose(0, 1)[None] for side in (query, keys, values))  # [1, heads, rows, dim]
+        mixed = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=visible, scale=spec.scale, enable_gqa=grouped
         )
-        return mixed.squeeze(0).transpose(0, 1)
+        return mixed[0].transpose(0, 1)

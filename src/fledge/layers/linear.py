@@ -1,4 +1,4 @@
-"""A linear layer that small batches do not starve.
+"""A linear layer that small batches do not starve, and the norm that goes before it.
 
 Decoding multiplies a few rows with a large matrix. On a GPU a kernel of our own takes the few rows, and cuBLAS the
 many. Models construct `Linear` and nothing else: whoever has the weights in another form (a quantised checkpoint, a
@@ -7,6 +7,7 @@ layout for CPUs) puts a module with the same `forward` in its place.
 
 from torch import Tensor, nn
 
+from fledge.kernels.rms_norm import add_rms_norm, rms_norm
 from fledge.kernels.skinny_linear import linear
 
 
@@ -15,3 +16,21 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`x / rms(x) * weight`, computed in float32 and rounded to the input's dtype before the weight, as HF does."""
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual): on a GPU one kernel instead of two."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+def compute_weight(model: nn.Module) -> Tensor:
+    """Return a weight with the dtype and device a model computes with: a norm's, which no weight format changes."""
+    return next(module.weight for module in model.modules() if isinstance(module, RMSNorm))

@@ -22,20 +22,16 @@ class Rotation:
         self.magnitude = magnitude
         self.dtype = dtype
         # Not a cached_property: that takes a lock on Python 3.11, which torch.compile cannot follow.
-        self._known_cos_sin: tuple[Tensor, Tensor] | None = None
-
-    def _cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Each [*lead, 1, rotary_dim], ready to broadcast over heads."""
-        if self._known_cos_sin is None:
-            angles = self.positions.unsqueeze(-1).float() * self.inverse_frequencies
-            angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-            cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
-            self._known_cos_sin = cos.to(self.dtype), sin.to(self.dtype)
-        return self._known_cos_sin
+        self._cos_sin: tuple[Tensor, Tensor] | None = None  # [*lead, 1, rotary_dim], ready to broadcast over heads
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate every head of x [*lead, heads, head_dim], or as many of its first dimensions as have a frequency."""
-        cos, sin = self._cos_sin()
+        if self._cos_sin is None:
+            angles = self.positions.unsqueeze(-1).float() * self.inverse_frequencies
+            angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+            cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+            self._cos_sin = cos.to(self.dtype), sin.to(self.dtype)
+        cos, sin = self._cos_sin
         rotary_dim = cos.shape[-1]
         if rotary_dim == x.shape[-1]:
             return rotate(x, cos, sin)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.block import DecoderLayer
-from fledge.layers.mlp import SwiGLU
-from fledge.layers.norm import RMSNorm
+from fledge.layers.block import DecoderLayer, SwiGLU
+from fledge.layers.linear import RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation
-from fledge.models.drafter.eagle3 import Eagle3FirstLayer
+from fledge.models.drafter.eagle import Eagle3FirstLayer
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.native.bindings import struct, struct_type
 from fledge.native.library import required

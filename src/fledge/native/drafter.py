@@ -11,8 +11,7 @@ from fledge.kernels.round_ends import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.paged_cache import PagedPass
 from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.drafter.eagle import EagleDrafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter, Eagle3FirstLayer
+from fledge.models.drafter.eagle import Eagle3Drafter, Eagle3FirstLayer, EagleDrafter
 from fledge.models.target.decoder import TargetStates
 from fledge.native.bindings import struct, struct_type
 from fledge.native.decoder import are_lowerable, is_lowerable_pass, lower_layers, pass_struct
@@ -144,21 +143,21 @@ def _lower_eagle(drafter: EagleDrafter, layers: Any, embed: Any) -> Any:
 
 
 def _lower_eagle3(drafter: Eagle3Drafter, layers: Any, embed: Any) -> Any:
-    config, fusion, first = drafter.config, drafter.fusion, drafter.layers[0]
+    config, first = drafter.config, drafter.layers[0]
     assert isinstance(first, Eagle3FirstLayer)
-    state_norms = list(fusion.fc_norm or ())
-    norms = [first.input_layernorm, first.hidden_norm, drafter.norm, fusion.input_norm, *state_norms]
-    if not isinstance(fusion.fc, PackedLinear) or not are_lowerable(*norms):
+    state_norms = list(drafter.fc_norm or ())
+    norms = [first.input_layernorm, first.hidden_norm, drafter.norm, drafter.input_norm, *state_norms]
+    if not isinstance(drafter.fc, PackedLinear) or not are_lowerable(*norms):
         return None
     hidden, width, states = config.hidden_size, config.target_hidden_size, _STATES
     fuse: list[Any] = []
-    if fusion.input_norm is not None:
-        fuse.append(_norm(fusion.input_norm, states, _NORMED_STATES))
+    if drafter.input_norm is not None:
+        fuse.append(_norm(drafter.input_norm, states, _NORMED_STATES))
         states = _NORMED_STATES
     for column, norm in zip(range(0, width * len(state_norms), width), state_norms, strict=True):
         fuse.append(_norm(norm, states, _NORMED_STATES, source_column=column, to_column=column))
     states = _NORMED_STATES if state_norms else states
-    fuse.append(_operation(_LINEAR, states, _FEATURES, matrix=fusion.fc.packed))
+    fuse.append(_operation(_LINEAR, states, _FEATURES, matrix=drafter.fc.packed))
     start, column = (_BOTH, hidden) if config.norm_before_residual else (_FEATURES, 0)
     step = [
         embed,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fledge.layers.block import SwiGLU
 from fledge.layers.linear import Linear
-from fledge.layers.mlp import SwiGLU
 from fledge.native.bindings import struct
 from fledge.native.library import library, required
 

@@ -12,9 +12,8 @@ from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.errors import CheckpointWarning, ConfigError
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
-from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target import FAMILIES
 from fledge.training.capture import TargetEnds
 from fledge.training.recipe import DrafterSection

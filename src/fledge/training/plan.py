@@ -91,7 +91,7 @@ class FitShape:
     def memory(self) -> dict[str, int]:
         """Bytes on each device, by part."""
         drafter, target, layer, n = self.drafter, self.target, self.drafter.layer, self.pass_slots
-        draft_vocab, b, kv = drafter.draft_vocab_size, self.compute_bytes, layer.kv_cache.numbers_per_token
+        draft_vocab, b, kv = drafter.draft_vocab_size, self.compute_bytes, layer.cache_size
         split = self.processes if self.fit.parallel == "fsdp2" else 1
         copies = 0 if b == MASTER_BYTES else b
         kept_steps = 1 if self.fit.activation_checkpointing else self.fit.depth
@@ -119,7 +119,7 @@ class FitShape:
         seen = self.document_length / 2
         matrices = {name: p.numel() for name, p in self._module.named_parameters() if p.dim() == 2}
         layers = sum(numbers for name, numbers in matrices.items() if name.startswith("layers."))
-        fuse = sum(numbers for name, numbers in matrices.items() if name.startswith(("fusion", "fc")))
+        fuse = sum(numbers for name, numbers in matrices.items() if name.startswith("fc"))
         fused_steps = depth if drafter.architecture is Architecture.EAGLE1 else 1  # EAGLE-1's fc is run at each step
         head = drafter.hidden_size * drafter.draft_vocab_size
         attention = sum(4.0 * drafter.layer.query_size * (seen + k) * drafter.num_layers for k in range(depth))

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.kernels.draft_loss import draft_loss
 from fledge.models.config import Architecture
-from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.models.drafter.base import Drafter, DraftStates, DraftVocabulary
 from fledge.models.target.decoder import TargetStates
 from fledge.training.attention import Backend, Blocks, DocumentLayout, TttStorage, compiled
 from fledge.training.data.examples import PackedBatch, map_tensors, shifted

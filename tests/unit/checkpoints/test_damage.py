@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.checkpoints.describe import describe_drafter
+from fledge.checkpoints.contract import describe_drafter
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.errors import CheckpointError

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.drafter import convert_drafter, load_drafter, save_drafter
 from fledge.checkpoints.formats.dense import DENSE
-from fledge.checkpoints.formats.drafter_config import EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER
+from fledge.checkpoints.formats.drafter_config import our_name, their_name
 from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.target import save_target
 from fledge.checkpoints.weights import stored_shapes
@@ -43,9 +43,9 @@ def test_name_tables_invert(config: DrafterConfig) -> None:
     with torch.device("meta"):
         ours = list(stored_shapes(build(config), DENSE))
     eagle1 = config.architecture is Architecture.EAGLE1
-    for table in [EAGLE_1] if eagle1 else [EAGLE_3, EAGLE_3_MIDLAYER]:
-        theirs = [table.to_theirs(name) for name in ours]
-        assert [table.to_ours(name) for name in theirs] == ours
+    for midlayer in [False] if eagle1 else [False, True]:
+        theirs = [their_name(name, midlayer=midlayer) for name in ours]
+        assert [our_name(name, config.architecture) for name in theirs] == ours
         assert len(set(theirs)) == len(ours)
 
 

@@ -13,7 +13,8 @@ from fledge.checkpoints.target import save_target
 from fledge.drift.perturb import Perturbation
 from fledge.drift.probe import Prober, ProbeSettings, trained_depth
 from fledge.drift.prompts import ProbePrompt
-from fledge.drift.result import DriftResult, statistics
+from fledge.drift.result import DriftResult
+from fledge.evaluation.results import statistics_of
 from fledge.models.config import DrafterConfig
 from tests import engine_cases
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -103,7 +104,7 @@ def test_the_probe_drafts_deeper_than_the_engine(ids_pair: Path) -> None:
     shallow = probe(prober, settings=replace(SETTINGS, depth=6))
     assert (shallow.depth, shallow.engine_depth) == (6, 1)
     assert len(shallow.by_depth) == 6
-    engine = statistics(shallow.engine_tally)
+    engine = statistics_of(shallow.engine_tally)
     assert engine.depth == 1
     assert shallow.acceptance.depth > 1
     assert shallow.acceptance.rounds == engine.rounds

@@ -15,7 +15,7 @@ from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass
 from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.drafter.eagle3 import Eagle3Drafter
+from fledge.models.drafter.eagle import Eagle3Drafter
 from tests import engine_cases
 from tests.engine_cases import DRAFTERS, drafter, drafts_after, greedy, make_engine, target
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
@@ -72,13 +72,9 @@ class Spy:
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         mixed = self.inner.attend(heads, spec)
         query, key, _ = heads.finished()
-        keys = self.inner.cache._keys[spec.layer]
-        assert keys is not None
+        keys, _ = self.inner.cache._stored[spec.layer]
         group = query.shape[1] // key.shape[1]
-        each = [
-            (keys[: self.inner.cache.length, h // group] @ query[-1, h] * spec.scale).softmax(0)
-            for h in range(query.shape[1])
-        ]
+        each = [(keys[:, h // group] @ query[-1, h] * spec.scale).softmax(0) for h in range(query.shape[1])]
         self.weights.append(torch.stack(each))
         return mixed
 
@@ -220,8 +216,8 @@ def test_contributions_by_hand(fc_norm: bool, norm_before_fc: bool) -> None:
     model = make_drafter(config, made)
     assert isinstance(model, Eagle3Drafter)
     factors = (1.0, 2.0, 0.5)
-    model.fusion.fc.weight.copy_(torch.cat([factor * torch.eye(32) for factor in factors], dim=1))
-    for norm in [*(model.fusion.fc_norm or ()), model.fusion.input_norm]:
+    model.fc.weight.copy_(torch.cat([factor * torch.eye(32) for factor in factors], dim=1))
+    for norm in [*(model.fc_norm or ()), model.input_norm]:
         if norm is not None:
             norm.weight.fill_(1.0)
     tokens = list(range(2, 12))

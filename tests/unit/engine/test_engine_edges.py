@@ -18,7 +18,7 @@ from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Phase
 from fledge.errors import ConfigError, PromptError
 from fledge.layers.dense_cache import DenseCache
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import RMSNorm
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.engine_cases import (
     MAX_LENGTH,

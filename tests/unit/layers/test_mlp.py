@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fledge.layers.block import SparseMLP
 from fledge.layers.config import ExpertsConfig
-from fledge.layers.mlp import SparseMLP
 from tests.tiny_models import randomise
 
 

@@ -77,13 +77,13 @@ def ordinary_layer(x: Tensor, weights: Weights, name: str, layer: LayerConfig, *
 
 def eagle3_fusion(aux: Tensor, weights: Weights, config: DrafterConfig) -> Tensor:
     if config.norm_before_fc:
-        aux = rms_norm(aux, weights, "fusion.input_norm", config.layer)
+        aux = rms_norm(aux, weights, "input_norm", config.layer)
     if config.fc_norm:
         width = config.target_hidden_size
         states = [aux[:, i * width : (i + 1) * width] for i in range(config.num_aux_states)]
-        normed = [rms_norm(state, weights, f"fusion.fc_norm.{i}", config.layer) for i, state in enumerate(states)]
+        normed = [rms_norm(state, weights, f"fc_norm.{i}", config.layer) for i, state in enumerate(states)]
         aux = torch.cat(normed, dim=-1)
-    return linear(aux, weights, "fusion.fc")
+    return linear(aux, weights, "fc")
 
 
 def eagle3(embeddings: Tensor, features: Tensor, weights: Weights, config: DrafterConfig) -> tuple[Tensor, Tensor]:

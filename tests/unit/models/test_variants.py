@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from fledge.models.config import Architecture
-from fledge.models.drafter.eagle import EagleDrafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter
+from fledge.models.drafter.eagle import Eagle3Drafter, EagleDrafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_2, EAGLE_3, EAGLE_3_1, build, name_of
 from tests.tiny_models import TINY_LAYER, TINY_TARGET
 

@@ -1,6 +1,6 @@
 import torch
 
-from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.models.drafter.base import DraftVocabulary
 
 IDS = [0, 2, 3, 7]
 
@@ -20,7 +20,7 @@ def test_checkpoints_hold_offsets() -> None:
 
 def test_ways_between_draft_and_target() -> None:
     vocabulary = DraftVocabulary.from_target_ids(torch.tensor(IDS), vocab_size=9)
-    assert vocabulary.to_target(torch.tensor([[3, 0], [1, 2]])).tolist() == [[7, 0], [2, 3]]
+    assert vocabulary.target_ids[torch.tensor([[3, 0], [1, 2]])].tolist() == [[7, 0], [2, 3]]
     assert vocabulary.in_draft.nonzero().flatten().tolist() == IDS
     assert len(vocabulary.in_draft) == 9
 

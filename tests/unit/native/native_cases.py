@@ -14,8 +14,7 @@ from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, ProjectedHeads
 from fledge.layers.block import DecoderLayer
 from fledge.layers.config import LayerConfig, RopeConfig
-from fledge.layers.linear import Linear
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass, RoundPass
 from fledge.layers.rope import RotaryEmbedding, Rotation
 from fledge.native import linear as native
@@ -183,7 +182,7 @@ def make_case(shape: Shape, contexts: list[int], rows: list[int], *, tree: bool 
     blocks = 1 + len(contexts) * per_sequence
     tables = 1 + torch.randperm(blocks - 1, dtype=torch.int32).view(len(contexts), per_sequence)
     cache = PagedCache(
-        shape.config.kv_cache,
+        shape.config,
         num_layers=shape.layers,
         num_blocks=blocks,
         block_size=shape.block_size,

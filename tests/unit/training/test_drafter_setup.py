@@ -12,9 +12,8 @@ from fledge.checkpoints.reading import read_drafter
 from fledge.errors import CheckpointWarning, ConfigError
 from fledge.layers.config import RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
-from fledge.models.drafter.base import Drafter
+from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import name_of
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.training.attention import DocumentLayout, TttStorage
 from fledge.training.capture import FledgeCapture
 from fledge.training.drafter_setup import drafter_config, make_drafter

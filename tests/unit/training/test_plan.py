@@ -74,7 +74,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     hidden = torch.randn(slots, 32, requires_grad=True)
     first = drafter.layers[0]
     with FlopCounterMode(display=False) as counter:
-        out = drafter.fusion(aux).sum() + first.self_attn.qkv_proj(both).sum()
+        out = drafter.fc(aux).sum() + first.self_attn.qkv_proj(both).sum()
         out = out + first.self_attn.o_proj(hidden).sum() + first.mlp(hidden).sum() + drafter.logits(hidden).sum()
         out.backward()
     parts = shape(depth=1).flops_per_slot()

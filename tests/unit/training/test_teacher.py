@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fledge.models.drafter.vocab import DraftVocabulary
+from fledge.models.drafter.base import DraftVocabulary
 from fledge.training import ttt
 from fledge.training.ttt import Teacher
 

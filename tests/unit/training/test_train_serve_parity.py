@@ -14,8 +14,7 @@ from fledge.decoding.drafting import SettledRows, draft_chain
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.drafter.eagle import EagleDrafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter
+from fledge.models.drafter.eagle import Eagle3Drafter, EagleDrafter
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import DocumentLayout, TttStorage
 from fledge.training.data.examples import PackedBatch
@@ -61,7 +60,7 @@ def engine_serving(drafter: Drafter, settled: SettledRows, forced: Tensor) -> Te
     block_size, n = 4, len(settled.tokens)
     blocks = -(-(n + DEPTH) // block_size)
     cache = PagedCache(
-        drafter.config.layer.kv_cache,
+        drafter.config.layer,
         num_layers=drafter.config.num_layers,
         num_blocks=2 * blocks,
         block_size=block_size,

@@ -16,12 +16,11 @@ guess: a list that starts with 1 names outputs, because the usual layers counted
 list names inputs. We follow it, and warn.
 
 Tensor names of ours are the parameter names of `fledge.models.drafter` before query, key, value and gate, up are
-stacked; theirs follow by tables that work in both directions.
+stacked; theirs differ for the first layer and the draft vocabulary (`our_name`, `their_name`).
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from fledge.checkpoints.finding import Finding, finding
@@ -53,23 +52,15 @@ _LLAMA_MAX_POSITIONS = 2048  # the default of transformers' LlamaConfig, and wit
 _SPECULATORS_LAYERS = "transformer_layer_config"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetReference:
-    """The target a drafter was made for, as the speculators format names it."""
-
-    name_or_path: str | None = None
-    architectures: tuple[str, ...] = ()
-
-
 def format_of(fields: ConfigFields) -> Format:
     return "speculators" if "speculators_model_type" in fields or "speculators_config" in fields else "vllm"
 
 
-def architecture_names(fields: ConfigFields) -> tuple[str, ...]:
+def architecture_names(fields: ConfigFields) -> list[str]:
     found = fields.values.get("architectures") or []
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise fields.error("architectures", found, "a list of class names")
-    return tuple(found)
+    return found
 
 
 def check_class(fields: ConfigFields, names: Collection[str], notes: list[Finding]) -> None:
@@ -133,7 +124,7 @@ def read_config(
         num_aux_states=num_aux,
         own_embedding="embed_tokens.weight" in names,
         own_head=eagle3 and ("lm_head.weight" in names or draft_vocab_size != vocab_size),
-        fc_bias=("fusion.fc.bias" if eagle3 else "fc.bias") in names,
+        fc_bias="fc.bias" in names,
         dtype=dtype,
         **flags,
     )
@@ -151,14 +142,14 @@ def _speculators_layers(fields: ConfigFields) -> ConfigFields:
     return layers
 
 
-def read_target_reference(fields: ConfigFields) -> TargetReference | None:
-    """The target that the speculators format names."""
+def read_target_reference(fields: ConfigFields) -> dict[str, Any] | None:
+    """The target a drafter was made for: `name_or_path` and `architectures`, as the speculators format names it."""
     holder = fields.nested("speculators_config")
     verifier = holder.nested("verifier") if holder else None
     if verifier is None:
         return None
     name = verifier.text("name_or_path") if "name_or_path" in verifier else None
-    return TargetReference(name_or_path=name, architectures=architecture_names(verifier))
+    return {"name_or_path": name, "architectures": architecture_names(verifier)}
 
 
 def _read_layer(
@@ -258,7 +249,7 @@ def as_outputs(inputs: Sequence[int]) -> list[int] | None:
 
 
 def write_config(
-    config: DrafterConfig, to: Format, target: TargetReference | None = None, num_speculative_tokens: int = 3
+    config: DrafterConfig, to: Format, target: Mapping[str, Any] | None = None, num_speculative_tokens: int = 3
 ) -> dict[str, Any]:
     """The inverse of `read_config`."""
     eagle1 = config.architecture is Architecture.EAGLE1
@@ -283,7 +274,6 @@ def write_config(
             fields["eagle_config"] = {"use_aux_hidden_state": True, AUX_IDS: outputs}
         name = "Eagle3Qwen3ForCausalLM" if config.layer.qk_norm else "LlamaForCausalLMEagle3"
         return {"architectures": [name], **layers, _NUM_AUX: config.num_aux_states, **fields}
-    target = target or TargetReference()
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -294,39 +284,26 @@ def write_config(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}],
-            "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
+            "verifier": target or {"name_or_path": None, "architectures": []},
         },
     }
 
 
-@dataclass(frozen=True)
-class NameTable:
-    """Renames by prefix. No prefix of one side begins another of the same side, so the order does not matter."""
-
-    pairs: tuple[tuple[str, str], ...]  # (theirs, ours)
-
-    def to_ours(self, name: str) -> str:
-        return next((ours + name[len(theirs) :] for theirs, ours in self.pairs if name.startswith(theirs)), name)
-
-    def to_theirs(self, name: str) -> str:
-        return next((theirs + name[len(ours) :] for theirs, ours in self.pairs if name.startswith(ours)), name)
-
-
-EAGLE_1 = NameTable(())
-# The speculators format, and most of what vLLM reads.
-EAGLE_3 = NameTable(
-    (
-        ("fc.", "fusion.fc."),
-        ("fc_norm.", "fusion.fc_norm."),
-        ("input_norm.", "fusion.input_norm."),
-        ("d2t", "vocabulary.d2t"),
-    )
-)
-# EAGLE, SGLang, SpecForge and TorchSpec call the first layer `midlayer`; vLLM reads that too, SGLang nothing else.
-EAGLE_3_MIDLAYER = NameTable((("midlayer.", "layers.0."), *EAGLE_3.pairs))
-
-D2T = "vocabulary.d2t"  # ours
+D2T = "vocabulary.d2t"  # ours; theirs is "d2t"
 T2D = "t2d"  # follows from d2t; kept for other readers, checked by us
+
+
+def our_name(name: str, architecture: Architecture) -> str:
+    """The name that a stored tensor has here, before joining, whichever way its first layer is called."""
+    if architecture is Architecture.EAGLE1:
+        return name
+    return D2T if name == "d2t" else re.sub(r"^midlayer\.", "layers.0.", name)
+
+
+def their_name(name: str, *, midlayer: bool) -> str:
+    """The inverse. `midlayer`: as EAGLE, SGLang, SpecForge and TorchSpec call layer 0; SGLang reads nothing else."""
+    return "d2t" if name == D2T else re.sub(r"^layers\.0\.", "midlayer.", name) if midlayer else name
+
 
 # Never weights of ours: rope frequencies follow from the config; vLLM creates, and never reads, a `hidden_norm` in
 # layers after the first.
@@ -348,8 +325,3 @@ def architecture_of(fields: ConfigFields, names: Iterable[str]) -> Architecture 
     if "d2t" in known or "norm.weight" in known:
         return Architecture.EAGLE3 if "fc.weight" in known else None
     return Architecture.EAGLE1 if "fc.weight" in known else None
-
-
-def reading_table(architecture: Architecture) -> NameTable:
-    """Read any layout: a first layer that is called `layers.0` already passes through unchanged."""
-    return EAGLE_1 if architecture is Architecture.EAGLE1 else EAGLE_3_MIDLAYER

@@ -10,6 +10,7 @@ drafter's own output instead of the target's.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from fledge.layers.linear import Linear
 from fledge.layers.paged_cache import PagedPass
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import Architecture, DrafterConfig
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.models.target.decoder import TargetModel, TargetStates
 
 
@@ -34,8 +34,55 @@ class DraftStates:
     feature: Tensor  # [*lead, hidden]: what the next draft step reads in place of a target feature
 
 
+class DraftVocabulary(nn.Module):
+    """The frequent part of the target's vocabulary, so that the drafter's head is small. Maps draft ids to target ids.
+
+    Checkpoints store the map as offsets: `target_id = i + d2t[i]`.
+    """
+
+    d2t: Tensor
+
+    def __init__(self, draft_vocab_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+
+    @classmethod
+    def from_target_ids(cls, target_ids: Tensor, vocab_size: int) -> "DraftVocabulary":
+        """target_ids [draft_vocab]: the target id of each draft id, ascending."""
+        vocabulary = cls(len(target_ids), vocab_size)
+        vocabulary.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+        return vocabulary
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft_vocab]: the target id of each draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether several draft ids mean the same token, as in an enlarged pair. Asks the device, once."""
+        return int(self.in_draft.sum()) < len(self.d2t)
+
+    @property
+    def in_draft(self) -> Tensor:
+        """Bool [vocab], called t2d in checkpoints: which target ids the drafter can propose."""
+        mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
+        mask[self.target_ids] = True
+        return mask
+
+    def spread(self, draft_values: Tensor, fill: float = 0.0) -> Tensor:
+        """[*, draft_vocab] -> [*, vocab], with `fill` for tokens the drafter cannot propose."""
+        out = draft_values.new_full((*draft_values.shape[:-1], self.vocab_size), fill)
+        out[..., self.target_ids] = draft_values
+        return out
+
+
 class Drafter(nn.Module):
     """Base of the EAGLE drafters. `embed_tokens` and `lm_head` may be the target's: see `share_with`."""
+
+    fc: Linear  # that joins what is read from the target
+    layers: nn.ModuleList
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -123,7 +170,7 @@ class Drafter(nn.Module):
         return self.logits(head), self.vocabulary.d2t
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self.vocabulary is None else self.vocabulary.to_target(draft_ids)
+        return draft_ids if self.vocabulary is None else draft_ids + self.vocabulary.d2t[draft_ids]
 
     def full_vocab_logits(self, head: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, vocab], with -inf for tokens outside the draft vocabulary."""

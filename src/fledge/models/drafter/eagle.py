@@ -1,11 +1,17 @@
-"""EAGLE-1, whose weights EAGLE-2 uses too (with draft trees)."""
+"""The EAGLE drafters: EAGLE-1, whose weights EAGLE-2 uses too (with draft trees), EAGLE-3 and EAGLE-3.1.
+
+The difference between the last two is `fc_norm` and `norm_output` in the config. Modules are called as checkpoints of
+the field call them.
+"""
 
 import torch
 from torch import Tensor, nn
 
-from fledge.layers.attention import KeyValueStorage
-from fledge.layers.block import DecoderLayer
-from fledge.layers.linear import Linear
+from fledge.kernels.rms_norm import draft_input, rms_norm_parts
+from fledge.layers.attention import Attention, KeyValueStorage
+from fledge.layers.block import DecoderLayer, SwiGLU
+from fledge.layers.linear import Linear, RMSNorm
+from fledge.layers.rope import Rotation
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetStates
@@ -35,3 +41,71 @@ class EagleDrafter(Drafter):
             update, stream = layer(update, stream, rotation, storage)
         hidden = stream + update
         return DraftStates(head=hidden, feature=hidden)
+
+
+class Eagle3FirstLayer(nn.Module):
+    """The layer in which token and feature meet: attention reads both side by side, the residual is the feature's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        layer = config.layer
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
+        self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
+        self.self_attn = Attention(layer, layer=0, input_size=2 * layer.hidden_size)
+        self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
+        self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
+
+    def forward(
+        self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [*lead], what embeds them, feature [*lead, hidden]. Returns (update, stream) like `DecoderLayer`."""
+        if type(embed) is nn.Embedding:
+            norms = self.input_layernorm.weight, self.hidden_norm.weight
+            both = draft_input(tokens, embed.weight, feature, *norms, self.hidden_norm.eps)
+        else:  # training borrows the target's embedding through a module that casts what it gives
+            both = torch.cat([self.input_layernorm(embed(tokens)), self.hidden_norm(feature)], dim=-1)
+        stream = both[..., feature.shape[-1] :] if self.norm_before_residual else feature
+        normed, stream = self.post_attention_layernorm.add(self.self_attn(both, rotation, storage), stream)
+        return self.mlp(normed), stream
+
+
+class Eagle3Drafter(Drafter):
+    """Fuses several target layers into a feature, once per verified position, then drafts from its own states.
+
+    The feature is `fc(aux states side by side)`. Without `fc_norm` the highest layer, whose states are the largest,
+    dominates the sum that fc forms: one of the two causes of attention drift.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        states, width, eps = config.num_aux_states, config.target_hidden_size, config.layer.norm_eps
+        self.input_norm = RMSNorm(states * width, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(states)) if config.fc_norm else None
+        self.fc = Linear(states * width, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(
+            Eagle3FirstLayer(config) if i == 0 else DecoderLayer(config.layer, layer=i)
+            for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps)
+
+    def fuse(self, states: TargetStates) -> Tensor:
+        aux = states.aux  # [*lead, states * target_hidden]
+        assert aux is not None
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            norms = [norm.weight for norm in self.fc_norm if isinstance(norm, RMSNorm)]
+            aux = rms_norm_parts(aux, norms, self.config.layer.norm_eps)
+        fused: Tensor = self.fc(aux)
+        return fused
+
+    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
+        rotation = self.rope(positions, features.dtype)
+        assert self.embed_tokens is not None, "share_with(target) first"
+        update, stream = self.layers[0](tokens, self.embed_tokens, features, rotation, storage)
+        for layer in self.layers[1:]:
+            update, stream = layer(update, stream, rotation, storage)
+        normed, stream = self.norm.add(update, stream)
+        # Fed back without the norm, the residual stream grows with every draft step: the other cause of drift.
+        return DraftStates(head=normed, feature=normed if self.config.norm_output else stream)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
-from fledge.models.drafter.eagle import EagleDrafter
-from fledge.models.drafter.eagle3 import Eagle3Drafter
+from fledge.models.drafter.eagle import Eagle3Drafter, EagleDrafter
 
 
 @dataclass(frozen=True, kw_only=True)

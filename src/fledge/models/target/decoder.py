@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
-from fledge.layers.linear import Linear
-from fledge.layers.norm import RMSNorm
+from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import TargetConfig
 

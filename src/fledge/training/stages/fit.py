@@ -34,8 +34,8 @@ from fledge.devices import DTYPES, choose_device
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointWarning, ConfigError, DataError
 from fledge.files import atomic_path, digest, read_json, read_json_lines, write_text
+from fledge.models.drafter.base import DraftVocabulary
 from fledge.models.drafter.variants import name_of
-from fledge.models.drafter.vocab import DraftVocabulary
 from fledge.report.charts import MUTED, SERIES, frame
 from fledge.training.capture import CaptureModel, open_target, target_config
 from fledge.training.data.examples import TokenStore

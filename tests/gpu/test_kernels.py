@@ -236,7 +236,7 @@ def heads_that_rotate_in_part_are_stored() -> None:
     """The fused kernel does not take them; the plain way has to, on a GPU too, and in a graph."""
     config = replace(_HEADS, rope=RopeConfig(partial_factor=0.5))
     caches = [
-        PagedCache(config, num_layers=1, num_blocks=4, block_size=16, dtype=FP32, device=torch.device(device))
+        PagedCache(config.kv_cache, num_layers=1, num_blocks=4, block_size=16, dtype=FP32, device=torch.device(device))
         for device in ("cpu", GPU)
     ]
     qkv, positions, slots = (

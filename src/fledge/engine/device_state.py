@@ -178,7 +178,7 @@ class DeviceState:
     def _count_blocks(self, config: EngineConfig) -> int:
         """As many blocks as memory allows, and no more than all requests at full length could use."""
         per_block = self.block_size * sum(
-            model.config.num_layers * model.config.layer.cache_size * _kv_dtype(config, model).itemsize
+            model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(_kv_dtype(config, model))
             for model in (self.target, self.drafter)
             if model is not None
         )
@@ -194,7 +194,7 @@ class DeviceState:
 
     def _make_cache(self, config: EngineConfig, model: TargetModel | Drafter) -> PagedCache:
         return PagedCache(
-            model.config.layer,
+            model.config.layer.kv_cache,
             num_layers=model.config.num_layers,
             num_blocks=self.num_blocks,
             block_size=self.block_size,

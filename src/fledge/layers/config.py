@@ -1,11 +1,13 @@
 """What one transformer layer is made of: the vocabulary shared by targets and drafters.
 
 A family names the parts its layers have, here; `layers/block.py` builds them. What a cache must keep for a token
-follows from the attention.
+follows from the attention and is data too: every storage reads `LayerConfig.kv_cache`.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -42,6 +44,22 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What a cache keeps for one token in one layer: a key and a value for each KV head."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.numbers_per_token * dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One decoder layer: grouped-query attention, an MLP or experts, and norms around them."""
 
@@ -69,9 +87,8 @@ class LayerConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def cache_size(self) -> int:
-        """How many numbers a cache keeps for one token: a key and a value for each KV head."""
-        return 2 * self.kv_size
+    def kv_cache(self) -> KVCacheSpec:
+        return KVCacheSpec(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
     @property
     def as_drafter(self) -> "LayerConfig":

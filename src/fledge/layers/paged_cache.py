@@ -18,7 +18,7 @@ from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.tree_ends import move_rows
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
-from fledge.layers.config import LayerConfig
+from fledge.layers.config import KVCacheSpec
 
 
 class PagedCache:
@@ -26,7 +26,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layer: LayerConfig,
+        spec: KVCacheSpec,
         *,
         num_layers: int,
         num_blocks: int,
@@ -34,11 +34,11 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        rows = (num_layers, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        rows = (num_layers, num_blocks, block_size, spec.num_kv_heads)
         self.block_size = block_size
         # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
-        self.keys = torch.zeros(rows, dtype=dtype, device=device)
-        self.values = torch.zeros(rows, dtype=dtype, device=device)
+        self.keys = torch.zeros(*rows, spec.key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*rows, spec.value_dim, dtype=dtype, device=device)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Move rows of all layers, from slots to slots [batch, n], as `move_rows` does."""

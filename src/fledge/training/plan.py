@@ -91,7 +91,7 @@ class FitShape:
     def memory(self) -> dict[str, int]:
         """Bytes on each device, by part."""
         drafter, target, layer, n = self.drafter, self.target, self.drafter.layer, self.pass_slots
-        draft_vocab, b, kv = drafter.draft_vocab_size, self.compute_bytes, layer.cache_size
+        draft_vocab, b, kv = drafter.draft_vocab_size, self.compute_bytes, layer.kv_cache.numbers_per_token
         split = self.processes if self.fit.parallel == "fsdp2" else 1
         copies = 0 if b == MASTER_BYTES else b
         kept_steps = 1 if self.fit.activation_checkpointing else self.fit.depth

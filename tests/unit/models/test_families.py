@@ -74,5 +74,4 @@ def test_drafters_are_ordinary_whatever_the_target_is(name: str) -> None:
         False,
         1.0,
     )
-    whole = TARGET_CONFIGS[name].layer
-    assert (layer.num_kv_heads, layer.head_dim) == (whole.num_kv_heads, whole.head_dim)
+    assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache

@@ -182,7 +182,7 @@ def make_case(shape: Shape, contexts: list[int], rows: list[int], *, tree: bool 
     blocks = 1 + len(contexts) * per_sequence
     tables = 1 + torch.randperm(blocks - 1, dtype=torch.int32).view(len(contexts), per_sequence)
     cache = PagedCache(
-        shape.config,
+        shape.config.kv_cache,
         num_layers=shape.layers,
         num_blocks=blocks,
         block_size=shape.block_size,

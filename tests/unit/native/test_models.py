@@ -33,7 +33,7 @@ def make_pair(config: DrafterConfig) -> tuple[TargetModel, Drafter]:
 def make_storage(model: TargetModel | Drafter) -> RoundPass:
     """Some rows in the middle of sequences whose earlier keys are noise."""
     cache = PagedCache(
-        model.config.layer,
+        model.config.layer.kv_cache,
         num_layers=model.config.num_layers,
         num_blocks=BATCH * BLOCKS,
         block_size=BLOCK_SIZE,

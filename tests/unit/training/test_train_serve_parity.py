@@ -60,7 +60,7 @@ def engine_serving(drafter: Drafter, settled: SettledRows, forced: Tensor) -> Te
     block_size, n = 4, len(settled.tokens)
     blocks = -(-(n + DEPTH) // block_size)
     cache = PagedCache(
-        drafter.config.layer,
+        drafter.config.layer.kv_cache,
         num_layers=drafter.config.num_layers,
         num_blocks=2 * blocks,
         block_size=block_size,

@@ -16,7 +16,7 @@ from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.drafter_config import D2T, EAGLE_1, EAGLE_3, EAGLE_3_MIDLAYER, T2D, as_outputs
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
 from fledge.checkpoints.target import identify_target
-from fledge.checkpoints.weights import stored_shapes
+from fledge.checkpoints.weights import stored_shapes, without_weights
 from fledge.layers.config import RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.variants import build
@@ -138,7 +138,7 @@ _MISSHAPEN = {
 
 def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     """Missing, unexpected and misshapen tensors; one finding for each kind, naming the first."""
-    with torch.device("meta"):
+    with without_weights():
         expected = stored_shapes(build(checkpoint.config), checkpoint.weight_format)
     stored = checkpoint.stored_names.keys() - {T2D}
     if D2T in stored and D2T not in expected:

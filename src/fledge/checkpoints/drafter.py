@@ -25,7 +25,7 @@ from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import write_model
-from fledge.checkpoints.weights import load_weights, stored_tensors
+from fledge.checkpoints.weights import load_weights, stored_tensors, without_weights
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
@@ -57,7 +57,7 @@ def load_drafter(
         warnings.warn(finding.message(directory), CheckpointWarning, stacklevel=2)
 
     config = checkpoint.config.resolved(target_config)
-    with torch.device("meta"):
+    with without_weights():
         drafter = build(config)
     weight = None if model is None else model.embed_tokens.weight
     placement = Placement(

@@ -20,7 +20,7 @@ from fledge.checkpoints.formats.drafter_config import D2T, FLAGS, T2D, as_output
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
 from fledge.checkpoints.target import identify_target
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
-from fledge.checkpoints.weights import stored_shapes
+from fledge.checkpoints.weights import stored_shapes, without_weights
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import DraftVocabulary
@@ -134,7 +134,7 @@ _TENSORS = {
 
 def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     """Missing, unexpected and misshapen tensors; one finding for each kind, naming the first."""
-    with torch.device("meta"):
+    with without_weights():
         expected = stored_shapes(build(checkpoint.config), checkpoint.weight_format)
     stored = checkpoint.stored_names.keys() - {T2D}
     if D2T in stored and D2T not in expected:

@@ -17,7 +17,7 @@ from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config
 from fledge.checkpoints.tensors import write_model
-from fledge.checkpoints.weights import load_weights, stored_tensors
+from fledge.checkpoints.weights import load_weights, stored_tensors, without_weights
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter, DraftVocabulary
@@ -43,7 +43,7 @@ def load_drafter(
         warnings.warn(finding.message(directory), CheckpointWarning, stacklevel=2)
 
     config = checkpoint.config.resolved(target_config)
-    with torch.device("meta"):
+    with without_weights():
         drafter = build(config)
     placement = Placement(device="cpu", dtype=getattr(torch, config.dtype))
     if model is not None:

@@ -9,7 +9,7 @@ import torch
 
 from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.tensors import TensorFiles, write_model
-from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format
+from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format, without_weights
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
 from fledge.files import digest, file_digest, read_json
 from fledge.models.config import TargetConfig
@@ -73,7 +73,7 @@ def load_target(
     names = {family.our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
     if config.tied_head:
         names.pop("lm_head.weight", None)
-    with torch.device("meta"):
+    with without_weights():
         model = TargetModel(config)
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()

@@ -6,11 +6,13 @@ each group. How the matrix of a linear is stored is the business of its weight f
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fledge.checkpoints import formats
 from fledge.checkpoints.formats.dense import DENSE, DENSE_DTYPES, Placement, WeightFormat, dense_tensor
@@ -21,6 +23,22 @@ from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
 
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+class _Uninitialized(TorchFunctionMode):
+    """`torch.nn.init` does nothing. On the meta device it would import torch.compile to fill what has no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_init = getattr(func, "__module__", None) == nn.init.__name__
+        return kwargs["tensor"] if is_init else func(*args, **kwargs)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Models built here have shapes and no weights yet."""
+    with torch.device("meta"), _Uninitialized():
+        yield
 
 
 def weight_format(fields: ConfigFields, files: TensorFiles | None = None) -> WeightFormat:

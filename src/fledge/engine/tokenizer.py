@@ -3,13 +3,16 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from fledge.errors import CheckpointError, PromptError
+from fledge.files import read_json
 
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -18,7 +21,8 @@ def load_tokenizer(directory: Path) -> Any | None:
     if not any((directory / name).is_file() for name in _FILES):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)  # None: it would ask
+        config = _config_for(directory)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False)  # None: asks
     except Exception as error:  # transformers raises whatever the file made it stumble over
         reason = str(error).strip().splitlines()
         if "trust_remote_code" in str(error):
@@ -28,6 +32,19 @@ def load_tokenizer(directory: Path) -> Any | None:
         raise CheckpointError(f"{directory}: only fast tokenizers (tokenizer.json) are supported")
     tokenizer.model_max_length = sys.maxsize  # transformers would warn of long prompts; whoever runs them refuses them
     return tokenizer
+
+
+def _config_for(directory: Path) -> Any | None:
+    """Return all that `AutoTokenizer` asks of the target's config where the tokenizer is of no family's own class.
+
+    None where that is not plain: it then reads the config into its family's class, which imports torch.compile and half
+    of transformers, a second and a half in each process.
+    """
+    named, config = (read_json(directory / name) or {} for name in ("tokenizer_config.json", "config.json"))
+    family, own_code = config.get("model_type"), "auto_map" in named or "auto_map" in config
+    if named.get("tokenizer_class") in _PLAIN_CLASSES and isinstance(family, str) and not own_code:
+        return SimpleNamespace(model_type=family, model_name=config.get("model_name"), _name_or_path=str(directory))
+    return None
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:

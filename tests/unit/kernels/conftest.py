@@ -2,6 +2,8 @@
 
 import importlib
 
+from tests.unit.kernels.quick_interpreter import quicken
+
 try:
     interpreter = importlib.import_module("triton.runtime.interpreter")
 except ImportError:
@@ -15,3 +17,4 @@ if interpreter is not None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+    quicken(interpreter)

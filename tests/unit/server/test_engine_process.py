@@ -95,7 +95,9 @@ def test_answers_grammars_stops_and_aborts() -> None:
     assert sum(not request_id.startswith("long") for request_id in lengths) == 4
 
 
-def test_a_child_that_stands_still_while_requests_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_stands_still_while_requests_wait_is_noticed_and_so_is_one_that_dies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("fledge.server.async_engine.STALL_SECONDS", 0.5)
 
     async def test(engine: AsyncEngine, process: EngineProcess) -> None:
@@ -109,15 +111,12 @@ def test_a_child_that_stands_still_while_requests_wait_is_noticed(monkeypatch: p
         os.kill(process._child.pid, signal.SIGCONT)
         await collect(stream)
         assert not engine.is_stalled
+        await is_killed(engine, process)
 
-    run(test)
-
-
-def test_a_child_that_dies_fails_its_requests_and_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(engine: AsyncEngine, process: EngineProcess) -> None:
+    async def is_killed(engine: AsyncEngine, process: EngineProcess) -> None:
         dead = asyncio.Event()
         engine.on_death = dead.set
-        stream = engine.generate([PROMPTS[0]], LONG, request_id="a")
+        stream = engine.generate([PROMPTS[0]], LONG, request_id="b")
         await anext(stream.deltas())
         os.kill(process._child.pid, signal.SIGKILL)
         with pytest.raises(RequestError, match="stopped working"):
@@ -132,19 +131,15 @@ def test_a_child_that_dies_fails_its_requests_and_is_noticed(caplog: pytest.LogC
     run(test)
 
 
-def test_what_cannot_be_loaded_is_said_in_the_engines_words() -> None:
-    process = start(max_model_len=10**9)
-    with pytest.raises(ConfigError, match="max_model_len"):
-        process.wait_until_ready()
-    assert not process.is_alive
-
-
-def test_the_child_imports_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_loaded_is_said_in_the_engines_words_and_nothing_imported_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "safetensors.py").write_text("import os; open('was-run', 'w'); os._exit(7)")
     monkeypatch.chdir(tmp_path)
     process = start(max_model_len=10**9)
     with pytest.raises(ConfigError, match="max_model_len"):
         process.wait_until_ready()
+    assert not process.is_alive
     assert not (tmp_path / "was-run").exists()
 
 

@@ -1,6 +1,7 @@
 """regenerate: the target's own answers, the same however the work was cut up or interrupted."""
 
 import hashlib
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -287,6 +288,8 @@ def test_several_processes_give_what_one_gives(target: Path, tmp_path: Path, mon
 
 
 def test_a_process_that_fails_says_why(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = multiprocessing.get_context("fork")  # which has imported everything; the test above spawns
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _kind: forked)
     recipe = with_section(make_recipe(target, questions(tmp_path, 4), regenerate=True), chunk=2, processes=2)
     broken = replace(recipe, target=replace(recipe.target, dtype="float7"))
     with pytest.raises(FledgeError, match="float7"):

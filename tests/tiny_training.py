@@ -2,14 +2,14 @@
 
 import functools
 import json
-import multiprocessing
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from fledge.checkpoints.target import save_target
 from tests.command_line import fledge
+from tests.forking import ForkedCommand
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -76,33 +77,38 @@ def finished_run() -> Path:
     return root
 
 
-def fork_train(*arguments: str, cwd: Path) -> BaseProcess:
-    """Start `fledge train` in a copy of this process, which has imported everything. What it said is in `said.txt`."""
+def fork_ranks(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `fledge train` in two processes, as torchrun would start them; what both said is one after the other's."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        ForkedCommand("train", *arguments, cwd=cwd, environment={**shared, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+        time.sleep(0.005)
+    for rank in ranks:
+        rank.terminate()  # those that are left when one has failed, as torchrun does
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    status = max(abs(rank.returncode or 0) for rank in ranks)
+    return subprocess.CompletedProcess(arguments, status, *("".join(texts) for texts in zip(*said, strict=True)))
 
-    def work() -> None:
-        done = fledge("train", *arguments, cwd=cwd)
-        (cwd / "said.txt").write_text(done.stderr)
-        os._exit(done.returncode)
 
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    return process
-
-
-def start_train(*arguments: str, processes: int = 1) -> subprocess.Popen[str]:
-    """Start `fledge train` in processes of its own."""
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*launch, "-m", "fledge", "train", *arguments]
+def torchrun(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `torchrun -m fledge train` in two processes, from nothing."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def train(*arguments: str, processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    process = start_train(*arguments, processes=processes)
-    stdout, stderr = process.communicate(timeout=timeout)
-    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+    return subprocess.run(
+        [*launch, "-m", "fledge", "train", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def weights(drafter: Path) -> dict[str, torch.Tensor]:

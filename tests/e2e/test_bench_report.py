@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,29 +140,35 @@ def test_compare_refuses_what_makes_no_sense(files: Path, arguments: tuple[str, 
     assert message in done.stderr
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_shows_it_at_any_width_without_asking_anyone(page: Path, width: int, scheme: str):
+@pytest.fixture(name="browser", scope="module")
+def _browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        asked: list[str] = []
-        problems: list[str] = []
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.on("console", lambda line: problems.append(line.text))
-        tab.goto(page.as_uri())
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width  # tables scroll, the page does not
-        charts = tab.locator("svg.chart")
-        assert charts.count() >= 10
-        sizes = [one.bounding_box() for one in charts.all() if one.is_visible()]
-        assert all(box is not None and box["width"] > 250 and box["height"] > 100 for box in sizes)
-        ground, ink = (
-            tab.evaluate(f"getComputedStyle(document.body).{what}.match(/\\d+/g).slice(0, 3).map(Number)")
-            for what in ("backgroundColor", "color")
-        )
-        assert (sum(ground) > sum(ink)) == (scheme == "light")
+        yield browser
         browser.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it_at_any_width_without_asking_anyone(page: Path, browser: Any, width: int, scheme: str):
+    tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # of a session of its own
+    asked: list[str] = []
+    problems: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("console", lambda line: problems.append(line.text))
+    tab.goto(page.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width  # tables scroll, the page does not
+    charts = tab.locator("svg.chart")
+    assert charts.count() >= 10
+    sizes = [one.bounding_box() for one in charts.all() if one.is_visible()]
+    assert all(box is not None and box["width"] > 250 and box["height"] > 100 for box in sizes)
+    ground, ink = (
+        tab.evaluate(f"getComputedStyle(document.body).{what}.match(/\\d+/g).slice(0, 3).map(Number)")
+        for what in ("backgroundColor", "color")
+    )
+    assert (sum(ground) > sum(ink)) == (scheme == "light")
+    tab.close()
     assert asked == [page.as_uri()]
     assert problems == []

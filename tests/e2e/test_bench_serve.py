@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from fledge.evaluation.results import Cell, Results, read_results
 from tests.command_line import fledge
+from tests.forking import ForkedCommand
 from tests.odd_server import HEAD, OddServer, Script, event, good, piece, usage
 from tests.serving import MODEL, Serving, make_llm, make_service
 
@@ -283,27 +282,12 @@ def test_tokens_that_were_only_counted_are_labelled(tmp_path: Path, single: str)
     assert note.startswith("x: tokens are pieces of text counted")
 
 
-def running(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fledge", "bench", "serve", "--out", "out.json", "--max-tokens", "8", *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        # Tests that run in the background of a shell inherit its deafness to Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - takes no lock
-    )
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_what_was_measured_survives_a_signal(tmp_path: Path, single: str, number: signal.Signals) -> None:
     with OddServer(failing(5, stalls)) as server:
         arguments = ("--url", server.url, "--workload", single, "--concurrency", "1", "--requests", "2")
-        process = running(tmp_path, *arguments, "--repeats", "3", "--warmup", "0")
+        limits = ("--max-tokens", "8", "--repeats", "3", "--warmup", "0")
+        process = ForkedCommand("bench", "serve", "--out", "out.json", *arguments, *limits, cwd=tmp_path)
         deadline = time.monotonic() + 60
         while len(server.bodies) < 6:
             assert time.monotonic() < deadline, "it does not come so far"

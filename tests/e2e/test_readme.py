@@ -4,8 +4,6 @@ import contextlib
 import re
 import shlex
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import fledge
+from tests.forking import ForkedCommand
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -57,8 +56,7 @@ def serve(options: list[str], directory: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "fledge", "serve", *options, "--port", str(port)]
-    process = subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True)
+    process = ForkedCommand("serve", *options, "--port", str(port), cwd=directory)
     try:
         for _ in range(600):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:

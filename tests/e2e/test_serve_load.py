@@ -19,6 +19,7 @@ import pytest
 
 from fledge import SamplingParams
 from fledge.engine.outputs import RequestUpdate
+from tests.forking import ForkedCommand
 from tests.serving import MODEL, Serving, make_llm, make_service, pair_directory
 
 CHAT = "/v1/chat/completions"
@@ -200,14 +201,17 @@ def test_a_drafter_that_fails_is_given_up_and_every_stream_goes_on() -> None:
 
 
 class Process:
-    """`fledge serve` in a process of its own."""
+    """`fledge serve` in a process of its own. `forked`: a copy of this one, where its start is not the point."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, forked: bool = False) -> None:
         root = pair_directory()
         speculation = json.dumps({"model": str(root / "drafter"), "num_speculative_tokens": 3, "adaptive": False})
-        command = [sys.executable, "-c", "from fledge.cli.main import run; run()", "serve", str(root / "target")]
-        command += ["--speculative-config", speculation, "--served-model-name", MODEL, "--port", "0", "--threads", "1"]
-        self.process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+        words = ["serve", str(root / "target"), "--speculative-config", speculation, "--served-model-name", MODEL]
+        words += ["--port", "0", "--threads", "1", *options]
+        command = [sys.executable, "-c", "from fledge.cli.main import run; run()", *words]
+        self.process = (
+            ForkedCommand(*words, cwd=root) if forked else subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        )
         self.lines: list[str] = []
         self.port = 0
         self._is_ready = threading.Event()
@@ -308,7 +312,7 @@ def test_memory_stays_flat_and_sigterm_lets_running_streams_finish() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_does_not_finish_in_time_or_meets_a_second_signal_is_cut_short(again: bool) -> None:
-    with Process("--drain-timeout", "60" if again else "0.1", "--max-num-seqs", "2") as server:
+    with Process("--drain-timeout", "60" if again else "0.1", "--max-num-seqs", "2", forked=True) as server:
 
         async def run() -> list[tuple[int, str | None] | BaseException]:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:

@@ -1,13 +1,18 @@
-"""`torchrun ... -m fledge train` in two processes gives what one process gives from the same global batch."""
+"""`torchrun ... -m fledge train` in two processes gives what one process gives from the same global batch.
+
+One of them is really started by torchrun; the others are forked with the environment that it would give them.
+"""
 
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.command_line import fledge
-from tests.tiny_training import train, weights, write_run
+from tests.tiny_training import fork_ranks, torchrun, weights, write_run
 
 # Sums over two processes round in another order than sums in one.
 TOLERANCE = 2e-4
@@ -27,10 +32,12 @@ def records(root: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes_agree_with_one(alone: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "start"), [("ddp", torchrun), ("fsdp2", fork_ranks)], ids=["ddp", "fsdp2"])
+def test_two_processes_agree_with_one(
+    alone: Path, tmp_path: Path, kind: str, start: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     recipe = write_run(tmp_path, regenerate={"enabled": False}, fit={"parallel": kind}, eval={"enabled": False})
-    done = train(str(recipe), processes=2)
+    done = start(str(recipe), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr
     assert done.stderr.count("prepare: started") == 1  # the first process only
@@ -50,7 +57,7 @@ def test_two_processes_agree_with_one(alone: Path, tmp_path: Path, kind: str) ->
 
 def test_a_bad_recipe_is_one_line_from_all_processes_together(tmp_path: Path) -> None:
     recipe = write_run(tmp_path)
-    done = train(str(recipe), "fit.depth=99", processes=2)
+    done = fork_ranks(str(recipe), "fit.depth=99", cwd=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
     assert "allowed is 1 to 16" in done.stderr

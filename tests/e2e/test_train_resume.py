@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.command_line import fledge
-from tests.tiny_training import finished_run, fork_train, start_train, weights
+from tests.forking import ForkedCommand
+from tests.tiny_training import finished_run, weights
 
 
 @pytest.fixture(scope="module", name="whole")
@@ -30,11 +31,11 @@ def stage_file(root: Path, pattern: str) -> Callable[[], bool]:
     return lambda: any((root / "run").glob(pattern))
 
 
-def wait_for(ready: Callable[[], bool], ended: Callable[[], str | None]) -> None:
-    """Return as soon as something is there; `ended` has what was said where it ended before."""
+def wait_for(ready: Callable[[], bool], process: ForkedCommand) -> None:
+    """Return as soon as something is there."""
     limit = time.monotonic() + 240
     while not ready():
-        assert (said := ended()) is None, f"ended before it could be killed: {said}"
+        assert process.poll() is None, f"ended before it could be killed: {process.communicate()[1]}"
         assert time.monotonic() < limit, "nothing to kill it at"
         time.sleep(0.005)
 
@@ -60,15 +61,11 @@ POINTS = {
 def test_killed_again_and_again_the_run_ends_the_same(whole: Path, tmp_path: Path) -> None:
     recipe = fresh(whole, tmp_path / "killed")
     for pattern in POINTS.values():
-        process = fork_train(str(recipe), "--quiet", cwd=tmp_path)
-        said = tmp_path / "said.txt"
-        wait_for(
-            stage_file(recipe.parent, pattern),
-            lambda process=process, said=said: None if process.is_alive() else said.read_text(),
-        )
+        process = ForkedCommand("train", str(recipe), "--quiet", cwd=tmp_path)
+        wait_for(stage_file(recipe.parent, pattern), process)
         process.kill()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
+        process.communicate(60)
+        assert process.returncode == -signal.SIGKILL
     done = fledge("train", str(recipe), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ran"][-1] == "eval"
@@ -78,11 +75,8 @@ def test_killed_again_and_again_the_run_ends_the_same(whole: Path, tmp_path: Pat
 
 def test_ctrl_c_is_one_line_and_the_next_start_goes_on(whole: Path, tmp_path: Path) -> None:
     recipe = fresh(whole, tmp_path / "interrupted")
-    process = start_train(str(recipe), "--quiet")
-    wait_for(
-        stage_file(recipe.parent, "fit/*/log.jsonl"),
-        lambda: None if process.poll() is None else process.communicate()[1],
-    )
+    process = ForkedCommand("train", str(recipe), "--quiet", cwd=tmp_path)
+    wait_for(stage_file(recipe.parent, "fit/*/log.jsonl"), process)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130

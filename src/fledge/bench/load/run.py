@@ -221,6 +221,7 @@ class ServeRun(BenchRun):
             # As many connections as the system permits: the usual limit is a thousand.
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        is_ours = gc.get_freeze_count() == 0  # whoever embeds us may have frozen what it has
         gc.collect()
         gc.freeze()  # what is loaded by now (torch, for one) need not be looked through while requests are timed
         with self._loop:
@@ -229,7 +230,8 @@ class ServeRun(BenchRun):
             finally:
                 for server in self._servers.values():
                     server.client.close()
-                gc.unfreeze()
+                if is_ours:
+                    gc.unfreeze()
 
     def prepare(self) -> None:
         for spec in self.settings.servers:

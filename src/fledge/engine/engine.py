@@ -11,7 +11,6 @@ that fails is given up. Otherwise a request is at fault: the only one in the ste
 into question all of them become suspects, and are admitted one by one until each has been through a round.
 """
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -129,11 +128,9 @@ class LLMEngine:
             progress(done, len(programs) + len(rounds))
             assert graphs is not None
             graphs.capture(program)
-        if graphs is not None:
+        if graphs is not None and programs:
             graphs.compile_long_prompts(max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
         self._measure_rounds(rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds)))
-        gc.collect()
-        gc.freeze()  # what is there stays: looking through it again and again would hold everybody up for 0.2 s
 
     def _measure_rounds(self, rounds: Sequence[tuple[int, int]], progress: Callable[[int], None]) -> None:
         """Time rounds of these sizes and depths, small ones first, as far as `MEASURING_SECONDS` go."""

@@ -373,7 +373,7 @@ class Runner:
             tokens=sum(lengths),
             chunks=len(chunks),
             max_chunk=max(lengths),
-            depth=batch.draft if any(chunk.completes for chunk in chunks) else 0,
+            depth=batch.first_draft,
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
         )

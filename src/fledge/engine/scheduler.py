@@ -17,6 +17,7 @@ from fledge.engine.request import Phase, Request
 PREFILL_SECONDS = 0.25  # that the prompts of one step may take: how long a token of somebody else's may be late
 FIRST_CHUNK = 256  # tokens, before it is known how long they take
 LEAST_CHUNK = 32  # tokens, however long they take
+FEW_NEWCOMERS = 0.25  # of those that decode: for fewer, all others would wait longer than drafts of theirs are worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +39,13 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledBatch:
-    """One step. `verify` drafts are checked and `draft` tokens drafted in the round; chunks that complete draft too."""
+    """One step. `verify` drafts are checked and `draft` tokens drafted in the round, `first_draft` by prompts."""
 
     chunks: list[Chunk]
     decoding: list[Request]
     verify: int
     draft: int
+    first_draft: int = 0  # for chunks that complete; 0: their first round verifies nothing
 
     @property
     def is_empty(self) -> bool:
@@ -118,7 +120,11 @@ class Scheduler:
         for request in decoding:
             request.in_flight += verify + 1
         self._last_draft = depth
-        return ScheduledBatch(chunks=chunks, decoding=decoding, verify=verify, draft=depth)
+        newcomers = sum(chunk.completes for chunk in chunks)
+        drafts = newcomers and (self._trees or newcomers >= FEW_NEWCOMERS * len(decoding))
+        return ScheduledBatch(
+            chunks=chunks, decoding=decoding, verify=verify, draft=depth, first_draft=depth if drafts else 0
+        )
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Learn how long the prompts of a step took. Short ones, which are launched more than read, say little."""

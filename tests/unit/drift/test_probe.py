@@ -82,7 +82,8 @@ def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path,
     assert result.tally == result.engine_tally
     assert result.acceptance.tally == prober.llm.engine.stats().acceptance.tally
     assert result.acceptance.rounds == sum(row.acceptance.rounds for row in result.prompt_rows)
-    assert sum(row.accepted for row in result.prompt_rows) == sum(result.acceptance.accepted_by_depth)
+    accepted = [sum(row.acceptance.accepted_by_depth) for row in result.prompt_rows]
+    assert sum(accepted) == sum(result.acceptance.accepted_by_depth)
     assert [depth.depth for depth in result.by_depth] == [1, 2, 3, 4]
     assert result.by_depth[0].attention.mass["drafted"] == 0.0
     assert result.by_depth[0].rounds == result.acceptance.rounds
@@ -201,7 +202,8 @@ def test_examples_say_what_became_of_every_token(ids_pair: Path) -> None:
         row = next(row for row in result.prompt_rows if row.id == example.id)
         statuses = [token.status for token in example.tokens]
         assert statuses[0] == "own"  # the target chooses the first token by itself
-        assert sum(status == "accepted" for status in statuses) in range(row.accepted - 4, row.accepted + 1)
+        accepted = sum(row.acceptance.accepted_by_depth)
+        assert sum(status == "accepted" for status in statuses) in range(accepted - 4, accepted + 1)
         for token in example.tokens:
             outside = int(token.text[1:-1]) not in draftable
             if token.status in ("rejected", "outside"):

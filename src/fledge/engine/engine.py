@@ -124,6 +124,7 @@ class LLMEngine:
             programs = graphs.missing(depths, max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
         sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
         rounds = [(batch, depth) for batch in sizes for depth in sorted(depths)] if len(depths) > 1 else []
+        rounds = [one for one in rounds if self._sampled_costs.age(*one) is None]
         for done, program in enumerate(programs):
             progress(done, len(programs) + len(rounds))
             assert graphs is not None

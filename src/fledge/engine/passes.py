@@ -17,7 +17,8 @@ from torch import Tensor
 from fledge.decoding.acceptance import accept_rejection
 from fledge.decoding.random import Stream, uniform
 from fledge.engine.device_state import DeviceState
-from fledge.engine.sampler import LogprobsTensors, Sampler
+from fledge.engine.logprobs import LogprobsTensors, prompt_logprobs
+from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
@@ -49,7 +50,8 @@ class PassOutcome:
     accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
     drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
     stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None of prompts
-    logprobs: LogprobsTensors | None = None  # if somebody asked for them
+    logprobs: LogprobsTensors | None = None  # of the entries that asked, `width` rows each
+    prompt_logprobs: Sequence[LogprobsTensors | None] = ()  # of each chunk, if somebody asked
 
 
 class RoundClock:
@@ -72,8 +74,12 @@ class RoundClock:
         return torch.tensor(self._on_host) if self._on_device is None else self._on_device
 
 
-def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) -> PassOutcome:
+def run_round(
+    state: DeviceState, sampler: Sampler, *, verify: int, draft: int, asking: Tensor | None = None, top: int = 0
+) -> PassOutcome:
     """Verify `verify` drafts (levels of a tree) of each of the sampler's rows, then draft `draft` more.
+
+    Entries `asking` [n] of the batch get log-probabilities, of `top` tokens besides.
 
     Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
     """
@@ -91,9 +97,14 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) 
     logits = state.target.logits(states.final)  # [batch * rows fed, vocab]
     clock.mark()
     if isinstance(fed, OpenedTrees):
-        tokens, accepted, states = accept_paths(state, sampler, opened, fed, logits, states, verify)
+        tokens, accepted, states, decided_by = accept_paths(state, sampler, opened, fed, logits, states, verify)
     else:
         tokens, accepted = _accept_chains(state, sampler, opened, logits)
+        decided_by = torch.arange(len(logits), device=rows.device)
+    logprobs = None
+    if asking is not None:
+        decided_by = decided_by.view(len(rows), width)[asking].flatten()
+        logprobs = LogprobsTensors.from_logits(logits[decided_by], tokens[asking].flatten(), top)
     settled = settle_round(rows, state, opened, tokens, accepted, draft)
     clock.mark()
     health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
@@ -111,7 +122,7 @@ def run_round(state: DeviceState, sampler: Sampler, *, verify: int, draft: int) 
         drafted=opened.drafted,
         health=health,
         stamps=clock.stamps,
-        logprobs=sampler.logprobs,
+        logprobs=logprobs,
     )
 
 
@@ -122,18 +133,15 @@ def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, lo
         return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
     decided = opened.positions.view(batch, width) + 1
     if state.sample_drafts and width > 1:
-        found = accept_rejection(
+        return accept_rejection(
             drafts,
             state.draft_probs[sampler.rows, : width - 1],
             sampler.probabilities(logits).view(batch, width, -1),
             *sampler.rejection_uniforms(decided, opened.drafted),
             draft_lengths=opened.drafted,
         )
-    else:
-        choices = sampler.choices(logits, decided).view(batch, width)
-        found = accept_chain(drafts, choices, draft_lengths=opened.drafted)
-    sampler.record_logprobs(logits, found.tokens)
-    return found
+    choices = sampler.choices(logits, decided).view(batch, width)
+    return accept_chain(drafts, choices, draft_lengths=opened.drafted)
 
 
 def _extend_drafter(
@@ -195,18 +203,22 @@ class PrefillInputs:
     ends: Tensor  # [chunks] the place of each one's last token in the flat layout
     chooses: Tensor  # [chunks] 1 where the token after the last is to be chosen
     query_starts: Tensor  # [chunks + 1] the place of each one's first token, and the end
+    asking: Tensor  # [n] chunks whose first tokens get log-probabilities
     max_chunk: int  # no chunk is longer
 
     @classmethod
     def of(cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int) -> "PrefillInputs":
         """Take apart what `lay_out` put together."""
         token_part, chunk_part = (-(-count // ALIGNMENT) * ALIGNMENT for count in (tokens, chunks))
-        by_token, by_chunk, starts = packed.tensor_split((4 * token_part, 4 * token_part + 6 * chunk_part))
+        ends = 4 * token_part, 4 * token_part + 6 * chunk_part, 4 * token_part + 6 * chunk_part + chunks + 1
+        by_token, by_chunk, starts, asking = packed.tensor_split(ends)
         columns: list[Any] = [*by_token.view(4, -1)[:, :tokens], *by_chunk.view(6, -1)[:, :chunks]]
-        return cls(*[*columns, starts, max_chunk])
+        return cls(*[*columns, starts, asking, max_chunk])
 
 
-def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int) -> Tensor:
+def lay_out(
+    state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int, asking: Sequence[int] = ()
+) -> Tensor:
     """Return `PrefillInputs` as one tensor, padded to that many tokens and chunks.
 
     Tokens of no chunk have their keys and values in block 0. Empty chunks are of the padding row, and end at the last
@@ -239,11 +251,21 @@ def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: i
         packed += column
         packed += [fill] * ((tokens if i < 4 else rows) - len(column))
         packed += [0] * (-len(packed) % ALIGNMENT)
-    return state.tensor(packed + starts + starts[-1:] * extra)
+    return state.tensor([*packed, *starts, *starts[-1:] * extra, *asking])
 
 
-def run_prefill(state: DeviceState, inputs: PrefillInputs, sampler: Sampler, *, depth: int) -> PassOutcome:
+def run_prefill(
+    state: DeviceState,
+    inputs: PrefillInputs,
+    sampler: Sampler,
+    *,
+    depth: int,
+    top: int = 0,
+    chunks: Sequence[Chunk] = (),
+) -> PassOutcome:
     """Read the chunks; draft `depth` tokens for those that complete. Updates the state of their rows.
+
+    `top` as in `run_round`. `chunks`: what was laid out, if log-probabilities of prompts are asked for.
 
     Chunks that do not complete write to the padding row, which is to be reset afterwards.
     """
@@ -266,7 +288,6 @@ def run_prefill(state: DeviceState, inputs: PrefillInputs, sampler: Sampler, *, 
     final = states.final[inputs.ends]
     logits = state.target.logits(final)
     choices = sampler.choices(logits, inputs.lengths[:, None])
-    sampler.record_logprobs(logits, choices, states.final)
     first_tokens = torch.where(inputs.chooses != 0, choices, inputs.following[inputs.ends])
     inputs.following[inputs.ends] = first_tokens
     rows = inputs.settled_rows
@@ -283,4 +304,10 @@ def run_prefill(state: DeviceState, inputs: PrefillInputs, sampler: Sampler, *, 
         if depth:
             count_drafts(rows, state, length, depth)
             health.append(deepest.sum(-1, dtype=torch.float32))
-    return PassOutcome(tokens=first_tokens[:, None], health=torch.stack(health, dim=1), logprobs=sampler.logprobs)
+    asking = inputs.asking
+    return PassOutcome(
+        tokens=first_tokens[:, None],
+        health=torch.stack(health, dim=1),
+        logprobs=LogprobsTensors.from_logits(logits[asking], choices[asking], top) if len(asking) else None,
+        prompt_logprobs=prompt_logprobs(state, chunks, states.final) if chunks else (),
+    )

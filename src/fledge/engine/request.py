@@ -115,7 +115,7 @@ class Request:
         if self.constraint is not None:
             return True
         penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-        return penalised or p.logit_bias is not None or p.min_tokens > 0 or p.logprobs is not None
+        return penalised or p.logit_bias is not None or p.min_tokens > 0
 
     def accept(self, tokens: list[int]) -> list[int]:
         """Take over tokens up to the first that ends the answer; return those taken.

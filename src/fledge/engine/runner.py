@@ -11,12 +11,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fledge.engine.device_state import DeviceState
+from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
 from fledge.engine.protocol import PhaseSeconds, RoundReport
@@ -39,17 +40,27 @@ class RoundProgram(NamedTuple):
     verify: int
     draft: int
     sampling: SamplingMode
+    asked: Asked = Asked()
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
-        """Return their rows, and the padding row up to the batch's size."""
+        """Return their rows, and the padding row up to the batch's size; then which entries ask for more."""
         rows = [request.running_row for request in requests]
-        return state.tensor([*rows, *[state.padding_row] * (self.batch - len(rows))])
+        rows += [state.padding_row] * (self.batch - len(rows))
+        return state.tensor([*rows, *self.asked.entries(requests)])
 
-    def run(self, state: DeviceState, rows: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+        rows, asking = packed[: self.batch], packed[self.batch :]
         sampler = Sampler(state, rows, self.sampling)
         if on_host:
             sampler = HostSampler(on_host, state, state.drafted(rows, self.verify))
-        return run_round(state, sampler, verify=self.verify, draft=self.draft)
+        return run_round(
+            state,
+            sampler,
+            verify=self.verify,
+            draft=self.draft,
+            asking=asking if self.asked else None,
+            top=self.asked.top,
+        )
 
 
 class PromptProgram(NamedTuple):
@@ -61,19 +72,23 @@ class PromptProgram(NamedTuple):
     depth: int
     has_drafter: bool  # it may have been given up
     sampling: SamplingMode
+    asked: Asked = Asked()
 
     def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
-        return lay_out(state, chunks, tokens=self.tokens, rows=self.chunks)
+        asking = self.asked.entries([chunk.request for chunk in chunks])
+        return lay_out(state, chunks, tokens=self.tokens, rows=self.chunks, asking=asking)
 
     def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
         inputs = PrefillInputs.of(packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk)
         sampler = Sampler(state, inputs.rows, self.sampling)
-        if on_host:
-            sampler = HostSampler([chunk.request for chunk in on_host], state, chunks=on_host)
-        return run_prefill(state, inputs, sampler, depth=self.depth)
+        if any(chunk.chooses and chunk.request.needs_host for chunk in on_host):
+            sampler = HostSampler([chunk.request for chunk in on_host], state)
+        asks = any(chunk.prompt_rows for chunk in on_host)
+        return run_prefill(state, inputs, sampler, depth=self.depth, top=self.asked.top, chunks=on_host if asks else ())
 
 
 Program = RoundProgram | PromptProgram
+Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -102,7 +117,8 @@ class GraphRunner:
     def round(self, program: RoundProgram, requests: Sequence[Request]) -> PassOutcome:
         """Run a round; in its outcome, rows of padding come after the others."""
         sizes = self._round_sizes(program.draft)
-        padded = program._replace(batch=next(size for size in sizes if size >= program.batch))
+        batch = next(size for size in sizes if size >= program.batch)
+        padded = program._replace(batch=batch, asked=program.asked.of(batch))
         outcome = self._replay(padded, requests)
         return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
 
@@ -121,7 +137,8 @@ class GraphRunner:
         sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
         program = program._replace(depth=depth, sampling=sampling)
         if tokens and count:
-            outcome = self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens), chunks)
+            asked = program.asked.of(count)
+            outcome = self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked), chunks)
             if outcome is not None:
                 return outcome
         tokens = -(-(program.tokens + 1) // LONG_TOKENS) * LONG_TOKENS
@@ -242,15 +259,20 @@ class Launch(NamedTuple):
 
 
 def _to_host(outcome: PassOutcome) -> PassOutcome:
-    """Queue a copy of what a device computed. Log-probabilities stay there: few ask for them, and of few rows."""
-    if not outcome.tokens.is_cuda:
-        return outcome
-    copies: dict[str, Any] = {
-        name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        for name, value in vars(outcome).items()
-        if isinstance(value, Tensor)
-    }
-    return replace(outcome, **copies)
+    """Queue a copy of what a device computed. Log-probabilities of prompts stay there: few ask for them."""
+    return _copied(outcome) if outcome.tokens.is_cuda else outcome
+
+
+def _copied(results: Results) -> Results:
+    """A copy of a dataclass of tensors, and of what it holds of the kind, whose tensors will be on the host."""
+    copies: dict[str, Any] = {}
+    for name, value in vars(results).items():
+        if isinstance(value, Tensor):
+            host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            copies[name] = host.copy_(value, non_blocking=True)
+        elif isinstance(value, LogprobsTensors):
+            copies[name] = _copied(value)
+    return replace(results, **copies)
 
 
 class RequestResult(NamedTuple):
@@ -331,8 +353,7 @@ class Runner:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
             results.prefill_seconds = prefill_seconds
-            found = () if launch.prefill.logprobs is None else launch.prefill.logprobs.prompts
-            for chunk, part in zip(batch.chunks, found, strict=False):
+            for chunk, part in zip(batch.chunks, launch.prefill.prompt_logprobs, strict=False):
                 if part is not None:
                     tokens = chunk.request.prompt[chunk.start + 1 :][: len(part.chosen)]
                     told = part.read(0, tokens, chunk.request.params.prompt_logprobs)
@@ -345,12 +366,14 @@ class Runner:
         tokens, health = outcome.tokens.tolist(), outcome.health.tolist()
         accepted = nothing if outcome.accepted is None else outcome.accepted.tolist()
         drafted = nothing if outcome.drafted is None else outcome.drafted.tolist()
+        asking = {i: n for n, i in enumerate(entries_asking([request for request, *_ in entries]))}
         for i, (request, chose, drafts) in enumerate(entries):
             kept = tokens[i][: accepted[i] + 1]
             is_finite = all(map(math.isfinite, health[i][: len(kept)]))
             if chose:
-                top, found = request.params.logprobs, outcome.logprobs
-                logprobs = None if found is None else found.read(i * width, kept, top)
+                logprobs = None
+                if i in asking and outcome.logprobs is not None:
+                    logprobs = outcome.logprobs.read(asking[i] * width, kept, request.params.logprobs)
                 results.requests.append(
                     RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs)
                 )
@@ -360,7 +383,8 @@ class Runner:
 
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         requests = batch.decoding
-        program = RoundProgram(len(requests), batch.verify, batch.draft, SamplingMode.needed_by(requests))
+        sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
+        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, asked)
         needs_host = any(request.needs_host for request in requests)
         if self.graphs is not None and not needs_host:
             return self.graphs.round(program, requests)
@@ -376,6 +400,7 @@ class Runner:
             depth=batch.first_draft,
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
+            asked=Asked.by(requests),
         )
         needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
         if self.graphs is not None and not needs_host:

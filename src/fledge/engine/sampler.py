@@ -1,14 +1,12 @@
 """Which tokens the target chooses in a round.
 
 `Sampler` needs nothing from the host and is what fast rounds use. `HostSampler` adds what only the host knows:
-penalties, biases, stop ids held back, grammars, log-probabilities. Both end in `decoding.sampling`, as the reference
-loop does.
+penalties, biases, stop ids held back, grammars. Both end in `decoding.sampling`, as the reference loop does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,49 +16,9 @@ from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, dist
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
-from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Request
-from fledge.engine.scheduler import Chunk
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.sample import choose, sample_rows
-
-LOGPROB_ROWS = 256  # of a prompt at once: a row is as long as the vocabulary
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogprobsTensors:
-    """Log-probabilities on the device: of the chosen tokens and of the likeliest ones."""
-
-    chosen: Tensor  # [rows]
-    ranks: Tensor  # [rows]
-    top_values: Tensor  # [rows, n]
-    top_tokens: Tensor  # [rows, n]
-    prompts: Sequence["LogprobsTensors | None"] = ()  # of each chunk: of its tokens' successors in the prompt
-
-    @classmethod
-    def from_logits(cls, logits: Tensor, tokens: Tensor, top: int) -> "LogprobsTensors":
-        """Of `tokens` [rows], which follow where the logits [rows, vocab] are; padding there means nothing."""
-        logprobs = logits.float().log_softmax(-1)
-        best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
-        chosen = logprobs.gather(1, tokens.clamp(min=0)[:, None])
-        ranks = (logprobs > chosen).sum(-1) + 1
-        return cls(chosen=chosen.squeeze(1), ranks=ranks, top_values=best.values, top_tokens=best.indices)
-
-    @classmethod
-    def joined(cls, parts: Sequence["LogprobsTensors"]) -> "LogprobsTensors":
-        names = ("chosen", "ranks", "top_values", "top_tokens")
-        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        return cls(**joined)
-
-    def read(self, first_row: int, tokens: Sequence[int], top: int | None) -> list[TokenLogprobs] | None:
-        """Return those of tokens whose rows begin at `first_row`; None if `top` is. Waits for the device."""
-        if top is None:
-            return None
-        rows = slice(first_row, first_row + len(tokens))
-        values, likeliest = self.top_values[rows, :top].tolist(), self.top_tokens[rows, :top].tolist()
-        tops = [tuple(zip(*pair, strict=True)) for pair in zip(likeliest, values, strict=True)]
-        parts = zip(tokens, self.chosen[rows].tolist(), tops, self.ranks[rows].tolist(), strict=True)
-        return [TokenLogprobs(*part) for part in parts]
 
 
 class SamplingMode(StrEnum):
@@ -84,9 +42,6 @@ class Sampler:
 
     Logits are [batch * width, vocab]; positions [batch, width] of what they decide.
     """
-
-    wants_logprobs = False  # whether `record_logprobs` does anything
-    logprobs: LogprobsTensors | None = None  # what it recorded
 
     def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode) -> None:
         self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
@@ -123,12 +78,6 @@ class Sampler:
         choice = uniform(seeds, positions, Stream.CHOICE)
         return accept, torch.where(draft_counts[:, None] > 0, residual, choice)
 
-    def record_logprobs(self, logits: Tensor, tokens: Tensor, final: Tensor | None = None) -> None:
-        """Keep the log-probabilities of emitted tokens [batch, n]; `logits` [batch * n, vocab] decided them.
-
-        `final` [tokens, hidden]: the target's states of the prompts' chunks, for those who ask of prompts.
-        """
-
 
 class HostSampler(Sampler):
     """Decides for `requests`, whose whole text the host knows: nothing of theirs may be in flight.
@@ -141,7 +90,6 @@ class HostSampler(Sampler):
         requests: Sequence[Request],
         state: DeviceState,
         drafts: Tensor | DraftTree | None = None,
-        chunks: Sequence[Chunk] = (),
     ) -> None:
         rows = state.tensor([request.running_row for request in requests])
         super().__init__(state, rows, SamplingMode.FILTERED)  # there is always something to add to the argmax
@@ -158,10 +106,6 @@ class HostSampler(Sampler):
         ).repeat(depths.shape[1])
         self._history = _history(requests, state, drafts) if self._sampling.any_penalty else None
         self._forbidden = _forbidden(requests, state, depths, masks_of(requests, drafts))
-        wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
-        self._chunks = chunks if any(chunk.prompt_rows for chunk in chunks) else ()
-        self._top = max(wanted, default=0 if self._chunks else None)
-        self.wants_logprobs = self._top is not None
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         places = positions.flatten()
@@ -169,30 +113,6 @@ class HostSampler(Sampler):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return distribution(logits, self._sampling, history=self._history, forbidden=self._forbidden)
-
-    def record_logprobs(self, logits: Tensor, tokens: Tensor, final: Tensor | None = None) -> None:
-        if self._top is not None:
-            found = LogprobsTensors.from_logits(logits, tokens.flatten(), self._top)
-            prompts = () if final is None else self._prompt_logprobs(final)
-            self.logprobs = replace(found, prompts=prompts)
-
-    def _prompt_logprobs(self, final: Tensor) -> list[LogprobsTensors | None]:
-        found: list[LogprobsTensors | None] = []
-        begin = 0
-        for chunk in self._chunks:
-            rows, top = chunk.prompt_rows, chunk.request.params.prompt_logprobs or 0
-            following = self._state.tensor(chunk.request.prompt[chunk.start + 1 : chunk.start + 1 + rows])
-            states, spans = (
-                final[begin : begin + rows],
-                [slice(i, i + LOGPROB_ROWS) for i in range(0, rows, LOGPROB_ROWS)],
-            )
-            parts = [
-                LogprobsTensors.from_logits(self._state.target.logits(states[span]), following[span], top)
-                for span in spans
-            ]
-            found.append(LogprobsTensors.joined(parts) if rows else None)
-            begin += chunk.end - chunk.start
-        return found
 
 
 def _history(requests: Sequence[Request], state: DeviceState, drafts: Tensor | DraftTree | None) -> TokenHistory:

@@ -33,20 +33,18 @@ def accept_paths(
     logits: Tensor,
     states: TargetStates,
     depth: int,
-) -> tuple[Tensor, Tensor, TargetStates]:
+) -> tuple[Tensor, Tensor, TargetStates, Tensor]:
     """Accept a path down each tree, and move its keys and values to its positions.
 
-    Returns tokens [batch, depth + 1], then PADDING, how many drafts were accepted [batch], and the states of the path
-    in order, then of any rows.
+    Returns tokens [batch, depth + 1], then PADDING, how many drafts were accepted [batch], the states of the path in
+    order, then of any rows, and which rows these are.
     """
     batch = len(sampler.rows)
     choices = sampler.choices(logits, fed.positions.view(batch, -1) + 1).view(batch, -1)
     path = accept_trees(sampler.rows, state, choices, fed.slots, opened.drafted, depth=depth)
     state.target_cache.move(path.source, path.destination)
-    if sampler.wants_logprobs:
-        sampler.record_logprobs(logits[path.rows], path.tokens)
     aux = None if states.aux is None else states.aux[path.rows]
-    return path.tokens, path.accepted, TargetStates(final=states.final[path.rows], aux=aux)
+    return path.tokens, path.accepted, TargetStates(final=states.final[path.rows], aux=aux), path.rows
 
 
 def draft_trees(

@@ -14,6 +14,7 @@ from fledge.checkpoints.target import save_target
 from fledge.decoding.reference import Speculation
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
+from fledge.engine.logprobs import FEW
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.request import Phase
 from fledge.errors import ConfigError, PromptError
@@ -239,20 +240,30 @@ def logprobs_from_scratch(text: list[int], start: int, top: int) -> list[TokenLo
 
 
 @BOTH
+@pytest.mark.parametrize("company", ["few ask", "many ask", "penalties"])
 @pytest.mark.parametrize("kind", ["plain", "chain", "tree", "sampled"])
-def test_logprobs_are_those_of_the_target_for_drafted_tokens_too(kind: str, read_late: bool) -> None:
+def test_logprobs_are_those_of_the_target_for_drafted_tokens_too(kind: str, company: str, read_late: bool) -> None:
     engine = make_engine(
         drafts=None if kind == "plain" else drafter(),
         tree=TREE if kind == "tree" else None,
         sample_drafts=kind == "sampled",
         read_late=read_late,
+        max_num_seqs=16,
+        graphs=True,
     )
     asks = [
         greedy(TEXT[:6], 16, logprobs=3),
         sampled(TEXT[:3], 16, seed=2, logprobs=0),
         greedy(TEXT[:4], 16),
-        sampled(TEXT[:7], 16, seed=7, logprobs=6, presence_penalty=1.0),  # before penalties and temperature
     ]
+    if company == "many ask":
+        asks += [sampled(TEXT[: 3 + n], 16, seed=n, logprobs=n % 7) for n in range(9)]
+    if company == "penalties":
+        # before penalties and temperature
+        asks.append(sampled(TEXT[:7], 16, seed=7, logprobs=6, presence_penalty=1.0))
+    else:
+        assert not any(request.needs_host for request in [ask.submit(engine, "x") for ask in asks[:1]])
+        engine.abort("x")
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     reported: dict[str, list[TokenLogprobs]] = {request.id: [] for request in requests}
     for update in run(engine):
@@ -269,6 +280,10 @@ def test_logprobs_are_those_of_the_target_for_drafted_tokens_too(kind: str, read
             assert found.logprob == pytest.approx(right.logprob, abs=1e-5)
             assert [token for token, _ in found.top] == [token for token, _ in right.top]
             assert [value for _, value in found.top] == pytest.approx([value for _, value in right.top], abs=1e-5)
+    if company != "penalties":
+        assert engine.runner.graphs is not None
+        sizes = {program.asked.size for program in engine.runner.graphs.captured if program.asked}
+        assert sizes >= ({min(FEW, 3)} if company == "few ask" else {engine.config.max_num_seqs})
 
 
 @BOTH

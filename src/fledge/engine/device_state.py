@@ -16,6 +16,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows
 from fledge.decoding.tree import DraftTree, level_widths, tree_size
 from fledge.devices import choose_dtype
+from fledge.engine.adjustments import Adjustments
 from fledge.engine.config import EngineConfig
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
@@ -84,8 +85,14 @@ class DeviceState:
         )
         self.sampling = replace(nobodys, all_greedy=False, any_min_p=True, any_top_p=True, max_top_k=self.vocab_size)
 
+        self.adjustments = Adjustments(self.vocab_size, self.device)
+
     def begin(self, requests: Sequence[Request]) -> None:
         """Set up the rows of requests whose prompts are about to be read."""
+        for request in requests:
+            request.slot = None
+            if request.adjusts and self.tree is None and not self.sample_drafts:  # else the host decides
+                self.adjustments.hold(request)
         asked = [(request, request.params) for request in requests]
         whole = [
             (r.running_row, r.draft_until, r.draft_limit, r.seed, int(p.is_greedy), min(p.top_k, self.vocab_size))

@@ -5,6 +5,7 @@ launched before anybody knows what this one gave. `decoding/reference.py` and `d
 said simply, for one sequence.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
-from fledge.kernels.accept import Accepted, accept_chain, accept_greedy
+from fledge.kernels.accept import PADDING, Accepted, accept_chain, accept_greedy
 from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
 from fledge.kernels.sample import choose
 from fledge.kernels.timestamp import timestamp
@@ -105,6 +106,9 @@ def run_round(
     if asking is not None:
         decided_by = decided_by.view(len(rows), width)[asking].flatten()
         logprobs = LogprobsTensors.from_logits(logits[decided_by], tokens[asking].flatten(), top)
+    if sampler.adjusting is not None:
+        entries, slots = sampler.adjusting
+        state.adjustments.count(slots, tokens[entries.clamp(max=len(rows) - 1)])
     settled = settle_round(rows, state, opened, tokens, accepted, draft)
     clock.mark()
     health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
@@ -204,22 +208,21 @@ class PrefillInputs:
     chooses: Tensor  # [chunks] 1 where the token after the last is to be chosen
     query_starts: Tensor  # [chunks + 1] the place of each one's first token, and the end
     asking: Tensor  # [n] chunks whose first tokens get log-probabilities
+    adjusting: Tensor  # [2, n] chunks whose logits are adjusted, and their slots
     max_chunk: int  # no chunk is longer
 
     @classmethod
-    def of(cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int) -> "PrefillInputs":
+    def of(cls, packed: Tensor, *, tokens: int, chunks: int, max_chunk: int, asked: int = 0) -> "PrefillInputs":
         """Take apart what `lay_out` put together."""
         token_part, chunk_part = (-(-count // ALIGNMENT) * ALIGNMENT for count in (tokens, chunks))
-        ends = 4 * token_part, 4 * token_part + 6 * chunk_part, 4 * token_part + 6 * chunk_part + chunks + 1
-        by_token, by_chunk, starts, asking = packed.tensor_split(ends)
+        sizes = (4 * token_part, 6 * chunk_part, chunks + 1, asked)
+        by_token, by_chunk, starts, asking, adjusting = packed.tensor_split(tuple(itertools.accumulate(sizes)))
         columns: list[Any] = [*by_token.view(4, -1)[:, :tokens], *by_chunk.view(6, -1)[:, :chunks]]
-        return cls(*[*columns, starts, asking, max_chunk])
+        return cls(*[*columns, starts, asking, adjusting.view(2, -1), max_chunk])
 
 
-def lay_out(
-    state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int, asking: Sequence[int] = ()
-) -> Tensor:
-    """Return `PrefillInputs` as one tensor, padded to that many tokens and chunks.
+def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: int, more: Sequence[int] = ()) -> Tensor:
+    """Return `PrefillInputs` as one tensor, padded to that many tokens and chunks; `more`: those with wishes.
 
     Tokens of no chunk have their keys and values in block 0. Empty chunks are of the padding row, and end at the last
     of those tokens.
@@ -251,7 +254,7 @@ def lay_out(
         packed += column
         packed += [fill] * ((tokens if i < 4 else rows) - len(column))
         packed += [0] * (-len(packed) % ALIGNMENT)
-    return state.tensor([*packed, *starts, *starts[-1:] * extra, *asking])
+    return state.tensor([*packed, *starts, *starts[-1:] * extra, *more])
 
 
 def run_prefill(
@@ -288,6 +291,10 @@ def run_prefill(
     final = states.final[inputs.ends]
     logits = state.target.logits(final)
     choices = sampler.choices(logits, inputs.lengths[:, None])
+    if sampler.adjusting is not None:
+        entries, slots = sampler.adjusting
+        places = entries.clamp(max=len(choices) - 1)
+        state.adjustments.count(slots, torch.where(inputs.chooses != 0, choices, PADDING)[places, None])
     first_tokens = torch.where(inputs.chooses != 0, choices, inputs.following[inputs.ends])
     inputs.following[inputs.ends] = first_tokens
     rows = inputs.settled_rows

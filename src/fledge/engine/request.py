@@ -43,6 +43,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     row: int | None = None
+    slot: int | None = None  # where the device keeps what changes its logits
     table: BlockTable = field(default_factory=BlockTable)
     placed_blocks: int = 0  # blocks of the table that the device knows
     settled: int = 0  # positions whose target and drafter rows are final
@@ -109,13 +110,16 @@ class Request:
         return self.params.prompt_logprobs is not None and self.chooses_first_token
 
     @property
-    def needs_host(self) -> bool:
-        """Whether the host must see each round before the next: its choices depend on the tokens before."""
+    def adjusts(self) -> bool:
+        """Whether its logits are changed before anything is chosen."""
         p = self.params
-        if self.constraint is not None:
-            return True
         penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
         return penalised or p.logit_bias is not None or p.min_tokens > 0
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must see each round before the next: its choices depend on what only the host knows."""
+        return self.constraint is not None or (self.adjusts and self.slot is None)
 
     def accept(self, tokens: list[int]) -> list[int]:
         """Take over tokens up to the first that ends the answer; return those taken.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fledge.engine.adjustments import SIZES, entries_adjusting
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
 from fledge.engine.outputs import TokenLogprobs
@@ -41,18 +42,20 @@ class RoundProgram(NamedTuple):
     draft: int
     sampling: SamplingMode
     asked: Asked = Asked()
+    adjusting: int = 0  # entries
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
-        """Return their rows, and the padding row up to the batch's size; then which entries ask for more."""
+        """Return their rows, and the padding row up to the batch's size; then which entries have which wishes."""
         rows = [request.running_row for request in requests]
         rows += [state.padding_row] * (self.batch - len(rows))
-        return state.tensor([*rows, *self.asked.entries(requests)])
+        adjusting = entries_adjusting(requests, self.adjusting, self.batch)
+        return state.tensor([*rows, *self.asked.entries(requests), *adjusting])
 
     def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
-        rows, asking = packed[: self.batch], packed[self.batch :]
-        sampler = Sampler(state, rows, self.sampling)
+        rows, asking, adjusting = packed.tensor_split((self.batch, self.batch + self.asked.size))
+        sampler = Sampler(state, rows, self.sampling, adjusting.view(2, -1) if self.adjusting else None)
         if on_host:
-            sampler = HostSampler(on_host, state, state.drafted(rows, self.verify))
+            sampler = HostSampler(on_host, state, state.drafted(rows, self.verify), sampler.adjusting)
         return run_round(
             state,
             sampler,
@@ -73,16 +76,22 @@ class PromptProgram(NamedTuple):
     has_drafter: bool  # it may have been given up
     sampling: SamplingMode
     asked: Asked = Asked()
+    adjusting: int = 0  # chunks
 
     def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
-        asking = self.asked.entries([chunk.request for chunk in chunks])
-        return lay_out(state, chunks, tokens=self.tokens, rows=self.chunks, asking=asking)
+        requests = [chunk.request for chunk in chunks]
+        adjusting = entries_adjusting(requests, self.adjusting, self.chunks)
+        return lay_out(
+            state, chunks, tokens=self.tokens, rows=self.chunks, more=[*self.asked.entries(requests), *adjusting]
+        )
 
     def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
-        inputs = PrefillInputs.of(packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk)
-        sampler = Sampler(state, inputs.rows, self.sampling)
+        inputs = PrefillInputs.of(
+            packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk, asked=self.asked.size
+        )
+        sampler = Sampler(state, inputs.rows, self.sampling, inputs.adjusting if self.adjusting else None)
         if any(chunk.chooses and chunk.request.needs_host for chunk in on_host):
-            sampler = HostSampler([chunk.request for chunk in on_host], state)
+            sampler = HostSampler([chunk.request for chunk in on_host], state, adjusting=sampler.adjusting)
         asks = any(chunk.prompt_rows for chunk in on_host)
         return run_prefill(state, inputs, sampler, depth=self.depth, top=self.asked.top, chunks=on_host if asks else ())
 
@@ -118,7 +127,8 @@ class GraphRunner:
         """Run a round; in its outcome, rows of padding come after the others."""
         sizes = self._round_sizes(program.draft)
         batch = next(size for size in sizes if size >= program.batch)
-        padded = program._replace(batch=batch, asked=program.asked.of(batch))
+        adjusting = next(size for size in SIZES if size >= program.adjusting)
+        padded = program._replace(batch=batch, asked=program.asked.of(batch), adjusting=adjusting)
         outcome = self._replay(padded, requests)
         return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
 
@@ -135,7 +145,8 @@ class GraphRunner:
             depth = self.prompt_depths[-1]
         # A few rows more or less to sample cost nothing, a second set of graphs does.
         sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
-        program = program._replace(depth=depth, sampling=sampling)
+        adjusting = next(size for size in SIZES if size >= program.adjusting)
+        program = program._replace(depth=depth, sampling=sampling, adjusting=adjusting)
         if tokens and count:
             asked = program.asked.of(count)
             outcome = self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked), chunks)
@@ -384,7 +395,8 @@ class Runner:
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         requests = batch.decoding
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
-        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, asked)
+        adjusting = sum(request.slot is not None for request in requests)
+        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, asked, adjusting)
         needs_host = any(request.needs_host for request in requests)
         if self.graphs is not None and not needs_host:
             return self.graphs.round(program, requests)
@@ -401,6 +413,7 @@ class Runner:
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
             asked=Asked.by(requests),
+            adjusting=sum(request.slot is not None for request in requests),
         )
         needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
         if self.graphs is not None and not needs_host:

@@ -43,15 +43,22 @@ class Sampler:
     Logits are [batch * width, vocab]; positions [batch, width] of what they decide.
     """
 
-    def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode) -> None:
-        self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
+    def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode, adjusting: Tensor | None = None) -> None:
+        """`adjusting` [2, n]: entries of the batch whose logits are adjusted, and their slots."""
+        # Whether the choice is the argmax of the logits and nothing else.
+        self.is_greedy = mode is SamplingMode.GREEDY and adjusting is None
         self.rows = rows
+        self.adjusting = adjusting
         self._state = state
         self._mode = mode
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the target's own choice, [batch * width]."""
-        if self.is_greedy:
+        found = self._choices(logits, positions)
+        return found if self.adjusting is None else self._adjusted(found, logits, positions, *self.adjusting)
+
+    def _choices(self, logits: Tensor, positions: Tensor) -> Tensor:
+        if self._mode is SamplingMode.GREEDY:
             return argmax_rows(logits)
         settings, repeated = self._state.sampling, self.rows.repeat_interleave(positions.shape[1])
         uniforms = uniform(settings.seed[repeated], positions.flatten(), Stream.CHOICE)
@@ -60,12 +67,32 @@ class Sampler:
             return sample_rows(logits, temperature, uniforms, is_greedy=is_greedy)
         return choose(self.probabilities(logits), uniforms)
 
+    def _adjusted(self, found: Tensor, logits: Tensor, positions: Tensor, entries: Tensor, slots: Tensor) -> Tensor:
+        """Return the choices with those of `entries` [n] in place; what is chosen for nobody goes beyond the end."""
+        batch, width = positions.shape
+        existing = entries.clamp(max=batch - 1)
+        rows, places = self.rows[existing], torch.arange(width, device=entries.device)
+        chosen = self._state.adjustments.choose(
+            logits.view(batch, width, -1)[existing].flatten(0, 1),
+            slots,
+            self._settings(rows, width),
+            positions[existing],
+            self._state.drafts[rows, : width - 1],
+        )
+        room = torch.cat([found, found.new_empty(width)])
+        return room.index_copy_(0, (entries[:, None] * width + places).flatten(), chosen)[: len(found)]
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distributions it chooses from, [batch * width, vocab]."""
-        settings = self._state.sampling.select(self.rows.repeat_interleave(logits.shape[0] // len(self.rows)))
-        if self._mode is not SamplingMode.FILTERED:
-            settings = replace(settings, any_min_p=False, any_top_p=False, max_top_k=0)
-        return distribution(logits, settings)
+        return distribution(logits, self._settings(self.rows, logits.shape[0] // len(self.rows)))
+
+    def _settings(self, rows: Tensor, width: int) -> SamplingRows:
+        """The settings of rows [n], `width` times each: no more work than the mode says is needed."""
+        settings = self._state.sampling.select(rows.repeat_interleave(width))
+        if self._mode is SamplingMode.FILTERED:
+            return settings
+        is_greedy = self._mode is SamplingMode.GREEDY
+        return replace(settings, all_greedy=is_greedy, any_min_p=False, any_top_p=False, max_top_k=0)
 
     def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width].
@@ -90,9 +117,11 @@ class HostSampler(Sampler):
         requests: Sequence[Request],
         state: DeviceState,
         drafts: Tensor | DraftTree | None = None,
+        adjusting: Tensor | None = None,
     ) -> None:
         rows = state.tensor([request.running_row for request in requests])
-        super().__init__(state, rows, SamplingMode.FILTERED)  # there is always something to add to the argmax
+        # There is always something to add to the argmax. What slots are for the host does here, for all.
+        super().__init__(state, rows, SamplingMode.FILTERED, adjusting)
         depths = torch.zeros(len(requests), 1, dtype=torch.int64, device=state.device)
         if isinstance(drafts, DraftTree):
             depths = torch.cat([depths, drafts.depths], dim=1)

@@ -12,6 +12,7 @@ from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.decoding.reference import Speculation
+from fledge.engine.adjustments import SLOTS
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.logprobs import FEW
@@ -284,6 +285,30 @@ def test_logprobs_are_those_of_the_target_for_drafted_tokens_too(kind: str, comp
         assert engine.runner.graphs is not None
         sizes = {program.asked.size for program in engine.runner.graphs.captured if program.asked}
         assert sizes >= ({min(FEW, 3)} if company == "few ask" else {engine.config.max_num_seqs})
+
+
+@BOTH
+@pytest.mark.parametrize("count", [3, SLOTS + 3])
+def test_bias_penalties_and_least_lengths_take_no_host_but_for_too_many(count: int, read_late: bool) -> None:
+    engine = make_engine(drafts=drafter(), read_late=read_late, max_num_seqs=16, graphs=True)
+    wishes: list[dict[str, object]] = [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+        {"logit_bias": {3: 4.0, 5: -6.0}},
+        {"min_tokens": 9, "stop_token_ids": [3, 4]},
+    ]
+    asks = [(greedy if n % 2 else sampled)(TEXT[: 3 + n % 5], 6 + n, **wishes[n % 4]) for n in range(count)]
+    asks.append(greedy(TEXT[:5], 16))
+    for _ in range(2):  # slots are used again
+        first = engine.stats().finished
+        requests = [ask.submit(engine, f"{first}-{i}") for i, ask in enumerate(asks)]
+        engine.step()
+        held = [request.slot for request in requests if request.slot is not None]
+        assert sorted(held) == list(range(min(count, SLOTS)))
+        assert any(request.needs_host for request in requests) == (count > SLOTS)
+        run(engine)
+        assert [request.output for request in requests] == [answer_of(ask)[0] for ask in asks]
+    assert sum(request.acceptance.rounds for request in requests) > 10
 
 
 @BOTH

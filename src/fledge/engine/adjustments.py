@@ -1,0 +1,91 @@
+"""What changes a request's logits before anything is chosen (bias, `min_tokens`, penalties), kept on the device.
+
+Few requests ask for it, and what it takes is as long as the vocabulary: there are `SLOTS` places, each with settings
+and with what the request has seen so far. Rounds keep that up to date, so that the host need not come in between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fledge.decoding.params import SamplingParams
+from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at
+from fledge.engine.request import Request
+
+SLOTS = 8
+SIZES = (0, 1, SLOTS)  # entries of a batch that a graph takes
+
+
+def entries_adjusting(requests: Sequence[Request], size: int, batch: int) -> list[int]:
+    """Return which entries of a batch hold slots, and then which slots: `size` of each, padded with nobody's."""
+    found = [(i, request.slot) for i, request in enumerate(requests) if request.slot is not None]
+    found += [(batch, SLOTS)] * (size - len(found))
+    return [entry for entry, _ in found] + [slot for _, slot in found]
+
+
+class Adjustments:
+    """The slots, and a last one that is nobody's and changes nothing."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        settings = SamplingRows.from_params(
+            [SamplingParams()] * (SLOTS + 1), [0] * (SLOTS + 1), vocab_size=vocab_size, device=device
+        )
+        shape = SLOTS + 1, vocab_size
+        self.settings = replace(settings, logit_bias=torch.zeros(shape, device=device), any_penalty=True)
+        self.seen = TokenHistory(
+            prompt_mask=torch.zeros(shape, dtype=torch.bool, device=device),
+            output_counts=torch.zeros(shape, dtype=torch.int32, device=device),
+        )
+        self.stops = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.stops_from = torch.zeros(SLOTS + 1, dtype=torch.int64, device=device)  # the first position they may be at
+        self._holders: list[Request | None] = [None] * SLOTS
+
+    def hold(self, request: Request) -> None:
+        """Give a request that is about to be read a slot, if one is free, and write down all that is known of it."""
+        request.slot = next((i for i, holder in enumerate(self._holders) if holder is None or holder.row is None), None)
+        slot, params = request.slot, request.params
+        if slot is None:
+            return
+        self._holders[slot] = request
+        vocab_size, device = self.stops.shape[1], self.stops.device
+        given = SamplingRows.from_params([params], [0], vocab_size=vocab_size, device=device)
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            getattr(self.settings, name)[slot] = getattr(given, name)[0]
+        assert self.settings.logit_bias is not None
+        self.settings.logit_bias[slot] = 0.0 if given.logit_bias is None else given.logit_bias[0]
+        stops = torch.zeros(vocab_size, dtype=torch.bool)
+        stops[[token for token in request.stop_ids if token < vocab_size]] = True
+        self.stops[slot] = stops.to(device)
+        self.stops_from[slot] = len(request.prompt) + params.min_tokens
+        seen = TokenHistory.from_tokens([request.prompt], [request.output], vocab_size=vocab_size, device=device)
+        self.seen.prompt_mask[slot], self.seen.output_counts[slot] = seen.prompt_mask[0], seen.output_counts[0]
+
+    def choose(
+        self, logits: Tensor, slots: Tensor, sampling: SamplingRows, positions: Tensor, drafts: Tensor
+    ) -> Tensor:
+        """What holders of `slots` [n] choose, [n * width], by logits [n * width, vocab] that decide `positions`.
+
+        `sampling` are their rows' settings; `drafts` [n, width - 1] lie on the way. Nothing here reads a tensor.
+        """
+        width = positions.shape[1]
+        seen = TokenHistory(prompt_mask=self.seen.prompt_mask[slots], output_counts=self.seen.output_counts[slots])
+        repeated, places = slots.repeat_interleave(width), positions.flatten()
+        own = self.settings.select(repeated)
+        rows = replace(
+            sampling,
+            repetition_penalty=own.repetition_penalty,
+            presence_penalty=own.presence_penalty,
+            frequency_penalty=own.frequency_penalty,
+            logit_bias=own.logit_bias,
+            any_penalty=True,
+        )
+        forbidden = self.stops[repeated] & (places < self.stops_from[repeated])[:, None]
+        return choose_at(logits, rows, places, history=seen.after_chain(drafts), forbidden=forbidden)
+
+    def count(self, slots: Tensor, tokens: Tensor) -> None:
+        """Take down what holders of `slots` [n] emitted: tokens [n, width], then PADDING."""
+        vocab_size = self.stops.shape[1]
+        at = slots[:, None] * vocab_size + tokens.clamp(min=0)
+        self.seen.output_counts.view(-1).index_add_(0, at.flatten(), (tokens >= 0).flatten().to(torch.int32))

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fledge.decoding.drafting import TreeShape
@@ -129,9 +131,9 @@ class DeviceState:
         self.length[self.padding_row].zero_()
         self.last_token[self.padding_row].zero_()
 
-    def tensor(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    def tensor(self, values: Sequence[Any] | NDArray[np.int64], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return host values on the device, without waiting for it."""
-        host = torch.tensor(values, dtype=dtype)
+        host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def drafted(self, rows: Tensor, depth: int) -> Tensor | DraftTree | None:

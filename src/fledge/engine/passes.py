@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,33 +229,32 @@ def lay_out(state: DeviceState, chunks: Sequence[Chunk], *, tokens: int, rows: i
     of those tokens.
     """
     block_size, nobody = state.block_size, state.padding_row
-    columns: list[list[int]] = [[] for _ in range(10)]
-    read, following, positions, slots, in_rows, settled_rows, context_lens, lengths, ends, chooses = columns
-    starts = [0]
-    for chunk in chunks:
-        request, span = chunk.request, range(chunk.start, chunk.end)
-        row, blocks = request.running_row, request.table.blocks
-        read += request.tokens[chunk.start : chunk.end]
-        following += [*request.tokens[chunk.start + 1 : chunk.end + 1], 0][: len(span)]
-        positions += span
-        slots += [blocks[p // block_size] * block_size + p % block_size for p in span]
-        starts.append(len(read))
-        in_rows.append(row)
-        settled_rows.append(row if chunk.completes else nobody)
-        context_lens.append(chunk.start)
-        lengths.append(chunk.end)
-        ends.append(len(read) - 1)
-        chooses.append(int(chunk.chooses))
-    spare, extra = tokens - len(read), rows - len(chunks)
-    assert spare > 0 or not extra, "an empty chunk has to end somewhere"
-    slots += [p % block_size for p in range(spare)]
-    fills = (0, 0, 0, 0, nobody, nobody, 0, 0, tokens - 1, 0)
-    packed: list[int] = []
-    for i, (column, fill) in enumerate(zip(columns, fills, strict=True)):
-        packed += column
-        packed += [fill] * ((tokens if i < 4 else rows) - len(column))
-        packed += [0] * (-len(packed) % ALIGNMENT)
-    return state.tensor([*packed, *starts, *starts[-1:] * extra, *more])
+    token_part, chunk_part = (-(-count // ALIGNMENT) * ALIGNMENT for count in (tokens, rows))
+    packed = np.zeros(4 * token_part + 6 * chunk_part + rows + 1 + len(more), dtype=np.int64)
+    by_token = packed[: 4 * token_part].reshape(4, -1)  # as `PrefillInputs` has them
+    by_chunk = packed[4 * token_part :][: 6 * chunk_part].reshape(
+        6, -1
+    )  # rows, settled, context, lengths, ends, chooses
+    starts = packed[4 * token_part + 6 * chunk_part :][: rows + 1]
+    by_chunk[:2, :rows], by_chunk[4, :rows] = nobody, tokens - 1
+    begin = 0
+    for i, chunk in enumerate(chunks):
+        request, end = chunk.request, begin + chunk.end - chunk.start
+        row, positions = request.running_row, np.arange(chunk.start, chunk.end)
+        known = request.tokens[chunk.start : chunk.end + 1]
+        by_token[0, begin:end] = known[: end - begin]
+        by_token[1, begin : begin + len(known) - 1] = known[1:]
+        blocks = np.array(request.table.blocks[chunk.start // block_size : -(-chunk.end // block_size)])
+        by_token[2, begin:end] = positions
+        by_token[3, begin:end] = blocks[positions // block_size - chunk.start // block_size] * block_size
+        by_token[3, begin:end] += positions % block_size
+        settled = row if chunk.completes else nobody
+        by_chunk[:, i] = row, settled, chunk.start, chunk.end, end - 1, chunk.chooses
+        starts[i + 1 :] = begin = end
+    assert begin < tokens or len(chunks) == rows, "an empty chunk has to end somewhere"
+    by_token[3, begin:tokens] = np.arange(tokens - begin) % block_size
+    packed[len(packed) - len(more) :] = more
+    return state.tensor(packed)
 
 
 def run_prefill(

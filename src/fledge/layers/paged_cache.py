@@ -132,9 +132,14 @@ class RoundPass(PagedPass):
 
     @cached_property
     def _blocks_in_use(self) -> Tensor:
-        """[batch, n]: as many columns of the block tables as the longest sequence has filled."""
-        longest = int(self.context_lens.max()) + (self.rows if self.depths is None else self.depths.shape[1])
-        return self.block_tables[:, : -(-longest // self.cache.block_size)]
+        """[batch, n]: as many columns of the block tables as the longest sequence has filled; nobody's block 0 beyond.
+
+        What a table has there may be somebody else's, and not a number: it is masked, but NaN times zero is NaN.
+        """
+        lengths = self.context_lens + (self.rows if self.depths is None else self.depths.shape[1])
+        tables = self.block_tables[:, : -(-int(lengths.max()) // self.cache.block_size)]
+        starts = torch.arange(tables.shape[1], device=tables.device) * self.cache.block_size
+        return tables.masked_fill(starts >= lengths[:, None], 0)
 
     def _mask(self, window: int | None, group: int) -> Tensor:
         """Who sees what, [batch, rows * group, keys]: the same for all layers that have this window."""

@@ -16,9 +16,10 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(MAKE) --no-print-directory --jobs=2 lint pytest
 
-# `worksteal` leaves the tests of a file together, so that what they share is made once.
+# `worksteal` leaves the tests of a file together, so that what they share is made once. One worker more than there are
+# cores: some tests wait for processes, browsers and timeouts.
 pytest: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests recipes benchmarks tools setup.py

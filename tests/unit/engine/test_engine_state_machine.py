@@ -1,14 +1,17 @@
 """The engine against the reference loop, whatever happens in whatever order.
 
-Hypothesis joins, aborts, steps and changes the depth at will, on pools that are too small, with prompts that share
-prefixes, with chains, trees and sampled drafts, reading at once or one launch late, with and without (stand-ins for)
-graphs. Every request that ends must have the reference's tokens, every aborted one a prefix of them, and between steps
-every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones.
+Hypothesis joins, aborts, steps and changes the depth at will, or the costs by which the controller chooses it, on pools
+that are too small, with prompts that share prefixes, with chains, trees and sampled drafts, reading at once or one
+launch late, with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every
+aborted one a prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n
+random examples instead of the fixed ones.
 """
 
+import itertools
 import os
-from collections import defaultdict
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -16,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
+from fledge.engine.controller import AdaptiveDepth, wanted_depth
+from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
 from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, answer_of, drafter, make_engine
@@ -70,9 +75,27 @@ ASKS = st.builds(
 )
 
 
+class AtRandomCosts(AdaptiveDepth):
+    """The controller, by costs that the test makes up: what it chooses does not depend on how busy the machine is."""
+
+    chosen: ClassVar[Counter[int]] = Counter()  # depths, in all runs together
+
+    def __init__(self, seqs: int, *, only_deepest: bool) -> None:
+        super().__init__(MAX_DEPTH, seqs, only_deepest=only_deepest)
+        self.costs = CostTable()
+
+    def depth(self, requests: Collection[Request], costs: CostTable) -> int:
+        depth = super().depth(requests, self.costs)
+        self.chosen[depth] += wanted_depth(requests) > 0
+        return depth
+
+    def observe_round(self, *, depth: int, seconds: float) -> None:
+        super().observe_round(depth=depth, seconds=self.costs.estimate(1, depth) or 0.0)
+
+
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        kind=st.sampled_from(["chain", "chain", "tree", "sampled", "plain"]),
+        kind=st.sampled_from(["chain", "controlled chain", "tree", "controlled tree", "sampled", "plain"]),
         name=st.sampled_from(sorted(DRAFTERS)),
         drafter_positions=st.sampled_from([MAX_LENGTH, MAX_LENGTH, 20]),
         depth=st.integers(0, MAX_DEPTH),
@@ -99,14 +122,19 @@ class EngineMachine(RuleBasedStateMachine):
         graphs: bool,
     ) -> None:
         self.kind, self.depth = kind, depth
+        is_tree = kind.endswith("tree")
         self.drafter = None if kind == "plain" else drafter(name, drafter_positions)
+        self.controller: AtRandomCosts | None = None
+        if kind.startswith("controlled"):
+            self.controller = AtRandomCosts(seqs, only_deepest=is_tree)
         lookahead = 3 * (MAX_DEPTH + 1) + 10
         self.max_length = 48
         self.engine = make_engine(
             drafts=self.drafter,
             depth=lambda _running: self.depth,
             max_depth=MAX_DEPTH,
-            tree=TREE if kind == "tree" else None,
+            policy=self.controller,
+            tree=TREE if is_tree else None,
             sample_drafts=kind == "sampled",
             max_model_len=self.max_length,
             block_size=block_size,
@@ -150,6 +178,15 @@ class EngineMachine(RuleBasedStateMachine):
     def change_depth(self, depth: int) -> None:
         self.depth = depth
 
+    @precondition(lambda self: self.controller is not None)
+    @rule(costs=st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 1, max_size=MAX_DEPTH + 1))
+    def change_costs(self, costs: list[float]) -> None:
+        assert self.controller is not None
+        self.controller.costs = table = CostTable()
+        for (depth, seconds), batch in itertools.product(enumerate(costs), (1, 2, 5)):
+            for _ in range(MIN_SAMPLES):
+                table.add(batch=batch, depth=depth, seconds=seconds * batch**0.5)
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
@@ -188,3 +225,6 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
             phases=[Phase.generate] if not EXPLORE else tuple(Phase),
         ),
     )
+    chosen = AtRandomCosts.chosen
+    assert chosen[0] > 5, chosen  # none at all, where some request wanted drafts
+    assert len([depth for depth in chosen if depth and chosen[depth] > 5]) > 1, chosen

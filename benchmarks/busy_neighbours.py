@@ -37,9 +37,9 @@ def main() -> None:
     prompts = [one.messages[:1] for one in load_workload("mt_bench", sample=options.repeats).prompts]
     params = SamplingParams(temperature=0, max_tokens=options.max_tokens, ignore_eos=True)
     arms = {
-        f"{options.threads} threads": (options.threads, math.inf),
-        "giving way": (options.threads, team.TOO_LONG),
-        "1 thread": (1, math.inf),
+        f"{options.threads} threads": (options.threads, math.inf, team.Team()),
+        "giving way": (options.threads, team.TOO_LONG, team.Team()),
+        "1 thread": (1, math.inf, team.Team()),
     }
     for neighbours in options.neighbours:
         busy = [multiprocessing.Process(target=count, daemon=True) for _ in range(neighbours)]
@@ -48,9 +48,9 @@ def main() -> None:
         rates: dict[str, list[float]] = {name: [] for name in arms}
         for prompt in [prompts[0], *prompts]:  # the first one warms up
             answers = set()
-            for name, (threads, too_long) in arms.items():
+            for name, (threads, too_long, own) in arms.items():
                 torch.set_num_threads(threads)
-                team.TOO_LONG = too_long
+                team.TOO_LONG, team._team = too_long, lambda own=own: own
                 begun = time.perf_counter()
                 answer = llm.chat(list(prompt), params)[0].outputs[0]
                 rates[name].append(len(answer.token_ids) / (time.perf_counter() - begun))

@@ -3,8 +3,8 @@
 The threads of a pass wait for each other some two hundred times. Where somebody else's work takes a core from one of
 them, all the others wait until it has it back, and a team is slower than one thread would be. So the library counts how
 long its threads slept at barriers (on idle cores they never do), and where that is most of the time the next calls get
-half as many. The larger team is tried again after a pause, which doubles each time in vain. A row's bits do not depend
-on the number of threads.
+half as many. The larger team is tried again after a pause, many times as long as it then kept everybody waiting, and
+longer each time in vain. A row's bits do not depend on the number of threads.
 """
 
 import ctypes
@@ -19,45 +19,47 @@ from fledge.native.library import required
 
 TOO_LONG = 0.6  # share of the time that one thread of a team may keep the others waiting
 WINDOW = 0.01  # seconds of calls that are judged together: a few turns of the system's scheduler
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.2  # seconds before a larger team is tried again
+FIRST_PAUSE, LONGEST_PAUSE = 8, 32  # before a larger team is tried again, in times of what it took to see it wait
 
 _log = logging.getLogger("fledge.native")
 
 
 class Team:
-    """The size of the next call's team. Times are seconds; `now` is a time since any moment."""
+    """The size of the next call's team."""
 
     def __init__(self) -> None:
         self._halvings = 0
         self._pause = FIRST_PAUSE
-        self._try_at = 0.0  # when the team may grow again
+        self._small_for = 0.0  # seconds of calls before the team may grow again
         self._seconds = self._waited = 0.0  # of the calls that are not yet judged
         self._has_said = False
 
-    def size(self, now: float) -> int:
-        if self._halvings and now >= self._try_at:
-            self._halvings -= 1
+    @property
+    def size(self) -> int:
         return max(1, torch.get_num_threads() >> self._halvings)
 
-    def observe(self, *, size: int, now: float, seconds: float, waited: float) -> None:
-        """Learn that a call took `seconds` and ended `now`, and that all threads together slept `waited` of them."""
-        if size == 1:
-            return
+    def observe(self, *, seconds: float, waited: float) -> None:
+        """Learn that a call of this size took `seconds`, and that all its threads together slept `waited`."""
         self._seconds += seconds
-        self._waited += waited / (size - 1)  # where one is late, all others sleep
+        self._waited += waited / max(self.size - 1, 1)  # where one is late, all others sleep
         if self._seconds < WINDOW:
             return
-        is_too_long = self._waited > TOO_LONG * self._seconds
+        if self._waited > TOO_LONG * self._seconds:
+            self._give_way()
+        elif self._halvings:
+            self._small_for -= self._seconds
+            self._halvings -= self._small_for <= 0
+        else:
+            self._pause = max(self._pause // 2, FIRST_PAUSE)
         self._seconds = self._waited = 0.0
-        if is_too_long:
-            self._halvings += 1
-            self._try_at = now + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            if not self._has_said and self._pause == LONGEST_PAUSE:
-                self._has_said = True
-                _log.info("other work keeps the %d threads waiting for each other: fewer run while it goes on", size)
-        elif not self._halvings:
-            self._pause = max(self._pause / 2, FIRST_PAUSE)
+
+    def _give_way(self) -> None:
+        self._small_for = self._pause * self._seconds
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        if self._pause == LONGEST_PAUSE and not self._has_said:
+            self._has_said = True
+            _log.info("other work keeps %d threads waiting for each other: fewer run while it goes on", self.size)
+        self._halvings += 1
 
 
 _team = functools.cache(Team)  # one: cores are the whole process's
@@ -72,7 +74,5 @@ def call(function: Callable[..., None], *arguments: object) -> None:
     """Call a function of the library with these arguments and, as the last, the number of threads."""
     team, slept = _team(), _slept()
     begun, before = time.perf_counter(), slept.value
-    size = team.size(begun)
-    function(*arguments, size)
-    now = time.perf_counter()
-    team.observe(size=size, now=now, seconds=now - begun, waited=(slept.value - before) * 1e-9)
+    function(*arguments, team.size)
+    team.observe(seconds=time.perf_counter() - begun, waited=(slept.value - before) * 1e-9)

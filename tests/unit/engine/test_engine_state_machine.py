@@ -7,11 +7,9 @@ aborted one a prefix of them, and between steps every block and row must be acco
 random examples instead of the fixed ones.
 """
 
-import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -19,14 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
-from fledge.engine.controller import AdaptiveDepth, wanted_depth
-from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
-from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, answer_of, drafter, make_engine
+from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, GivenCosts, answer_of, drafter, make_engine
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
 MAX_DEPTH = 4
+COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 1, max_size=MAX_DEPTH + 1)
+CHOSEN: Counter[int] = Counter()  # depths, by the controller, in all runs together
 
 # Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
 _STEMS = ((2, 3, 4, 5, 0, 2, 3, 4, 5, 0, 2, 3, 3, 0, 5, 4), (2, 3, 4, 5, 1, 1, 2), (5,), (4, 4, 4, 4, 4, 4, 4, 4, 4))
@@ -75,24 +73,6 @@ ASKS = st.builds(
 )
 
 
-class AtRandomCosts(AdaptiveDepth):
-    """The controller, by costs that the test makes up: what it chooses does not depend on how busy the machine is."""
-
-    chosen: ClassVar[Counter[int]] = Counter()  # depths, in all runs together
-
-    def __init__(self, seqs: int, *, only_deepest: bool) -> None:
-        super().__init__(MAX_DEPTH, seqs, only_deepest=only_deepest)
-        self.costs = CostTable()
-
-    def depth(self, requests: Collection[Request], costs: CostTable) -> int:
-        depth = super().depth(requests, self.costs)
-        self.chosen[depth] += wanted_depth(requests) > 0
-        return depth
-
-    def observe_round(self, *, depth: int, seconds: float) -> None:
-        super().observe_round(depth=depth, seconds=self.costs.estimate(1, depth) or 0.0)
-
-
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(["chain", "controlled chain", "tree", "controlled tree", "sampled", "plain"]),
@@ -106,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         read_late=st.booleans(),
         graphs=st.booleans(),
+        costs=COSTS,
     )
     def start(
         self,
@@ -120,13 +101,16 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         read_late: bool,
         graphs: bool,
+        costs: list[float],
     ) -> None:
         self.kind, self.depth = kind, depth
         is_tree = kind.endswith("tree")
         self.drafter = None if kind == "plain" else drafter(name, drafter_positions)
-        self.controller: AtRandomCosts | None = None
+        self.controller: GivenCosts | None = None
         if kind.startswith("controlled"):
-            self.controller = AtRandomCosts(seqs, only_deepest=is_tree)
+            self.controller = GivenCosts(MAX_DEPTH, seqs, only_deepest=is_tree)
+            self.controller.chosen = CHOSEN
+            self.controller.set_costs(costs)
         lookahead = 3 * (MAX_DEPTH + 1) + 10
         self.max_length = 48
         self.engine = make_engine(
@@ -179,13 +163,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.depth = depth
 
     @precondition(lambda self: self.controller is not None)
-    @rule(costs=st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 1, max_size=MAX_DEPTH + 1))
+    @rule(costs=COSTS)
     def change_costs(self, costs: list[float]) -> None:
         assert self.controller is not None
-        self.controller.costs = table = CostTable()
-        for (depth, seconds), batch in itertools.product(enumerate(costs), (1, 2, 5)):
-            for _ in range(MIN_SAMPLES):
-                table.add(batch=batch, depth=depth, seconds=seconds * batch**0.5)
+        self.controller.set_costs(costs)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -225,6 +206,4 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
             phases=[Phase.generate] if not EXPLORE else tuple(Phase),
         ),
     )
-    chosen = AtRandomCosts.chosen
-    assert chosen[0] > 5, chosen  # none at all, where some request wanted drafts
-    assert len([depth for depth in chosen if depth and chosen[depth] > 5]) > 1, chosen
+    assert len([depth for depth in CHOSEN if CHOSEN[depth] > 5]) > 2, CHOSEN

@@ -5,23 +5,27 @@ drafter is right often enough for its every row to matter.
 """
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
 from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.engine.controller import DepthPolicy
-from fledge.engine.costs import CostTable
+from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
+from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
 from fledge.engine.runner import GraphRunner, batch_sizes
+from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -57,6 +61,14 @@ def drafter(name: str = "eagle3.1", max_positions: int = MAX_LENGTH) -> Drafter:
     made = make_drafter(replace(DRAFTERS[name], max_positions=max_positions), make_target(TARGET), seed=2).double()
     made.share_with(target())
     return made
+
+
+def next_logits(tokens: Sequence[int]) -> Tensor:
+    """The target's logits after a text, read from the start."""
+    positions = torch.arange(len(tokens))
+    storage = DenseCache(target().config.num_layers, torch.device("cpu")).extend(positions)
+    with torch.no_grad():
+        return target().logits(target()(torch.tensor(tokens), positions, storage, ()).final[-1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +196,29 @@ class AnyDepth:
     def depth(self, requests: Collection[Request], costs: CostTable) -> int:
         wanted = max((request.draft_limit for request in requests if request.draft_until), default=0)
         return min(self._depth(len(requests)), wanted)
+
+
+class GivenCosts(AdaptiveDepth):
+    """The controller, by costs that a test makes up: what it chooses does not depend on how busy the machine is."""
+
+    def __init__(self, max_depth: int, max_num_seqs: int, *, only_deepest: bool = False) -> None:
+        super().__init__(max_depth, max_num_seqs, only_deepest=only_deepest)
+        self.chosen: Counter[int] = Counter()  # depths, where some request wanted drafts
+        self._given = CostTable()
+
+    def set_costs(self, seconds: Sequence[float]) -> None:
+        """Of a round at each depth from 0."""
+        self._given = CostTable()
+        for depth, batch, _ in itertools.product(range(len(seconds)), (1, 2, 5, 64), range(MIN_SAMPLES)):
+            self._given.add(batch=batch, depth=depth, seconds=seconds[depth] * batch**0.5)
+
+    def depth(self, requests: Collection[Request], costs: CostTable) -> int:
+        depth = super().depth(requests, self._given)
+        self.chosen[depth] += wanted_depth(requests) > 0
+        return depth
+
+    def observe_round(self, *, depth: int, seconds: float) -> None:
+        super().observe_round(depth=depth, seconds=self._given.estimate(1, depth) or 0.0)
 
 
 def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:

@@ -132,7 +132,8 @@ class EngineConfig:
         default=None, metadata={"help": "vLLM's JSON: which drafter, how deep.", "least": None}
     )
     dtype: str = option(
-        "auto", "auto, float32, float16 or bfloat16; auto is what the target is stored in, on a CPU float32."
+        "auto",
+        "auto (as the target is stored), float32, float16 or bfloat16; a CPU computes in float32 whatever it is.",
     )
     device: str = option("auto", "auto, cpu or cuda.")
     max_model_len: int | None = option(None, "Most tokens of prompt and answer together: 4096, 4k, auto.", least=2)

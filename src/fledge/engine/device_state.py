@@ -218,6 +218,6 @@ def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype
     if wanted not in (None, own):
         raise ConfigError(
             f"kv_cache_dtype: found {config.kv_cache_dtype!r}, but the model computes in "
-            f"{str(own).removeprefix('torch.')}; use auto, or that as dtype too"
+            f"{str(own).removeprefix('torch.')}; use auto"
         )
     return own

@@ -37,8 +37,8 @@ from fledge.models.target.decoder import TargetModel
 from fledge.progress import Progress
 
 SLOW_DTYPE = (
-    "dtype {} on a CPU does without the C layers and is 4 to 30 times slower than float32, which takes up to three "
-    "times the memory; leave dtype at auto unless memory is short"
+    "dtype {} on a CPU without packed weights does without the C layers and is 4 to 30 times slower than with them, "
+    "which take up to three times the memory; leave pack_weights on unless memory is short"
 )
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -54,10 +54,19 @@ class LLM:
         device = choose_device(config.device)
         # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
         dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
+        rounded = None
         if device.type == "cpu" and dtype is not torch.float32:
-            warnings.warn(SLOW_DTYPE.format(config.dtype), stacklevel=2)
+            if config.pack_weights:
+                rounded, dtype = dtype, torch.float32
+            else:
+                warnings.warn(SLOW_DTYPE.format(config.dtype), stacklevel=2)
         _log.info("loading the target from %s", directory)
         target = load_target(directory, dtype=dtype, device=device)
+        if rounded is not None:
+            _log.info("dtype %s on a CPU: weights are rounded to it, arithmetic is float32", config.dtype)
+            for weight in target.parameters():
+                if weight.dtype == torch.float32:  # and not of a format of its own
+                    weight.data.copy_(weight.data.to(rounded))
         tokenizer = load_tokenizer(directory)
         engine = build_engine(target, tokenizer, config, model=str(model), directory=directory)
         self._set_up(engine, tokenizer, config.seed, directory)

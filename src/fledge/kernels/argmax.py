@@ -22,7 +22,7 @@ def argmax_rows(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
         return argmax_rows_reference(logits, offsets)
     out = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     if native is not None:
-        native(logits.contiguous(), offsets, out, out.numel(), logits.shape[-1], torch.get_num_threads())
+        native(logits.contiguous(), offsets, out, out.numel(), logits.shape[-1])
         return out
     rows, vocab = logits.shape
     if rows == 0:

@@ -7,12 +7,14 @@ either, or with FLEDGE_NATIVE=0, or for layers of a kind that is not here, torch
 """
 
 import ctypes
+import functools
 from typing import Any
 
 from fledge.kernels._triton import register_cpu_kernels
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from fledge.native import library as compiled
+from fledge.native import team
 from fledge.native.decoder import NativeTarget, lower_layers
 from fledge.native.drafter import lower_drafter
 from fledge.native.linear import pack_linears
@@ -42,4 +44,5 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
 
 def kernels_of(library: ctypes.CDLL) -> dict[str, Any]:
     """Return the library's versions of kernels, by their names."""
-    return {name: getattr(library, f"fledge_{name}") for name in KERNELS + TREE_KERNELS}
+    kernels = {name: getattr(library, f"fledge_{name}") for name in KERNELS + TREE_KERNELS}
+    return kernels | {"argmax_rows": functools.partial(team.call, library.fledge_argmax_rows)}

@@ -11,11 +11,14 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "vectors.h"
 
 #define SPINS 4000 /* looks before a thread goes to sleep: some 50 microseconds */
+
+extern _Atomic int64_t fledge_slept; /* nanoseconds that threads have slept at barriers, all together */
 
 typedef struct {
     _Atomic int32_t arrived, number, asleep;
@@ -27,6 +30,12 @@ INLINE void spin_pause(void) {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+INLINE int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
 /* Return when all `threads` threads have come. */
@@ -44,10 +53,12 @@ static inline void wait_at(Barrier *barrier, int threads) {
         if (atomic_load_explicit(&barrier->number, memory_order_acquire) != number) return;
         spin_pause();
     }
+    int64_t begun = nanoseconds();
     atomic_fetch_add(&barrier->asleep, 1);
     while (atomic_load(&barrier->number) == number)
         syscall(SYS_futex, &barrier->number, FUTEX_WAIT_PRIVATE, number, NULL, NULL, 0);
     atomic_fetch_sub(&barrier->asleep, 1);
+    atomic_fetch_add_explicit(&fledge_slept, nanoseconds() - begun, memory_order_relaxed);
 }
 
 #endif

@@ -4,6 +4,8 @@
 
 #include "barrier.h"
 
+_Atomic int64_t fledge_slept;
+
 /* Memory of one call; what a layer leaves there the next one overwrites. */
 typedef struct {
     float *normed, *qkv, *mixed, *gated, *cosines, *sines, *attention;

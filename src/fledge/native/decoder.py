@@ -14,6 +14,7 @@ from fledge.layers.paged_cache import ChunkPass, PagedPass, RoundPass
 from fledge.layers.rope import Rotation
 from fledge.models.drafter.eagle import Eagle3FirstLayer
 from fledge.models.target.decoder import TargetModel, TargetStates
+from fledge.native import team
 from fledge.native.bindings import struct, struct_type
 from fledge.native.library import required
 from fledge.native.linear import PackedLinear
@@ -131,7 +132,8 @@ def run_layers(
     tokens, hidden = stream.shape
     final = stream if final_norm is None else torch.empty_like(stream)
     aux = torch.empty(tokens, len(aux_layer_ids) * hidden) if aux_layer_ids else None
-    required().fledge_decode(
+    team.call(
+        required().fledge_decode,
         layers,
         len(layers),
         pass_struct(tokens, rotation, storage),
@@ -143,7 +145,6 @@ def run_layers(
         None if final_norm is None else final_norm.weight,
         0.0 if final_norm is None else final_norm.eps,
         final,
-        torch.get_num_threads(),
     )
     return final, aux
 

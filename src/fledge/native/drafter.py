@@ -13,6 +13,7 @@ from fledge.layers.paged_cache import PagedPass
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.drafter.eagle import Eagle3Drafter, Eagle3FirstLayer, EagleDrafter
 from fledge.models.target.decoder import TargetStates
+from fledge.native import team
 from fledge.native.bindings import struct, struct_type
 from fledge.native.decoder import are_lowerable, is_lowerable_pass, lower_layers, pass_struct
 from fledge.native.library import required
@@ -82,7 +83,8 @@ class NativeDrafter(Drafter):
         steps = struct("Pass", **{**described.held, **changed, "tables": tables, "table_stride": tables.shape[1]})
         drafts = torch.empty(depth, batch, dtype=torch.int64)
         deepest = torch.empty(batch, self._hidden)
-        required().fledge_draft(
+        team.call(
+            required().fledge_draft,
             self._program,
             described,
             steps,
@@ -92,7 +94,6 @@ class NativeDrafter(Drafter):
             depth,
             drafts,
             deepest,
-            torch.get_num_threads(),
         )
         return drafts.T, deepest
 
@@ -105,14 +106,14 @@ class NativeDrafter(Drafter):
         buffers: list[int | None] = [None] * self._program.buffers
         for buffer, tensor in held.items():
             buffers[buffer] = tensor.data_ptr()
-        required().fledge_run(
+        team.call(
+            required().fledge_run,
             self._program,
             first,
             last,
             described,
             None if tokens is None else tokens.contiguous(),
             (ctypes.c_void_p * len(buffers))(*buffers),
-            torch.get_num_threads(),
         )
 
 

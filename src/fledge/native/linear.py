@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fledge.layers.block import SwiGLU
 from fledge.layers.linear import Linear
+from fledge.native import team
 from fledge.native.bindings import struct
 from fledge.native.library import library, required
 
@@ -123,5 +124,5 @@ def packed_linear(x: Tensor, matrix: Any) -> Tensor:
     assert size == matrix.size
     assert x.dtype == torch.float32
     out = torch.empty(*x.shape[:-1], matrix.columns, dtype=torch.float32)
-    required().fledge_linear(matrix, x, size, x.numel() // size, out, torch.get_num_threads())
+    team.call(required().fledge_linear, matrix, x, size, x.numel() // size, out)
     return out

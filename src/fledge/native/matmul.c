@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include "barrier.h"
+
 #if LANES == 8
 #define TILE 6 /* rows at once: 12 of 16 registers hold sums */
 #else
@@ -132,8 +134,12 @@ void multiply(const Matrix *matrix, const float *x, int64_t x_stride, int64_t ro
 }
 
 void fledge_linear(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *out, int threads) {
+    Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
-    multiply(matrix, x, x_stride, rows, out, matrix->columns, STORE, thread_number(), thread_count());
+    {
+        multiply(matrix, x, x_stride, rows, out, matrix->columns, STORE, thread_number(), thread_count());
+        wait_at(&barrier, thread_count()); /* before OpenMP's own, which would wait busily */
+    }
 }
 
 int32_t fledge_lanes(void) { return LANES; }

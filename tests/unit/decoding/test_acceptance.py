@@ -235,6 +235,36 @@ def reuse_uniforms(drafts, draft_probs, target_probs, accept_uniforms, residual_
     return accept_rejection(drafts, draft_probs, target_probs, accept_uniforms, reused)
 
 
+def admitted(confidence: Tensor) -> Tensor:
+    """How many drafts of each row are verified: those before the first that the drafter is not sure of. [batch]"""
+    return (confidence > 0.4).long().cumprod(1).sum(1)
+
+
+def test_drafts_admitted_by_confidence_leave_the_distribution_and_by_what_was_drawn_do_not():
+    """Whether a draft is verified may depend on the distribution it is drawn from, never on which token was drawn.
+
+    Dropping an unlikely draw is drawing again, from the target, so that likely ones come out too often.
+    """
+    lengths: Counter[int] = Counter()
+
+    def by_largest(drafts, draft_probs, *rest):
+        verified = admitted(draft_probs.amax(-1))
+        lengths.update(verified.tolist())
+        return accept_rejection(drafts, draft_probs, *rest, draft_lengths=verified)
+
+    def by_drawn(drafts, draft_probs, *rest):
+        verified = admitted(draft_probs.gather(2, drafts[..., None])[..., 0])
+        return accept_rejection(drafts, draft_probs, *rest, draft_lengths=verified)
+
+    for params in (PLAIN, SHAPED):
+        right, wrong = State.start(params, sequences=30_000), State.start(params, sequences=30_000)
+        run(right, lambda s: rejection_round(s, DRAFTERS["sometimes"], rule=by_largest))
+        assert p_value(right) > SIGNIFICANCE
+        run(wrong, lambda s: rejection_round(s, DRAFTERS["sometimes"], rule=by_drawn))
+        assert p_value(wrong) < 1e-12
+    assert all(lengths[length] > 500 for length in range(DEPTH + 1)), lengths
+
+
 @pytest.mark.parametrize("wrong", [always_accept, correct_from_the_target, reuse_uniforms])
 def test_wrong_rules_fail_the_same_test(wrong):
     state = State.start(PLAIN, sequences=30_000)

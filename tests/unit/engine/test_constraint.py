@@ -21,7 +21,6 @@ from fledge.engine.request import Request
 from fledge.engine.sampler import masks_of
 from fledge.errors import ConfigError
 from fledge.kernels.sample import choose
-from fledge.layers.dense_cache import DenseCache
 from tests.engine_cases import (
     EOS,
     TREE,
@@ -32,9 +31,9 @@ from tests.engine_cases import (
     drafter,
     greedy,
     make_engine,
+    next_logits,
     run,
     sampled,
-    target,
 )
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
@@ -92,14 +91,6 @@ class Automaton:
         mask = torch.zeros(VOCAB, dtype=torch.bool)
         mask[list(after) or [EOS]] = True
         return mask
-
-
-def next_logits(tokens: Sequence[int]) -> Tensor:
-    """The target's logits after a text, read from the start."""
-    positions = torch.arange(len(tokens))
-    storage = DenseCache(target().config.num_layers, torch.device("cpu")).extend(positions)
-    with torch.no_grad():
-        return target().logits(target()(torch.tensor(tokens), positions, storage, ()).final[-1:])
 
 
 def plain(ask: Ask, moves: Moves) -> tuple[list[int], str]:

@@ -1,13 +1,14 @@
 """The engine against the reference loop, whatever happens in whatever order.
 
-Hypothesis joins, aborts, steps and changes the depth at will, on pools that are too small, with prompts that share
-prefixes, with chains, trees and sampled drafts, reading at once or one launch late, with and without (stand-ins for)
-graphs. Every request that ends must have the reference's tokens, every aborted one a prefix of them, and between steps
-every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones.
+Hypothesis joins, aborts, steps and changes the depth at will, or the costs by which the controller chooses it, on pools
+that are too small, with prompts that share prefixes, with chains, trees and sampled drafts, reading at once or one
+launch late, with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every
+aborted one a prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n
+random examples instead of the fixed ones.
 """
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -18,10 +19,12 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
-from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, answer_of, drafter, make_engine
+from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, GivenCosts, answer_of, drafter, make_engine
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
 MAX_DEPTH = 4
+COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 1, max_size=MAX_DEPTH + 1)
+CHOSEN: Counter[int] = Counter()  # depths, by the controller, in all runs together
 
 # Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
 _STEMS = ((2, 3, 4, 5, 0, 2, 3, 4, 5, 0, 2, 3, 3, 0, 5, 4), (2, 3, 4, 5, 1, 1, 2), (5,), (4, 4, 4, 4, 4, 4, 4, 4, 4))
@@ -72,7 +75,7 @@ ASKS = st.builds(
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        kind=st.sampled_from(["chain", "chain", "tree", "sampled", "plain"]),
+        kind=st.sampled_from(["chain", "controlled chain", "tree", "controlled tree", "sampled", "plain"]),
         name=st.sampled_from(sorted(DRAFTERS)),
         drafter_positions=st.sampled_from([MAX_LENGTH, MAX_LENGTH, 20]),
         depth=st.integers(0, MAX_DEPTH),
@@ -83,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         read_late=st.booleans(),
         graphs=st.booleans(),
+        costs=COSTS,
     )
     def start(
         self,
@@ -97,16 +101,24 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         read_late: bool,
         graphs: bool,
+        costs: list[float],
     ) -> None:
         self.kind, self.depth = kind, depth
+        is_tree = kind.endswith("tree")
         self.drafter = None if kind == "plain" else drafter(name, drafter_positions)
+        self.controller: GivenCosts | None = None
+        if kind.startswith("controlled"):
+            self.controller = GivenCosts(MAX_DEPTH, seqs, only_deepest=is_tree)
+            self.controller.chosen = CHOSEN
+            self.controller.set_costs(costs)
         lookahead = 3 * (MAX_DEPTH + 1) + 10
         self.max_length = 48
         self.engine = make_engine(
             drafts=self.drafter,
             depth=lambda _running: self.depth,
             max_depth=MAX_DEPTH,
-            tree=TREE if kind == "tree" else None,
+            policy=self.controller,
+            tree=TREE if is_tree else None,
             sample_drafts=kind == "sampled",
             max_model_len=self.max_length,
             block_size=block_size,
@@ -150,6 +162,12 @@ class EngineMachine(RuleBasedStateMachine):
     def change_depth(self, depth: int) -> None:
         self.depth = depth
 
+    @precondition(lambda self: self.controller is not None)
+    @rule(costs=COSTS)
+    def change_costs(self, costs: list[float]) -> None:
+        assert self.controller is not None
+        self.controller.set_costs(costs)
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
@@ -188,3 +206,4 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
             phases=[Phase.generate] if not EXPLORE else tuple(Phase),
         ),
     )
+    assert len([depth for depth in CHOSEN if CHOSEN[depth] > 5]) > 2, CHOSEN

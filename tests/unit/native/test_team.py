@@ -1,0 +1,87 @@
+"""Giving way to neighbours: fewer threads while they keep each other waiting, and all again when they no longer do."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fledge.native import team
+from fledge.native.library import library
+from fledge.native.linear import packed_linear
+from fledge.native.team import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, Team
+from tests.unit.native.native_cases import pack
+
+LONGEST = (LONGEST_PAUSE + 1) * WINDOW  # seconds between two trials, about
+
+
+@pytest.fixture(autouse=True)
+def _eight_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+class Cores:
+    """Calls of a millisecond, one after another, most of which threads sleep where there are more than fit."""
+
+    def __init__(self, fit: int) -> None:
+        self.team, self.fit = Team(), fit
+
+    def sizes(self, seconds: float) -> list[int]:
+        """The team of each call."""
+        sizes = []
+        for _ in range(round(seconds / 0.001)):
+            sizes.append(self.team.size)
+            waited = 0.0009 * (sizes[-1] - 1) if sizes[-1] > self.fit else 0.0
+            self.team.observe(seconds=0.001, waited=waited)
+        return sizes
+
+
+def test_all_threads_while_nobody_waits() -> None:
+    assert set(Cores(fit=8).sizes(1.0)) == {8}
+
+
+@pytest.mark.parametrize("fit", [1, 2, 4])
+def test_no_more_threads_than_fit_but_for_rare_trials(fit: int) -> None:
+    cores = Cores(fit)
+    cores.sizes(2 * LONGEST)
+    later = cores.sizes(10 * LONGEST)
+    assert later.count(fit) > 0.96 * len(later)
+    assert 2 * fit in later
+
+
+def test_when_the_neighbours_have_gone_all_threads_are_back_and_a_hiccup_is_soon_forgotten() -> None:
+    cores = Cores(fit=1)
+    cores.sizes(10.0)
+    cores.fit = 8
+    assert set(cores.sizes(LONGEST + 4 * WINDOW)[-10:]) == {8}
+    cores.sizes(1.0)
+    cores.fit = 4
+    assert cores.sizes(2.5 * WINDOW)[-1] == 4
+    cores.fit = 8
+    assert cores.sizes((FIRST_PAUSE + 2) * WINDOW)[-1] == 8
+
+
+def test_waits_that_are_not_most_of_the_time_are_borne() -> None:
+    patient = Team()
+    for _ in range(1000):
+        patient.observe(seconds=0.001, waited=0.0005 * 7)
+        assert patient.size == 8
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+def test_a_call_whose_threads_wait_makes_the_next_team_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of one panel: one of two threads has everything to do, the other sleeps meanwhile."""
+    torch.set_num_threads(2)
+    monkeypatch.setattr(team, "_team", lambda: own)
+    packed, x = pack(torch.randn(8, 4096), None), torch.randn(512, 4096)
+    sizes = []
+    own, ends = Team(), time.perf_counter() + 20
+    while 1 not in sizes and time.perf_counter() < ends:
+        sizes.append(own.size)
+        found = packed_linear(x, packed)
+    assert sizes[0] == 2
+    assert sizes[-1] == 1
+    assert torch.equal(packed_linear(x[:1], packed), found[:1])

@@ -92,6 +92,7 @@ def drafter_configs(target: TargetConfig = TINY_TARGET) -> dict[str, DrafterConf
         "own-embedding": replace(eagle3, own_embedding=True),
         "shared-head": replace(eagle3, own_head=False),
         "two-layers": replace(EAGLE_3_1.config_for(target), num_layers=2),
+        "windows": replace(EAGLE_3_1.config_for(target), num_layers=2, sliding_windows=(5, 4)),
         "qwen3-style": replace(EAGLE_3_1.config_for(target), layer=replace(target.layer, qk_norm=True)),
         "four-aux-states": replace(EAGLE_3_1.config_for(target), aux_layer_ids=(0, 2, 4, 6), num_aux_states=4),
         "narrow": replace(

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fledge.checkpoints.drafter import save_drafter
-from fledge.checkpoints.formats.drafter_config import Format
+from fledge.checkpoints.formats.drafter_classes import Format
 from fledge.checkpoints.target import save_target
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig

@@ -92,7 +92,7 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
         field = "target_hidden_size" if "target_hidden_size" in checkpoint.fields else "hidden_size"
         yield finding("target-hidden-size", field=field, found=width, target=target.hidden_size)
     own, rope = config.layer.rope, target.layer.as_drafter.rope
-    if own != rope:
+    if own not in (rope, target.layer.rope):
         yield finding("rope-differs", found=_rope_difference(own, rope), target=_rope_difference(rope, own))
     if config.max_positions < target.max_positions:
         yield finding("max-positions-short", found=config.max_positions, target=target.max_positions)
@@ -139,9 +139,8 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     stored = checkpoint.stored_names.keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
-        is_identity, file = not checkpoint.read(D2T).any(), checkpoint.info(D2T).file.name
-        advice = "vLLM refuses it" if is_identity else "it is not the identity: correct draft_vocab_size or vocab_size"
-        yield finding("d2t-without-reduction", file=file, fixed_by_convert=is_identity, advice=advice)
+        name = "d2t-without-reduction" if checkpoint.read(D2T).any() else "d2t-identity"
+        yield finding(name, file=checkpoint.info(D2T).file.name)
     # EAGLE-1's fc reads no aux states, and with fc_norm on, a norm too many is no missing flag.
     is_eagle1 = checkpoint.config.architecture is Architecture.EAGLE1
     ordinary = ("fc.", "fc_norm.", "input_norm.") if is_eagle1 else ()
@@ -229,6 +228,7 @@ def describe_drafter(
         "target_hidden_size": config.target_hidden_size,
         **_describe_layer(config.layer),
         "max_positions": config.max_positions,
+        "sliding_window": next((window for window in config.sliding_windows if window), None),
         "embedding": "own" if config.own_embedding else "the target's",
         "head": "own" if config.own_head else "the target's",
         "dtype": config.dtype,
@@ -266,6 +266,7 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
     """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
     values, ordinary = asdict(layer), {"experts": None, "norm_placement": "pre", "qk_norm_whole": False}
+    ordinary["activation"] = "silu"
     rope = {field: value for field, value in values.pop("rope").items() if value is not None}
     if rope["type"] == "default":
         rope = {"theta": rope["theta"], "partial_factor": rope["partial_factor"], "type": "default"}

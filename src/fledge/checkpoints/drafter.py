@@ -12,7 +12,8 @@ from torch import Tensor
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding
 from fledge.checkpoints.formats.dense import DENSE, Placement
-from fledge.checkpoints.formats.drafter_config import D2T, T2D, Format, their_name, write_config
+from fledge.checkpoints.formats.drafter_classes import Format
+from fledge.checkpoints.formats.drafter_config import D2T, T2D, their_name, write_config
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import read_target_config

@@ -66,17 +66,14 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / (config.theta**exponents)
     match config.type:
-        case "default":
+        case "default" | "dynamic":  # dynamic scaling begins beyond `max_positions`, where nothing is computed
             return plain, 1.0
         case "linear":
             return plain / config.factor, 1.0
         case "llama3":
             return _llama3(plain, config), 1.0
         case "yarn":
-            magnitude = config.attention_factor
-            if magnitude is None:
-                magnitude = 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
-            return _yarn(plain, config, head_dim), magnitude
+            return _yarn(plain, config, head_dim), _yarn_magnitude(config)
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
@@ -88,6 +85,18 @@ def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
     )
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * plain / config.factor + blend * plain
+
+
+def _yarn_magnitude(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.mscale is None or config.mscale_all_dim is None:
+        return grown(1.0)
+    return grown(config.mscale) / grown(config.mscale_all_dim)
 
 
 def _yarn(plain: Tensor, config: RopeConfig, head_dim: int) -> Tensor:

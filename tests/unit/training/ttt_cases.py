@@ -28,6 +28,8 @@ VARIANTS = {
     "norm-output-only": replace(EAGLE_3.config_for(TINY_TARGET), norm_output=True),
     "norm-before-residual": replace(EAGLE_3_1.config_for(TINY_TARGET), norm_before_residual=True),
     "two-layers": _NAMED["two-layers"],
+    "windows": replace(_NAMED["two-layers"], sliding_windows=(7, 6)),  # depths of tests are below
+    "gelu": EAGLE_3.config_for(TINY_TARGET, layer=replace(TINY_TARGET.layer, activation="gelu")),
     "grouped-heads": EAGLE_3_1.config_for(TINY_TARGET, layer=_WIDE_GQA),
     "head-norms": _NAMED["qwen3-style"],
     "reduced-vocabulary": replace(EAGLE_3_1.config_for(TINY_TARGET), draft_vocab_size=TINY_TARGET.vocab_size // 2),

@@ -102,11 +102,68 @@ def test_inspect_prints_every_variant(name: str, fledge: Fledge, tmp_path: Path)
 def test_inspect_of_a_target(fledge: Fledge, target: Path) -> None:
     assert "llama" in fledge("inspect", target).out
     description = fledge("inspect", target, "--json").json
+    assert {"serve", "train", "inspect"} <= set(description["verbs"])
+    assert description["not_run_because"] is None
     assert description["kind"] == "target"
     assert description["num_layers"] == 8
     outcome = fledge("inspect", target, "--target", target)
     assert outcome.status == 2
     assert "not an EAGLE drafter" in outcome.err
+
+
+# Facts of configs that the engine does not run: only what a drafter must know of its target is looked at.
+_SHAPE = {"num_hidden_layers": 8, "hidden_size": 32, "vocab_size": 64, "max_position_embeddings": 128}
+_ROPE = {"rope_theta": 10000.0}
+FOREIGN_TARGETS = {
+    "unknown-family": {"model_type": "phoenix", **_SHAPE, **_ROPE},
+    "hybrid": {"model_type": "qwen3_next", **_SHAPE, **_ROPE, "layer_types": ["linear_attention"] * 8},
+    "wrapper": {"model_type": "phoenix_vl", "text_config": {"model_type": "phoenix", **_SHAPE, **_ROPE}},
+    "quantised": {"model_type": "llama", **_SHAPE, **_ROPE, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "rope-by-layer-type": {
+        "model_type": "phoenix",
+        **_SHAPE,
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": {"rope_theta": 100.0}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_TARGETS)
+def test_inspect_of_targets_that_the_engine_does_not_run(name: str, fledge: Fledge, tmp_path: Path) -> None:
+    save_target(make_target(TARGET), tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text(json.dumps(FOREIGN_TARGETS[name]))
+    outcome = fledge("inspect", tmp_path / "target")
+    assert outcome.status == 0, outcome
+    assert ("quantised with gptq" if name == "quantised" else "is not a supported target") in " ".join(
+        outcome.out.split()
+    )
+    description = fledge("inspect", tmp_path / "target", "--json").json
+    assert "serve" not in description["verbs"]
+    assert ("train" in description["verbs"]) == (name != "quantised")
+    assert (description["hidden_size"], description["vocabulary"]) == (32, {"size": 64})
+    assert description["aux_layer_ids"]["inputs"] == [2, 4, 5]
+    assert description["size"]["parameters"] > 0
+
+    save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter", "--target", tmp_path / "target")
+    assert outcome.status == 0, outcome
+    assert "OK: 0 errors, 0 warnings; fits" in outcome.out
+    other = replace(EAGLE31, vocab_size=48, draft_vocab_size=48)
+    save_drafter(make_drafter(other), tmp_path / "other")
+    assert fledge("inspect", tmp_path / "other", "--target", tmp_path / "target").status == 1
+    assert (
+        fledge(
+            "convert", tmp_path / "drafter", tmp_path / "out", "--to", "vllm", "--target", tmp_path / "target"
+        ).status
+        == 0
+    )
+
+
+def test_inspect_of_a_target_without_a_shape(fledge: Fledge, tmp_path: Path) -> None:
+    save_target(make_target(TARGET), tmp_path / "target")
+    edit_config(tmp_path / "target", model_type="phoenix", hidden_size=None)
+    outcome = fledge("inspect", tmp_path / "target")
+    assert outcome.status == 2
+    assert "required field 'hidden_size' is missing" in outcome.err
 
 
 @named(UNREADABLE)

@@ -31,7 +31,9 @@ from fledge.models.target import FAMILIES
 INFLATED = "fledge_inflated"
 # What the parts are called, by how our tensor names begin.
 _PARTS = {"fc": "fusion", "fc_norm": "fusion", "input_norm": "fusion", "layers": "layers", "norm": "norm"}
-_PARTS |= {"embed_tokens": "embedding", "lm_head": "head"}
+_PARTS |= {"embed_tokens": "embedding", "lm_head": "head", "vocabulary": "vocabulary maps", "t2d": "vocabulary maps"}
+# What a target is good for: with its config alone, with transformers, and with the engine.
+_ANY_VERBS, _ENGINE_VERBS = ("inspect", "convert"), ("generate", "serve", "eval", "drift", "bench", "train")
 
 
 def check(
@@ -96,8 +98,8 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
         yield finding("rope-differs", found=_rope_difference(own, rope), target=_rope_difference(rope, own))
     if config.max_positions < target.max_positions:
         yield finding("max-positions-short", found=config.max_positions, target=target.max_positions)
-    architecture = FAMILIES[target.family].architecture
-    if reference and reference["architectures"] and architecture not in reference["architectures"]:
+    architecture = FAMILIES[target.family].architecture if target.family in FAMILIES else None
+    if reference and architecture and reference["architectures"] and architecture not in reference["architectures"]:
         found, made_for = reference["architectures"], reference["name_or_path"] or "another target"
         yield finding("verifier-differs", found=found, expected=architecture, target=made_for)
 
@@ -241,14 +243,21 @@ def describe_drafter(
     }
 
 
-def describe_target(config: TargetConfig, files: TensorFiles) -> dict[str, Any]:
+def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None = None) -> dict[str, Any]:
+    """`reason`: why the engine cannot run it, as `sketch_target_config` gives it."""
     names = ((name.removeprefix("model."), info) for name, info in files.infos.items())
+    layer, verbs = _describe_layer(config.layer), (*_ENGINE_VERBS, *_ANY_VERBS)
+    if reason is not None:
+        layer = {field: layer[field] for field in ("hidden_size", "rope")}
+        verbs = _ANY_VERBS if config.family in FAMILIES else ("train", *_ANY_VERBS)  # through transformers
     return {
         "kind": "target",
         "directory": str(files.directory),
         "family": config.family,
+        "verbs": verbs,
+        "not_run_because": reason,
         "num_layers": config.num_layers,
-        **_describe_layer(config.layer),
+        **layer,
         "vocabulary": {"size": config.vocab_size},
         "max_positions": config.max_positions,
         "head": "the embedding matrix" if config.tied_head else "own",
@@ -280,7 +289,7 @@ def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:
     """Parameters (floating-point values) and bytes, in all and by part."""
     parts: dict[str, dict[str, int]] = {}
     for name, info in tensors:
-        part = _PARTS.get(name.partition(".")[0], "vocabulary maps")
+        part = _PARTS.get(name.partition(".")[0], "other")
         count = math.prod(info.shape)
         sizes = parts.setdefault(part, {"parameters": 0, "bytes": 0})
         sizes["parameters"] += count if part != "vocabulary maps" else 0

@@ -26,18 +26,19 @@ def inspect(
     from fledge.checkpoints.contract import describe_drafter, describe_target  # noqa: PLC0415 - imports torch
     from fledge.checkpoints.reading import is_drafter, read_drafter  # noqa: PLC0415
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
-    from fledge.checkpoints.target import read_target_config  # noqa: PLC0415
+    from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415
     from fledge.checkpoints.tensors import TensorFiles  # noqa: PLC0415
 
     target_directory = resolve(target) if target else None
-    target_config = read_target_config(target_directory) if target_directory else None
+    target_config = sketch_target_config(target_directory)[0] if target_directory else None
     directory = resolve(checkpoint)
     if is_drafter(directory):
         description = describe_drafter(read_drafter(directory), target_config, target_directory)
     elif target is not None:
         raise CheckpointError(f"{directory}: not an EAGLE drafter, so there is nothing to check against --target")
     else:
-        description = describe_target(read_target_config(directory), TensorFiles(directory))
+        config, reason = sketch_target_config(directory)
+        description = describe_target(config, TensorFiles(directory), reason)
     if as_json:
         typer.echo(json.dumps(description))
     else:

@@ -127,7 +127,8 @@ class WrittenOutStorage:
         values = torch.cat(self.values[spec.layer]).repeat_interleave(group, dim=1)
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         if spec.sliding_window is not None:
-            mask &= ~torch.ones(length, length, dtype=torch.bool).tril(-spec.sliding_window)
+            further = len(self.keys[spec.layer]) - 1  # positions that this pass is beyond its slots
+            mask &= ~torch.ones(length, length, dtype=torch.bool).tril(further - spec.sliding_window)
         eye = torch.eye(length, dtype=torch.bool)
         mask = torch.cat([mask] + [eye] * (len(self.keys[spec.layer]) - 1), dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, everything) * spec.scale

@@ -13,6 +13,8 @@ import pytest
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.cli.main import run
+from fledge.evaluation.flags import Reading
+from fledge.report.intervals import Interval
 from tests.broken_checkpoints import EAGLE31, ERRORS, REDUCED, UNREADABLE, WARNINGS, Trap
 from tests.checkpoint_fixtures import TARGET, drafter_configs, edit_config, make_drafter
 from tests.tiny_models import make_target
@@ -213,6 +215,37 @@ def test_warnings(trap: Trap, fledge: Fledge, target: Path, tmp_path: Path) -> N
     assert outcome.status == 0
     (line,) = [x for x in outcome.out.splitlines() if x.startswith("warning: ")]
     assert trap.says in line
+
+
+def test_readings_of_the_flags_are_printed(
+    fledge: Fledge, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter", "--try-flags")
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+    assert "--try-flags needs a --target" in outcome.err
+    readings = (
+        Reading(
+            flags={"fc_norm": True, "norm_output": False},
+            is_stated=False,
+            acceptance_length=Interval(value=2.5, low=2.25, high=2.75),
+            rate_by_depth=(0.75, 0.5),
+        ),
+        Reading(flags={"fc_norm": True, "norm_output": True}, is_stated=True, acceptance_length=Interval(value=1.5)),
+        Reading(flags={"fc_norm": False}, is_stated=False, acceptance_length=None, failure="it broke"),
+    )
+    monkeypatch.setattr("fledge.evaluation.flags.try_flags", lambda *_: readings)
+    outcome = fledge("inspect", tmp_path / "drafter", "--target", target, "--try-flags")
+    assert outcome.status == 0
+    lines = [" ".join(line.split()) for line in outcome.out.splitlines()]
+    assert lines[-4:] == [
+        "fc_norm 2.50 ±0.25 75% 50%",
+        "fc_norm, norm_output 1.50 as config.json says",
+        "none - it broke",
+        "warning: it was probably trained with: fc_norm; correct these flags in config.json",
+    ]
+    description = fledge("inspect", tmp_path / "drafter", "--target", target, "--try-flags", "--json").json
+    assert [one["name"] for one in description["readings"]] == ["fc_norm", "fc_norm, norm_output", "none"]
 
 
 def test_convert_writes_down_what_the_source_leaves_open(fledge: Fledge, target: Path, tmp_path: Path) -> None:

@@ -246,7 +246,8 @@ def describe_drafter(
 def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None = None) -> dict[str, Any]:
     """`reason`: why the engine cannot run it, as `sketch_target_config` gives it."""
     names = ((name.removeprefix("model."), info) for name, info in files.infos.items())
-    layer, verbs = _describe_layer(config.layer), (*_ENGINE_VERBS, *_ANY_VERBS)
+    layer = _describe_layer(config.layer)
+    verbs: tuple[str, ...] = (*_ENGINE_VERBS, *_ANY_VERBS)
     if reason is not None:
         layer = {field: layer[field] for field in ("hidden_size", "rope")}
         verbs = _ANY_VERBS if config.family in FAMILIES else ("train", *_ANY_VERBS)  # through transformers

@@ -61,7 +61,7 @@ def drafter_configs() -> dict[str, DrafterConfig]:
         "window": replace(eagle31, sliding_windows=(4,)),
         "window-eagle1-two-layers": replace(EAGLE_1.config_for(TARGET), num_layers=2, sliding_windows=(None, 3)),
         "gelu": replace(eagle31, layer=replace(LAYER, activation="gelu")),
-        "gelu-tanh": replace(eagle31, layer=replace(LAYER, activation="gelu_tanh")),
+        "gelu-tanh": replace(eagle31, layer=replace(LAYER, activation="gelu_pytorch_tanh")),
         "bfloat16": replace(eagle31, dtype="bfloat16"),
         "float16": replace(eagle3, dtype="float16"),
     }

@@ -28,7 +28,7 @@ class SwiGLU(nn.Module):
             gated = swiglu(both)
         else:
             gate, up = both.chunk(2, dim=-1)
-            gated = F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none") * up
+            gated = F.gelu(gate, approximate="none" if self.activation == "gelu" else "tanh") * up
         out: Tensor = self.down_proj(gated)
         return out
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, on cos and sin; None: it follows from the factor and
-    mscale: float | None = None  # yarn: these two, where there are both
-    mscale_all_dim: float | None = None
+    attention_factor: float | None = None  # yarn: None means what follows from the two below
+    mscale: float | None = None  # yarn: with both, the factor on cos and sin is a quotient
+    mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
     def rotary_dim(self, head_dim: int) -> int:

@@ -73,7 +73,17 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
         case "llama3":
             return _llama3(plain, config), 1.0
         case "yarn":
-            return _yarn(plain, config, head_dim), _yarn_magnitude(config)
+            magnitude = config.attention_factor
+            if magnitude is None and config.mscale and config.mscale_all_dim:
+                magnitude = yarn_mscale(config.factor, config.mscale) / yarn_mscale(
+                    config.factor, config.mscale_all_dim
+                )
+            return _yarn(plain, config, head_dim), magnitude or yarn_mscale(config.factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """By how much yarn sharpens attention over a context that is `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
@@ -85,18 +95,6 @@ def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
     )
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * plain / config.factor + blend * plain
-
-
-def _yarn_magnitude(config: RopeConfig) -> float:
-    if config.attention_factor is not None:
-        return config.attention_factor
-
-    def grown(scale: float) -> float:
-        return 0.1 * scale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
-
-    if config.mscale is None or config.mscale_all_dim is None:
-        return grown(1.0)
-    return grown(config.mscale) / grown(config.mscale_all_dim)
 
 
 def _yarn(plain: Tensor, config: RopeConfig, head_dim: int) -> Tensor:

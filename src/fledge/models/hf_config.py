@@ -19,8 +19,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
 }
 _ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
     "linear": (),
@@ -231,7 +231,7 @@ def write_layers(config: TargetConfig | DrafterConfig, model_type: str, *, tied_
         "num_key_value_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "rms_norm_eps": layer.norm_eps,
-        "hidden_act": "gelu_pytorch_tanh" if layer.activation == "gelu_tanh" else layer.activation,
+        "hidden_act": layer.activation,
         "attention_bias": layer.qkv_bias,
         "mlp_bias": layer.mlp_bias,
         **write_rope(layer.rope),

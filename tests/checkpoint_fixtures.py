@@ -55,6 +55,13 @@ def drafter_configs() -> dict[str, DrafterConfig]:
         "biases": replace(eagle31, layer=biased),
         "llama3-rope": replace(eagle31, layer=replace(LAYER, rope=_LLAMA3_ROPE)),
         "yarn-rope": replace(eagle31, layer=replace(LAYER, rope=_YARN_ROPE)),
+        "yarn-mscale": replace(eagle31, layer=replace(LAYER, rope=replace(_YARN_ROPE, mscale=1.0, mscale_all_dim=0.5))),
+        "dynamic-rope": replace(eagle31, layer=replace(LAYER, rope=RopeConfig(type="dynamic", factor=2.0))),
+        "partial-rotary": replace(eagle31, layer=replace(LAYER, rope=RopeConfig(partial_factor=0.25))),
+        "window": replace(eagle31, sliding_windows=(4,)),
+        "window-eagle1-two-layers": replace(EAGLE_1.config_for(TARGET), num_layers=2, sliding_windows=(None, 3)),
+        "gelu": replace(eagle31, layer=replace(LAYER, activation="gelu")),
+        "gelu-tanh": replace(eagle31, layer=replace(LAYER, activation="gelu_pytorch_tanh")),
         "bfloat16": replace(eagle31, dtype="bfloat16"),
         "float16": replace(eagle3, dtype="float16"),
     }

@@ -33,7 +33,7 @@ TINY_TARGET = TargetConfig(
 _LLAMA3_ROPE = RopeConfig(
     type="llama3", theta=500000.0, factor=8.0, original_max_positions=16, low_freq_factor=1.0, high_freq_factor=4.0
 )
-_YARN_ROPE = RopeConfig(type="yarn", factor=4.0, original_max_positions=16)
+_YARN_ROPE = RopeConfig(type="yarn", factor=4.0, original_max_positions=16, mscale=1.5, mscale_all_dim=0.5)
 
 _EXPERTS = ExpertsConfig(num_experts=6, num_experts_per_token=2, intermediate_size=48)
 _QWEN3_MOE_LAYER = replace(
@@ -65,7 +65,7 @@ TARGET_CONFIGS = {
     "olmo2": replace(
         TINY_TARGET,
         family="olmo2",
-        layer=replace(TINY_LAYER, norm_placement="post", qk_norm=True, qk_norm_whole=True),
+        layer=replace(TINY_LAYER, norm_placement="post", qk_norm=True, qk_norm_whole=True, activation="gelu"),
     ),
     "phi3": replace(
         TINY_TARGET,
@@ -92,6 +92,7 @@ def drafter_configs(target: TargetConfig = TINY_TARGET) -> dict[str, DrafterConf
         "own-embedding": replace(eagle3, own_embedding=True),
         "shared-head": replace(eagle3, own_head=False),
         "two-layers": replace(EAGLE_3_1.config_for(target), num_layers=2),
+        "windows": replace(EAGLE_3_1.config_for(target), num_layers=2, sliding_windows=(5, 4)),
         "qwen3-style": replace(EAGLE_3_1.config_for(target), layer=replace(target.layer, qk_norm=True)),
         "four-aux-states": replace(EAGLE_3_1.config_for(target), aux_layer_ids=(0, 2, 4, 6), num_aux_states=4),
         "narrow": replace(

@@ -68,9 +68,12 @@ def write_run(directory: Path, **sections: dict[str, object]) -> Path:
 
 @functools.cache
 def finished_run() -> Path:
-    """The directory of a run of all stages that nothing disturbed; `result.json` and `stderr.txt` have what it said."""
+    """The directory of a run of all stages that nothing disturbed; `result.json` and `stderr.txt` have what it said.
+
+    Its drafter has a sliding window, shorter than the conversations are.
+    """
     root = Path(tempfile.mkdtemp(prefix="fledge-run-"))
-    done = fledge("train", str(write_run(root)), "--json", cwd=root)
+    done = fledge("train", str(write_run(root, drafter={"sliding_window": 6})), "--json", cwd=root)
     assert done.returncode == 0, done.stderr
     (root / "result.json").write_text(done.stdout)
     (root / "stderr.txt").write_text(done.stderr)

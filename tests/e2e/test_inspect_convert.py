@@ -13,6 +13,8 @@ import pytest
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.cli.main import run
+from fledge.evaluation.flags import Reading
+from fledge.report.intervals import Interval
 from tests.broken_checkpoints import EAGLE31, ERRORS, REDUCED, UNREADABLE, WARNINGS, Trap
 from tests.checkpoint_fixtures import TARGET, drafter_configs, edit_config, make_drafter
 from tests.tiny_models import make_target
@@ -102,11 +104,68 @@ def test_inspect_prints_every_variant(name: str, fledge: Fledge, tmp_path: Path)
 def test_inspect_of_a_target(fledge: Fledge, target: Path) -> None:
     assert "llama" in fledge("inspect", target).out
     description = fledge("inspect", target, "--json").json
+    assert {"serve", "train", "inspect"} <= set(description["verbs"])
+    assert description["not_run_because"] is None
     assert description["kind"] == "target"
     assert description["num_layers"] == 8
     outcome = fledge("inspect", target, "--target", target)
     assert outcome.status == 2
     assert "not an EAGLE drafter" in outcome.err
+
+
+# Facts of configs that the engine does not run: only what a drafter must know of its target is looked at.
+_SHAPE = {"num_hidden_layers": 8, "hidden_size": 32, "vocab_size": 64, "max_position_embeddings": 128}
+_ROPE = {"rope_theta": 10000.0}
+FOREIGN_TARGETS = {
+    "unknown-family": {"model_type": "phoenix", **_SHAPE, **_ROPE},
+    "hybrid": {"model_type": "qwen3_next", **_SHAPE, **_ROPE, "layer_types": ["linear_attention"] * 8},
+    "wrapper": {"model_type": "phoenix_vl", "text_config": {"model_type": "phoenix", **_SHAPE, **_ROPE}},
+    "quantised": {"model_type": "llama", **_SHAPE, **_ROPE, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "rope-by-layer-type": {
+        "model_type": "phoenix",
+        **_SHAPE,
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": {"rope_theta": 100.0}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_TARGETS)
+def test_inspect_of_targets_that_the_engine_does_not_run(name: str, fledge: Fledge, tmp_path: Path) -> None:
+    save_target(make_target(TARGET), tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text(json.dumps(FOREIGN_TARGETS[name]))
+    outcome = fledge("inspect", tmp_path / "target")
+    assert outcome.status == 0, outcome
+    assert ("quantised with gptq" if name == "quantised" else "is not a supported target") in " ".join(
+        outcome.out.split()
+    )
+    description = fledge("inspect", tmp_path / "target", "--json").json
+    assert "serve" not in description["verbs"]
+    assert ("train" in description["verbs"]) == (name != "quantised")
+    assert (description["hidden_size"], description["vocabulary"]) == (32, {"size": 64})
+    assert description["aux_layer_ids"]["inputs"] == [2, 4, 5]
+    assert description["size"]["parameters"] > 0
+
+    save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter", "--target", tmp_path / "target")
+    assert outcome.status == 0, outcome
+    assert "OK: 0 errors, 0 warnings; fits" in outcome.out
+    other = replace(EAGLE31, vocab_size=48, draft_vocab_size=48)
+    save_drafter(make_drafter(other), tmp_path / "other")
+    assert fledge("inspect", tmp_path / "other", "--target", tmp_path / "target").status == 1
+    assert (
+        fledge(
+            "convert", tmp_path / "drafter", tmp_path / "out", "--to", "vllm", "--target", tmp_path / "target"
+        ).status
+        == 0
+    )
+
+
+def test_inspect_of_a_target_without_a_shape(fledge: Fledge, tmp_path: Path) -> None:
+    save_target(make_target(TARGET), tmp_path / "target")
+    edit_config(tmp_path / "target", model_type="phoenix", hidden_size=None)
+    outcome = fledge("inspect", tmp_path / "target")
+    assert outcome.status == 2
+    assert "required field 'hidden_size' is missing" in outcome.err
 
 
 @named(UNREADABLE)
@@ -156,6 +215,37 @@ def test_warnings(trap: Trap, fledge: Fledge, target: Path, tmp_path: Path) -> N
     assert outcome.status == 0
     (line,) = [x for x in outcome.out.splitlines() if x.startswith("warning: ")]
     assert trap.says in line
+
+
+def test_readings_of_the_flags_are_printed(
+    fledge: Fledge, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
+    outcome = fledge("inspect", tmp_path / "drafter", "--try-flags")
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+    assert "--try-flags needs a --target" in outcome.err
+    readings = (
+        Reading(
+            flags={"fc_norm": True, "norm_output": False},
+            is_stated=False,
+            acceptance_length=Interval(value=2.5, low=2.25, high=2.75),
+            rate_by_depth=(0.75, 0.5),
+        ),
+        Reading(flags={"fc_norm": True, "norm_output": True}, is_stated=True, acceptance_length=Interval(value=1.5)),
+        Reading(flags={"fc_norm": False}, is_stated=False, acceptance_length=None, failure="it broke"),
+    )
+    monkeypatch.setattr("fledge.evaluation.flags.try_flags", lambda *_: readings)
+    outcome = fledge("inspect", tmp_path / "drafter", "--target", target, "--try-flags")
+    assert outcome.status == 0
+    lines = [" ".join(line.split()) for line in outcome.out.splitlines()]
+    assert lines[-4:] == [
+        "fc_norm 2.50 ±0.25 75% 50%",
+        "fc_norm, norm_output 1.50 as config.json says",
+        "none - it broke",
+        "warning: it was probably trained with: fc_norm; correct these flags in config.json",
+    ]
+    description = fledge("inspect", tmp_path / "drafter", "--target", target, "--try-flags", "--json").json
+    assert [one["name"] for one in description["readings"]] == ["fc_norm", "fc_norm, norm_output", "none"]
 
 
 def test_convert_writes_down_what_the_source_leaves_open(fledge: Fledge, target: Path, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_the_drafter_s_config_says_what_the_target_is(run: Path) -> None:
     assert config["rope_theta"] == ROPE_THETA
     assert config["max_position_embeddings"] == MAX_POSITIONS
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert (config["sliding_window"], config["layer_types"]) == (6, ["sliding_attention"])
     assert config["fc_norm"] is True
     assert config["norm_output"] is True
     assert config["draft_vocab_size"] == 96

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fledge.checkpoints.drafter import save_drafter
-from fledge.checkpoints.formats.drafter_config import Format
+from fledge.checkpoints.formats.drafter_classes import Format
 from fledge.checkpoints.target import save_target
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
@@ -57,6 +57,9 @@ class Case:
         return "eagle" if self.drafter.architecture is Architecture.EAGLE1 else "eagle3"
 
 
+_YARN = RopeConfig(
+    type="yarn", partial_factor=0.5, factor=8.0, original_max_positions=32, mscale=1.0, mscale_all_dim=0.5
+)
 _LLAMA_3, _LLAMA_3_1 = EAGLE_3.config_for(LLAMA), EAGLE_3_1.config_for(LLAMA)
 CASES = (
     Case(name="eagle3", target=LLAMA, drafter=_LLAMA_3),
@@ -76,6 +79,10 @@ CASES = (
         target=LLAMA,
         drafter=replace(_LLAMA_3_1, norm_before_residual=True, draft_vocab_size=VOCAB_SIZE // 2),
         format="speculators",
+    ),
+    Case(name="window", target=LLAMA, drafter=replace(_LLAMA_3_1, sliding_windows=(12,))),
+    Case(
+        name="partial-yarn-mscale", target=LLAMA, drafter=EAGLE_3_1.config_for(LLAMA, layer=replace(_LAYER, rope=_YARN))
     ),
     Case(name="qwen3", target=QWEN3, drafter=EAGLE_3_1.config_for(QWEN3)),
     Case(name="qwen3-llama-style", target=QWEN3, drafter=EAGLE_3.config_for(QWEN3, layer=_LAYER)),

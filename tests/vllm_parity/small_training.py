@@ -79,6 +79,8 @@ class BatchedStorage:
         values.append(value.repeat_interleave(groups, dim=-2))
         length = query.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
+        if spec.sliding_window is not None:  # of positions: this pass is one further on for each before it
+            causal &= ~torch.ones(length, length, dtype=torch.bool).tril(len(keys) - 1 - spec.sliding_window)
         first = torch.einsum("bthd,bshd->bths", query, keys[0]).masked_fill(~causal[:, None], -torch.inf)
         own = [torch.einsum("bthd,bthd->bth", query, later)[..., None] for later in keys[1:]]
         weights = (torch.cat([first, *own], dim=-1) * spec.scale).softmax(-1)  # [batch, length, heads, length + steps]

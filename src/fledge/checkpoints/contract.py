@@ -31,7 +31,9 @@ from fledge.models.target import FAMILIES
 INFLATED = "fledge_inflated"
 # What the parts are called, by how our tensor names begin.
 _PARTS = {"fc": "fusion", "fc_norm": "fusion", "input_norm": "fusion", "layers": "layers", "norm": "norm"}
-_PARTS |= {"embed_tokens": "embedding", "lm_head": "head"}
+_PARTS |= {"embed_tokens": "embedding", "lm_head": "head", "vocabulary": "vocabulary maps", "t2d": "vocabulary maps"}
+# What a target is good for: with its config alone, with transformers, and with the engine.
+_ANY_VERBS, _ENGINE_VERBS = ("inspect", "convert"), ("generate", "serve", "eval", "drift", "bench", "train")
 
 
 def check(
@@ -92,12 +94,12 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
         field = "target_hidden_size" if "target_hidden_size" in checkpoint.fields else "hidden_size"
         yield finding("target-hidden-size", field=field, found=width, target=target.hidden_size)
     own, rope = config.layer.rope, target.layer.as_drafter.rope
-    if own != rope:
+    if own not in (rope, target.layer.rope):
         yield finding("rope-differs", found=_rope_difference(own, rope), target=_rope_difference(rope, own))
     if config.max_positions < target.max_positions:
         yield finding("max-positions-short", found=config.max_positions, target=target.max_positions)
-    architecture = FAMILIES[target.family].architecture
-    if reference and reference["architectures"] and architecture not in reference["architectures"]:
+    architecture = FAMILIES[target.family].architecture if target.family in FAMILIES else None
+    if reference and architecture and reference["architectures"] and architecture not in reference["architectures"]:
         found, made_for = reference["architectures"], reference["name_or_path"] or "another target"
         yield finding("verifier-differs", found=found, expected=architecture, target=made_for)
 
@@ -139,9 +141,8 @@ def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     stored = checkpoint.stored_names.keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
-        is_identity, file = not checkpoint.read(D2T).any(), checkpoint.info(D2T).file.name
-        advice = "vLLM refuses it" if is_identity else "it is not the identity: correct draft_vocab_size or vocab_size"
-        yield finding("d2t-without-reduction", file=file, fixed_by_convert=is_identity, advice=advice)
+        name = "d2t-without-reduction" if checkpoint.read(D2T).any() else "d2t-identity"
+        yield finding(name, file=checkpoint.info(D2T).file.name)
     # EAGLE-1's fc reads no aux states, and with fc_norm on, a norm too many is no missing flag.
     is_eagle1 = checkpoint.config.architecture is Architecture.EAGLE1
     ordinary = ("fc.", "fc_norm.", "input_norm.") if is_eagle1 else ()
@@ -229,6 +230,7 @@ def describe_drafter(
         "target_hidden_size": config.target_hidden_size,
         **_describe_layer(config.layer),
         "max_positions": config.max_positions,
+        "sliding_window": next((window for window in config.sliding_windows if window), None),
         "embedding": "own" if config.own_embedding else "the target's",
         "head": "own" if config.own_head else "the target's",
         "dtype": config.dtype,
@@ -241,14 +243,22 @@ def describe_drafter(
     }
 
 
-def describe_target(config: TargetConfig, files: TensorFiles) -> dict[str, Any]:
+def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None = None) -> dict[str, Any]:
+    """`reason`: why the engine cannot run it, as `sketch_target_config` gives it."""
     names = ((name.removeprefix("model."), info) for name, info in files.infos.items())
+    layer = _describe_layer(config.layer)
+    verbs: tuple[str, ...] = (*_ENGINE_VERBS, *_ANY_VERBS)
+    if reason is not None:
+        layer = {field: layer[field] for field in ("hidden_size", "rope")}
+        verbs = _ANY_VERBS if config.family in FAMILIES else ("train", *_ANY_VERBS)  # through transformers
     return {
         "kind": "target",
         "directory": str(files.directory),
         "family": config.family,
+        "verbs": verbs,
+        "not_run_because": reason,
         "num_layers": config.num_layers,
-        **_describe_layer(config.layer),
+        **layer,
         "vocabulary": {"size": config.vocab_size},
         "max_positions": config.max_positions,
         "head": "the embedding matrix" if config.tied_head else "own",
@@ -266,6 +276,7 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
     """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
     values, ordinary = asdict(layer), {"experts": None, "norm_placement": "pre", "qk_norm_whole": False}
+    ordinary["activation"] = "silu"
     rope = {field: value for field, value in values.pop("rope").items() if value is not None}
     if rope["type"] == "default":
         rope = {"theta": rope["theta"], "partial_factor": rope["partial_factor"], "type": "default"}
@@ -279,7 +290,7 @@ def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:
     """Parameters (floating-point values) and bytes, in all and by part."""
     parts: dict[str, dict[str, int]] = {}
     for name, info in tensors:
-        part = _PARTS.get(name.partition(".")[0], "vocabulary maps")
+        part = _PARTS.get(name.partition(".")[0], "other")
         count = math.prod(info.shape)
         sizes = parts.setdefault(part, {"parameters": 0, "bytes": 0})
         sizes["parameters"] += count if part != "vocabulary maps" else 0

@@ -12,10 +12,11 @@ from torch import Tensor
 from fledge.checkpoints.contract import check
 from fledge.checkpoints.finding import Finding
 from fledge.checkpoints.formats.dense import DENSE, Placement
-from fledge.checkpoints.formats.drafter_config import D2T, T2D, Format, their_name, write_config
+from fledge.checkpoints.formats.drafter_classes import Format
+from fledge.checkpoints.formats.drafter_config import D2T, T2D, their_name, write_config
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint, read_drafter
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import read_target_config
+from fledge.checkpoints.target import identify_target, sketch_target_config
 from fledge.checkpoints.tensors import write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, without_weights
 from fledge.errors import CheckpointError, CheckpointWarning
@@ -104,14 +105,15 @@ def convert_drafter(
     if checkpoint.weight_format is not DENSE:
         raise CheckpointError(f"{source}: quantised drafters are not converted; convert the unquantised one")
     target_directory = resolve(target) if target else None
-    target_config = read_target_config(target_directory) if target_directory else None
+    target_config = sketch_target_config(target_directory)[0] if target_directory else None
     findings = check(checkpoint, target_config, target_directory)
     raise_errors(checkpoint, [finding for finding in findings if not finding.fixed_by_convert])
     config, reference = checkpoint.config, checkpoint.target
-    if target_config is not None:
+    if target_directory is not None and target_config is not None:
         config = config.resolved(target_config)
-        architecture = FAMILIES[target_config.family].architecture
-        reference = {"name_or_path": str(target), "architectures": [architecture]}
+        known = FAMILIES.get(target_config.family)
+        architecture = known.architecture if known else identify_target(target_directory)["architecture"]
+        reference = {"name_or_path": str(target), "architectures": [architecture] if architecture else []}
     provenance = {"converted_from": str(source), "source_format": checkpoint.format}
     tensors = {name: checkpoint.read(name) for name in checkpoint.weight_names}
     if config.reduced_vocab:

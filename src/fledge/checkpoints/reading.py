@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from fledge.checkpoints.finding import Finding, finding
-from fledge.checkpoints.formats import drafter_config
+from fledge.checkpoints.formats import drafter_classes, drafter_config
 from fledge.checkpoints.formats.dense import DENSE_DTYPES, WeightFormat
-from fledge.checkpoints.formats.drafter_config import D2T, T2D, Format
+from fledge.checkpoints.formats.drafter_classes import Format
+from fledge.checkpoints.formats.drafter_config import D2T, T2D
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import weight_format
 from fledge.errors import CheckpointError
@@ -56,9 +57,9 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     files = TensorFiles(directory)
     notes: list[Finding] = []
     bare = {stored: stored.removeprefix(_PREFIX) for stored in files.infos}
-    drafter_config.check_class(fields, set(bare.values()), notes)
+    drafter_classes.check_class(fields, set(bare.values()), notes)
     form = weight_format(fields, files)
-    architecture = drafter_config.architecture_of(fields, bare.values())
+    architecture = drafter_classes.architecture_of(fields, bare.values())
     if architecture is None:
         family = fields.values.get("model_type", "unknown")
         raise CheckpointError(
@@ -97,7 +98,7 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
     provenance = directory / PROVENANCE_FILE
     return DrafterCheckpoint(
         directory=directory,
-        format=drafter_config.format_of(fields),
+        format=drafter_classes.format_of(fields),
         config=config,
         fields=fields,
         files=files,
@@ -110,7 +111,8 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
 
 
 def is_drafter(directory: Path) -> bool:
-    """Tell a drafter's directory from a target's."""
+    """Tell a drafter's directory from a target's. Raises for drafters of other methods."""
     fields = ConfigFields.from_file(directory / "config.json")
-    names = (name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos)
-    return drafter_config.architecture_of(fields, names) is not None
+    names = {name.removeprefix(_PREFIX) for name in TensorFiles(directory).infos}
+    drafter_classes.refuse_other_methods(fields, names)
+    return drafter_classes.architecture_of(fields, names) is not None

@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from fledge.checkpoints.tensors import TensorFiles, write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format, without_weights
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
 from fledge.files import digest, file_digest, read_json
+from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields, write_layers
+from fledge.models.hf_config import ConfigFields, read_rope, write_layers
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
 
@@ -36,9 +38,7 @@ _SAMPLE_BYTES = 1 << 20
 
 def read_target_config(directory: Path) -> TargetConfig:
     """Read what a target is, from config.json alone. Raises for a drafter, an unknown family, unknown weights."""
-    fields = ConfigFields.from_file(directory / "config.json")
-    if "eagle" in str(fields.values.get("architectures")).lower() or "speculators_model_type" in fields:
-        raise CheckpointError(f"{directory}: is an EAGLE drafter, where a target model was expected")
+    fields = _target_fields(directory)
     family = fields.text("model_type")
     if family not in FAMILIES:
         raise CheckpointError(
@@ -46,6 +46,63 @@ def read_target_config(directory: Path) -> TargetConfig:
         )
     weight_format(fields)
     return FAMILIES[family].config_from_hf(fields)
+
+
+def _target_fields(directory: Path) -> ConfigFields:
+    fields = ConfigFields.from_file(directory / "config.json")
+    if "eagle" in str(fields.values.get("architectures")).lower() or "speculators_model_type" in fields:
+        raise CheckpointError(f"{directory}: is an EAGLE drafter, where a target model was expected")
+    return fields
+
+
+def sketch_target_config(directory: Path) -> tuple[TargetConfig, str | None]:
+    """What a drafter must know of its target, whatever family it is; and why the engine cannot run it, if it cannot.
+
+    Of what the engine cannot run, layers, width, vocabulary, positions, rope and head are read, and no more: the other
+    fields of the layer mean nothing.
+    """
+    fields = _target_fields(directory)
+    try:
+        return read_target_config(directory), None
+    except CheckpointError as error:
+        reason = str(error).removeprefix(f"{fields.where}: ")
+    fields = _language_fields(directory / "config.json")
+    hidden_size = fields.integer("hidden_size")
+    layer = LayerConfig(
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=hidden_size,
+        norm_eps=1e-6,
+        rope=rope_of_any(fields),
+    )
+    config = TargetConfig(
+        family=fields.text("model_type"),
+        layer=layer,
+        num_layers=fields.layers(),
+        vocab_size=fields.integer("vocab_size"),
+        max_positions=fields.integer("max_position_embeddings"),
+        tied_head=fields.flag("tie_word_embeddings", False),
+        dtype=fields.text("dtype", fields.text("torch_dtype", "unstated")).removeprefix("torch."),
+    )
+    return config, reason
+
+
+def rope_of_any(fields: ConfigFields) -> RopeConfig:
+    """The rotation of a model's global attention; a plain one, with a warning, where its scaling is not known here."""
+    nested = fields.values.get("rope_parameters")
+    if isinstance(nested, dict) and "full_attention" in nested:  # transformers 5, for some families: by layer type
+        fields = ConfigFields({**fields.values, "rope_parameters": nested["full_attention"]}, fields.where)
+    try:
+        return read_rope(fields)
+    except CheckpointError as error:
+        holders = [fields.values.get("rope_parameters"), fields.values.get("rope_scaling"), fields.values]
+        thetas = [holder.get("rope_theta") for holder in holders if isinstance(holder, Mapping)]
+        theta = next((float(value) for value in thetas if isinstance(value, int | float)), RopeConfig.theta)
+        text = f"{error}; taken for plain rotary positions with theta {theta:g}"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        return RopeConfig(theta=theta)
 
 
 def load_target(

@@ -1,15 +1,20 @@
 """`fledge inspect` and `fledge convert`: what a checkpoint is, whether it fits a target, and it in another format."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from fledge.cli.command import options
-from fledge.errors import CheckpointError
+from fledge.errors import CheckpointError, ConfigError
+from fledge.progress import Progress
+
+if TYPE_CHECKING:
+    from fledge.checkpoints.reading import DrafterCheckpoint
 
 
 @options("inspect")
@@ -17,6 +22,7 @@ def inspect(
     checkpoint: str,
     *,
     target: str | None = None,
+    try_flags: bool = False,
     as_json: bool = False,
 ) -> None:
     """Say what a checkpoint is and whether it fits its target.
@@ -26,24 +32,37 @@ def inspect(
     from fledge.checkpoints.contract import describe_drafter, describe_target  # noqa: PLC0415 - imports torch
     from fledge.checkpoints.reading import is_drafter, read_drafter  # noqa: PLC0415
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
-    from fledge.checkpoints.target import read_target_config  # noqa: PLC0415
+    from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415
     from fledge.checkpoints.tensors import TensorFiles  # noqa: PLC0415
 
     target_directory = resolve(target) if target else None
-    target_config = read_target_config(target_directory) if target_directory else None
+    target_config = sketch_target_config(target_directory)[0] if target_directory else None
     directory = resolve(checkpoint)
+    if try_flags and target is None:
+        raise ConfigError("--try-flags needs a --target to draft for")
     if is_drafter(directory):
-        description = describe_drafter(read_drafter(directory), target_config, target_directory)
+        drafter = read_drafter(directory)
+        description = describe_drafter(drafter, target_config, target_directory)
+        if try_flags and target is not None:
+            description |= _tried(drafter, target)
     elif target is not None:
         raise CheckpointError(f"{directory}: not an EAGLE drafter, so there is nothing to check against --target")
     else:
-        description = describe_target(read_target_config(directory), TensorFiles(directory))
+        config, reason = sketch_target_config(directory)
+        description = describe_target(config, TensorFiles(directory), reason)
     if as_json:
         typer.echo(json.dumps(description))
     else:
         _print(description, target)
     if not description.get("sound", True):
         raise typer.Exit(1)
+
+
+def _tried(drafter: "DrafterCheckpoint", target: str) -> dict[str, Any]:
+    from fledge.evaluation import flags  # noqa: PLC0415 - imports torch
+
+    readings = flags.try_flags(drafter, target, Progress())
+    return {"readings": [{**asdict(one), "name": one.name} for one in readings], "advice": flags.advice(readings)}
 
 
 def _print(description: dict[str, Any], target: str | None) -> None:
@@ -68,6 +87,27 @@ def _print(description: dict[str, Any], target: str | None) -> None:
         counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
         subject = f"fits {target}" if target else "is sound (give --target to check the fit)"
         typer.echo(f"FAILED: {counts}" if errors else f"OK: {counts}; {subject}")
+    _print_readings(description)
+
+
+def _print_readings(description: dict[str, Any]) -> None:
+    if not (readings := description.get("readings")):
+        return
+    from fledge.evaluation.report import plus_minus  # noqa: PLC0415 - imports torch
+    from fledge.report.intervals import Interval  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("flags on", "tokens a round", "accepted by depth", ""):
+        table.add_column(column)
+    for one in readings:
+        rates = " ".join(f"{rate:.0%}" for rate in one["rate_by_depth"])
+        note = one["failure"] or ("as config.json says" if one["is_stated"] else "")
+        table.add_row(
+            one["name"], plus_minus(one["acceptance_length"] and Interval(**one["acceptance_length"])), rates, note
+        )
+    Console().print(table)
+    if description["advice"]:
+        typer.echo(f"warning: {description['advice']}")
 
 
 def _short(number: float) -> str:

@@ -50,13 +50,13 @@ class VerifiedRows:
     """`KeyValueStorage` for the drafter's pass over verified rows 0 .. n - 1, which it keeps.
 
     `slots`, ascending, are the rows from which rounds begin to draft. `segments` [n] int64 says what each row is part
-    of. `layers` has of each layer its scale, the queries [rounds, heads, head_dim] of the slots, and all keys and
+    of. `layers` has of each layer what it is, the queries [rounds, heads, head_dim] of the slots, and all keys and
     values [kv_heads, n, dim], at least float32.
     """
 
     def __init__(self, slots: Sequence[int], segments: Tensor) -> None:
         self.slots = torch.tensor(slots, device=segments.device)  # [rounds]
-        self.layers: list[tuple[float, Tensor, Tensor, Tensor]] = []
+        self.layers: list[tuple[AttentionSpec, Tensor, Tensor, Tensor]] = []
         self._seen = [slot + 1 for slot in slots]  # verified rows that each round sees; on the host, not to wait for it
         # Attention weights times this give the mass of each segment and, in the last column, the mean distance from the
         # last row: the rounds are near it, and distances to far rows should not drown those to near ones.
@@ -66,12 +66,17 @@ class VerifiedRows:
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
         assert spec.layer == len(self.layers), "one pass, layer by layer"
-        assert spec.sliding_window is None, "drafters have no windows"
         query, key, value = heads.finished()
         keys, values = (_wide(side).transpose(0, 1).contiguous() for side in (key, value))
-        self.layers.append((spec.scale, query[self.slots], keys, values))
+        self.layers.append((spec, query[self.slots], keys, values))
         self._summary = self._summary.to(keys.dtype)
-        return causal_attention(query, key, value, scale=spec.scale)
+        return causal_attention(query, key, value, scale=spec.scale, window=spec.sliding_window)
+
+    @property
+    def window(self) -> int | None:
+        """The widest of all layers; None: a layer sees everything."""
+        windows = [spec.sliding_window for spec, *_ in self.layers]
+        return None if None in windows else max(window for window in windows if window is not None)
 
     def look(
         self, layer: int, rounds: slice, query: Tensor, own: tuple[Tensor, Tensor] | None = None
@@ -82,16 +87,23 @@ class VerifiedRows:
         last. Returns the attention [rounds, heads, value_dim] and where it went, [rounds, heads, ...] each: `mass` over
         segments, which sums to 1, `entropy` in nats, and `distance`, the mean in tokens from query to key.
         """
-        (scale, _, *sides), slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
+        (spec, _, *sides), slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
         keys, values = (side[:, :seen] for side in sides)
         grouped = _wide(query).view(len(query), len(keys), -1, query.shape[-1])
-        wide = grouped.transpose(0, 1) * scale  # [kv, rounds, group, dim]
+        wide = grouped.transpose(0, 1) * spec.scale  # [kv, rounds, group, dim]
         scores = torch.bmm(wide.flatten(1, 2), keys.mT).view(*wide.shape[:3], seen)
-        hidden = torch.arange(seen, device=slots.device) > slots[:, None]  # [rounds, seen]
-        scores.masked_fill_(hidden[:, None], -torch.inf)
+        places = torch.arange(seen, device=slots.device).expand(len(slots), -1)  # [rounds, keys]: where keys are
+        hidden = places > slots[:, None]
         if own is not None:
             own_keys, own_values = (_wide(side).permute(2, 0, 1, 3) for side in own)  # [kv, rounds, n, dim]
             scores = torch.cat([scores, wide @ own_keys.mT], dim=-1)
+            drafted_places = slots[:, None] + torch.arange(1, own_keys.shape[2] + 1, device=slots.device)
+            places = torch.cat([places, drafted_places], dim=1)
+            hidden = F.pad(hidden, (0, own_keys.shape[2]))
+        if spec.sliding_window is not None:
+            last = slots[:, None] if own is None else places[:, -1:]
+            hidden = hidden | (places <= last - spec.sliding_window)
+        scores.masked_fill_(hidden[:, None], -torch.inf)
         weights = scores.softmax(-1)  # [kv, rounds, group, seen + n]
         verified, drafted = weights[..., :seen], weights[..., seen:]
         mixed = torch.bmm(verified.flatten(1, 2), values).view(*wide.shape[:3], -1)
@@ -222,8 +234,11 @@ def replay(
                 recorded.append(_record(drafter, step, hidden.pop(), storage, truth, slots + d))
             parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
     slots = verified.slots
-    visible = F.one_hot(kinds, len(Segment)).cumsum(0)[slots][:, None].repeat(1, depth, 1)
-    visible[..., Segment.DRAFTED] += torch.arange(depth, device=slots.device)
+    steps, ends = torch.arange(depth, device=slots.device), slots[:, None] + 1
+    before = F.pad(F.one_hot(kinds, len(Segment)).cumsum(0), (0, 0, 1, 0))  # [rows + 1, segments]: rows before each
+    window = len(tokens) + depth if verified.window is None else verified.window
+    visible = before[ends] - before[torch.minimum((ends + steps - window).clamp(min=0), ends)]
+    visible[..., Segment.DRAFTED] += steps.clamp(max=window)
     return Replayed(
         starts=torch.tensor(starts),
         visible=visible.cpu(),

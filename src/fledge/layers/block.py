@@ -6,21 +6,30 @@ from torch import Tensor, nn
 
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.config import ExpertsConfig, LayerConfig
+from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
 from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
 
 
 class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, with gate and up stacked into one matrix."""
+    """`down(silu(gate(x)) * up(x))`, or with gelu for silu; gate and up are stacked into one matrix."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
         super().__init__()
+        self.activation: Activation = activation
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)))
+        both: Tensor = self.gate_up_proj(x)
+        if self.activation == "silu":
+            gated = swiglu(both)
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            gated = F.gelu(gate, approximate="none" if self.activation == "gelu" else "tanh") * up
+        out: Tensor = self.down_proj(gated)
         return out
 
 
@@ -116,7 +125,7 @@ class DecoderLayer(nn.Module):
         self.mlp: SwiGLU | SparseMLP = (
             SparseMLP(hidden, config.experts)
             if config.experts is not None
-            else SwiGLU(hidden, config.intermediate_size, bias=config.mlp_bias)
+            else SwiGLU(hidden, config.intermediate_size, bias=config.mlp_bias, activation=config.activation)
         )
         self.post_feedforward_layernorm = None if is_pre else RMSNorm(hidden, config.norm_eps)
 

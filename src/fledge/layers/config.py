@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,9 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: None means 0.1 ln(factor) + 1
+    attention_factor: float | None = None  # yarn: None means what follows from the two below
+    mscale: float | None = None  # yarn: with both, the factor on cos and sin is a quotient
+    mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -74,6 +77,7 @@ class LayerConfig:
     norm_placement: Literal["pre", "post"] = "pre"  # before attention and MLP, or after them and before the residual
     qk_norm: bool = False  # RMSNorm on queries and keys: on every head (Qwen3) or
     qk_norm_whole: bool = False  # on all heads together (OLMo 2)
+    activation: Activation = "silu"  # of the MLP's gate
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -92,7 +96,8 @@ class LayerConfig:
 
     @property
     def as_drafter(self) -> "LayerConfig":
-        """The pre-norm layer with a dense MLP of this shape: the only kind that drafters have."""
+        """The pre-norm layer with a dense MLP of this shape, and of no kind that only some engines have in drafters."""
         norms = self.qk_norm and not self.qk_norm_whole
         rope = replace(self.rope, partial_factor=1.0)
-        return replace(self, experts=None, norm_placement="pre", qk_norm=norms, qk_norm_whole=False, rope=rope)
+        plain = replace(self, experts=None, norm_placement="pre", activation="silu", rope=rope)
+        return replace(plain, qk_norm=norms, qk_norm_whole=False)

@@ -66,7 +66,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / (config.theta**exponents)
     match config.type:
-        case "default":
+        case "default" | "dynamic":  # dynamic scaling begins beyond `max_positions`, where nothing is computed
             return plain, 1.0
         case "linear":
             return plain / config.factor, 1.0
@@ -74,9 +74,16 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
             return _llama3(plain, config), 1.0
         case "yarn":
             magnitude = config.attention_factor
-            if magnitude is None:
-                magnitude = 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
-            return _yarn(plain, config, head_dim), magnitude
+            if magnitude is None and config.mscale and config.mscale_all_dim:
+                magnitude = yarn_mscale(config.factor, config.mscale) / yarn_mscale(
+                    config.factor, config.mscale_all_dim
+                )
+            return _yarn(plain, config, head_dim), magnitude or yarn_mscale(config.factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """By how much yarn sharpens attention over a context that is `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:

@@ -67,6 +67,7 @@ class DrafterConfig:
     num_aux_states: int = 3
     own_embedding: bool = False  # False: the target's embedding matrix is used
     own_head: bool = True  # False: the target's output head is used
+    sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     fc_bias: bool = False
     norm_before_fc: bool = False  # one norm over all aux states together, before fc
     fc_norm: bool = False  # EAGLE 3.1: one norm for each aux state, before fc
@@ -77,6 +78,9 @@ class DrafterConfig:
     @property
     def hidden_size(self) -> int:
         return self.layer.hidden_size
+
+    def sliding_window(self, layer: int) -> int | None:
+        return self.sliding_windows[layer] if self.sliding_windows else None
 
     @property
     def reduced_vocab(self) -> bool:

@@ -9,16 +9,24 @@ from typing import Any
 
 from fledge.errors import CheckpointError
 from fledge.files import parse_json
-from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.layers.config import Activation, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
 MAX_LAYERS, MAX_INTEGER = 1000, 2**31 - 1
 DTYPES = ("float32", "float16", "bfloat16")
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+}
 _ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
     "linear": (),
+    "dynamic": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
 }
 
 
@@ -117,23 +125,25 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
     kind, original = scaling.text("rope_type", scaling.text("type", "default")), "original_max_position_embeddings"
     values: dict[str, Any] = {}
     match kind:
-        case "default":
+        case "default" | "mrope":  # of a text, all parts of a position are the same number
             return rope
         case "linear":
             pass
+        case "dynamic":
+            for field in ("alpha", "max_trained_positions"):
+                if field in scaling:
+                    raise scaling.error(field, scaling.values[field], "none: engines read it differently")
         case "llama3":
             values = {field: scaling.number(field) for field in ("low_freq_factor", "high_freq_factor")}
             values["original_max_positions"] = scaling.integer(original)
         case "yarn":
-            if "mscale" in scaling or "mscale_all_dim" in scaling:
-                raise fields.error("rope_scaling", dict(scaling.values), "yarn without mscale (a DeepSeek extension)")
             holder, field = (scaling, original) if original in scaling else (fields, "max_position_embeddings")
             values = {"original_max_positions": holder.integer(field), "truncate": scaling.flag("truncate", True)}
             values |= {field: scaling.number(field, getattr(rope, field)) for field in ("beta_fast", "beta_slow")}
-            if "attention_factor" in scaling:
-                values["attention_factor"] = scaling.number("attention_factor")
+            optional = ("attention_factor", "mscale", "mscale_all_dim")
+            values |= {field: scaling.number(field) for field in optional if field in scaling}
         case _:
-            raise fields.error("rope_type", kind, "default, linear, llama3 or yarn")
+            raise fields.error("rope_type", kind, "default, linear, dynamic, llama3, yarn or mrope")
     return replace(rope, type=kind, factor=scaling.number("factor"), **values)
 
 
@@ -150,9 +160,10 @@ def read_layer(
 
     A config that rotates a part of each head only is refused unless the family is `partial_rotary`.
     """
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", activation, "silu")
+    activation = _ACTIVATIONS.get(spelled := fields.text("hidden_act", "silu"))
+    if activation is None or (activation != "silu" and "experts" in kinds):
+        known = "silu" if "experts" in kinds else "one of " + ", ".join(_ACTIVATIONS)
+        raise fields.error("hidden_act", spelled, known)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -177,6 +188,7 @@ def read_layer(
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
+        activation=activation,
         **kinds,
     )
 
@@ -219,7 +231,7 @@ def write_layers(config: TargetConfig | DrafterConfig, model_type: str, *, tied_
         "num_key_value_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "rms_norm_eps": layer.norm_eps,
-        "hidden_act": "silu",
+        "hidden_act": layer.activation,
         "attention_bias": layer.qkv_bias,
         "mlp_bias": layer.mlp_bias,
         **write_rope(layer.rope),

@@ -56,7 +56,7 @@ def _lower_layer(layer: nn.Module) -> Any:
     if not isinstance(layer, DecoderLayer | Eagle3FirstLayer) or type(layer) not in (DecoderLayer, Eagle3FirstLayer):
         return None  # a layer of somebody's own runs as it is
     attention, mlp = layer.self_attn, layer.mlp
-    if not isinstance(attention, Attention) or not isinstance(mlp, SwiGLU):
+    if not isinstance(attention, Attention) or not isinstance(mlp, SwiGLU) or mlp.activation != "silu":
         return None
     config = attention.config
     before = layer.input_layernorm if isinstance(layer, DecoderLayer) else None

@@ -10,6 +10,9 @@ drafted before:
     slot 2      x x x .              . . x .     . . x .
     slot 3      x x x x              . . . x     . . . x
 
+With a sliding window, pass k is k positions further on, so it sees that much less of block 0. Later blocks are never
+further away than the depth, and windows are wider than that.
+
 Block 0 goes through attention that also returns its logsumexp: flex attention on a GPU, `document_attention` in plain
 torch elsewhere. Each later block is one score per slot and head; an online softmax joins them. So no mask and no score
 matrix over all blocks ever exists.
@@ -155,23 +158,26 @@ class TttStorage:
         query, key, value = heads.finished()
         query, key = query.to(value.dtype), key.to(value.dtype)  # head norms in float32 leave them wider under autocast
         blocks = (*self._blocks.get(spec.layer, ()), (key, value))
-        assert len(blocks) == 1 or spec.sliding_window is None, "only targets have windows, and they make one pass"
+        window = None if spec.sliding_window is None else spec.sliding_window - (len(blocks) - 1)
+        assert window is None or window > 0, "a window must be wider than the draft is deep"
         if self._keep:
             self._blocks[spec.layer] = blocks
         keys, values = zip(*blocks, strict=True)
         mixed: Tensor
         uses_flex = self.layout.uses_flex(query)
         if uses_flex:
-            mask = self.layout.block_mask(spec.sliding_window)
+            mask = self.layout.block_mask(window)
             mixed, lse = compiled(_flex)(query, keys[0], values[0], mask, spec.scale)
         else:
-            first = self.layout.first_visible(spec.sliding_window)
+            first = self.layout.first_visible(window)
             mixed, lse = document_attention(query, keys[0], values[0], first, spec.scale)
         if len(blocks) > 1:
             merge = compiled(merge_own) if uses_flex else merge_own
             mixed, lse = merge(query, mixed, lse, list(keys[1:]), list(values[1:]), spec.scale)
         if self.record:
+            seen = self.layout.first_visible(window) == self.layout.start  # the sink may be out of the window
             mass = attention_mass(query, lse, keys, self.layout.start, spec.scale)
+            mass = mass._replace(sink=mass.sink * seen)
             self.masses.setdefault(spec.layer, []).append(mass)
         return mixed
 

@@ -5,7 +5,6 @@ Two backends, one meaning. Aux id k is the input of block k (the number of layer
 like, states are taken where they pass: what a model calls its hidden states does not matter.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import load_target, read_target_config
+from fledge.checkpoints.target import load_target, read_target_config, rope_of_any
 from fledge.devices import DTYPES
-from fledge.errors import CheckpointError, CheckpointWarning, describe
-from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.errors import CheckpointError, describe
+from fledge.layers.config import LayerConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import MAX_LAYERS, ConfigFields, read_rope
+from fledge.models.hf_config import MAX_LAYERS, ConfigFields
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.training.attention import DocumentLayout, TttStorage
@@ -198,6 +197,7 @@ def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig
 
     hidden, heads = number("hidden_size", "n_embd", "d_model"), number("num_attention_heads", "n_head")
     kv_heads = number("num_key_value_heads", default=heads)
+    values = {name: value for name, value in config.to_dict().items() if value is not None}
     layer = LayerConfig(
         hidden_size=hidden,
         intermediate_size=number("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
@@ -205,7 +205,7 @@ def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig
         num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
         head_dim=number("head_dim", default=hidden // heads),
         norm_eps=float(number("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6)),
-        rope=_rope(config, directory),
+        rope=rope_of_any(ConfigFields(values, str(directory / "config.json"))),
     )
     if (layers := number("num_hidden_layers", "n_layer")) > MAX_LAYERS:
         raise CheckpointError(f"{directory / 'config.json'}: {layers} layers, expected at most {MAX_LAYERS}")
@@ -222,22 +222,6 @@ def _foreign_config(directory: Path, *, trust_remote_code: bool) -> TargetConfig
         bos_id=getattr(config, "bos_token_id", None),
         eos_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
     )
-
-
-def _rope(config: Any, directory: Path) -> RopeConfig:
-    """The rotation of the target's global attention. transformers 5 nests it, for some families by layer type."""
-    values = {k: v for k, v in config.to_dict().items() if v is not None}
-    nested = values.get("rope_parameters")
-    if isinstance(nested, dict) and "full_attention" in nested:
-        values["rope_parameters"] = nested["full_attention"]
-    try:
-        return read_rope(ConfigFields(values, str(directory / "config.json")))
-    except CheckpointError as error:
-        parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        theta = float(parameters.get("rope_theta") or values.get("rope_theta") or RopeConfig.theta)
-        text = f"{error}; the drafter gets plain rotary positions with theta {theta:g}"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
-        return RopeConfig(theta=theta)
 
 
 def _documents(batch: PackedBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

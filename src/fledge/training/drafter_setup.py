@@ -56,6 +56,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
         num_layers=section.num_layers,
         draft_vocab_size=draft_vocab_size,
         max_positions=max_positions,
+        sliding_windows=() if section.sliding_window is None else (section.sliding_window,) * section.num_layers,
         own_embedding=section.train_embedding,
         norm_before_residual=section.norm_before_residual,
         fc_norm=variant.fc_norm if section.fc_norm is None else section.fc_norm,

@@ -95,6 +95,7 @@ class DrafterSection:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int | None = None
+    sliding_window: int | None = None  # of every layer's attention, in tokens; None: full attention
     aux_layer_ids: tuple[int, ...] | None = None  # ids of layer inputs, as vLLM counts them
     train_embedding: bool = False  # the drafter gets an embedding of its own, started from the target's
     head_from_target: bool = True  # its head starts from the target's rows
@@ -201,6 +202,8 @@ class Recipe(Record):
         yield "fit.depth", fit.depth <= 16, "1 to 16"
         yield "eval.depths", all(1 <= d <= 16 for d in self.eval.depths), "numbers from 1 to 16"
         yield "fit.betas", all(0 <= beta < 1 for beta in fit.betas), "numbers from 0 to below 1"
+        window = self.drafter.sliding_window
+        yield "drafter.sliding_window", window is None or window > fit.depth, f"more than fit.depth ({fit.depth})"
         yield "device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "auto, cpu or cuda"
         yield "data.sources", bool(data.sources), "at least one file"
         yield "fit.micro_rows", fit.rows % (fit.micro_rows or 1) == 0, f"a divisor of {fit.rows}"

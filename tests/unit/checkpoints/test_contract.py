@@ -57,6 +57,7 @@ def test_warnings_do_not_stop_loading(trap: Trap, tmp_path: Path) -> None:
     (finding,) = check(read_drafter(tmp_path / "drafter"), TARGET)
     assert finding.name == trap.finding
     assert trap.says in finding.message()
+    assert finding.fixed_by_convert == trap.fixed_by_convert
     with pytest.warns(CheckpointWarning, match=rf"\[{trap.finding}\]"):
         load_drafter(tmp_path / "drafter", TARGET)
 
@@ -70,7 +71,7 @@ def test_convert_refuses_what_it_cannot_repair(trap: Trap, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-@named(tuple(trap for trap in ERRORS if trap.fixed_by_convert))
+@named(tuple(trap for trap in ERRORS + WARNINGS if trap.fixed_by_convert))
 def test_convert_repairs_what_is_evident(trap: Trap, tmp_path: Path) -> None:
     trap.write(tmp_path / "drafter")
     fixed, _ = convert_drafter(tmp_path / "drafter", tmp_path / "out", to="vllm")

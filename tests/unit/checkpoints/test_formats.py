@@ -18,24 +18,18 @@ from fledge.checkpoints.target import save_target
 from fledge.checkpoints.weights import stored_shapes
 from fledge.errors import CheckpointError
 from fledge.models.config import Architecture, DrafterConfig
-from fledge.models.drafter.variants import EAGLE_1 as EAGLE_1_VARIANT
-from fledge.models.drafter.variants import EAGLE_3 as EAGLE_3_VARIANT
-from fledge.models.drafter.variants import EAGLE_3_1, build
+from fledge.models.drafter.variants import EAGLE_3, build
 from tests.checkpoint_fixtures import (
     DRAFT_VOCAB,
-    LAYER,
     TARGET,
     draft_logits,
     drafter_configs,
     edit_config,
     edit_tensors,
     make_drafter,
-    rename_tensors,
 )
+from tests.drafter_spellings import AUX_IDS, EAGLE31, SPELLINGS, Spelling, llama_fields
 from tests.tiny_models import make_target
-
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-EAGLE31 = EAGLE_3_1.config_for(TARGET)
 
 
 @pytest.mark.parametrize("config", drafter_configs().values(), ids=drafter_configs())
@@ -47,38 +41,6 @@ def test_name_tables_invert(config: DrafterConfig) -> None:
         theirs = [their_name(name, midlayer=midlayer) for name in ours]
         assert [our_name(name, config.architecture) for name in theirs] == ours
         assert len(set(theirs)) == len(ours)
-
-
-def write_foreign(
-    directory: Path, config: DrafterConfig, fields: dict[str, object], *, layer_zero: str
-) -> torch.Tensor:
-    """Write a checkpoint as another trainer would; return the logits it must give."""
-    drafter = make_drafter(config)
-    save_drafter(drafter, directory)
-    (directory / "fledge_provenance.json").unlink()
-    (directory / "config.json").write_text(json.dumps(fields))
-    rename_tensors(directory, lambda name: name.replace("midlayer.", layer_zero))
-    return draft_logits(drafter, make_target(TARGET))
-
-
-def llama_fields(**more: object) -> dict[str, object]:
-    return {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "vocab_size": 64,
-        "max_position_embeddings": 128,
-        "torch_dtype": "float32",
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        **more,
-    }
 
 
 def to_pickle(directory: Path) -> None:
@@ -95,128 +57,32 @@ def to_shards(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
-FOREIGN = {
-    # yuhuili/EAGLE-LLaMA3-Instruct-8B: says LlamaForCausalLM, stores its own embedding
-    "eagle1-original": (
-        replace(EAGLE_1_VARIANT.config_for(TARGET), own_embedding=True),
-        llama_fields(architectures=["LlamaForCausalLM"]),
-        "layers.0.",
-        set(),
-    ),
-    # older EAGLE-1 heads have a bias on fc
-    "eagle1-bias": (
-        replace(EAGLE_1_VARIANT.config_for(TARGET), own_embedding=True, fc_bias=True),
-        llama_fields(architectures=["LlamaForCausalLM"], bias=True),
-        "layers.0.",
-        {"fc-bias"},
-    ),
-    # yuhuili/EAGLE3-*: says LlamaForCausalLM, midlayer, reduced vocabulary, no aux ids
-    "eagle3-original": (
-        replace(EAGLE_3_VARIANT.config_for(TARGET), draft_vocab_size=DRAFT_VOCAB),
-        llama_fields(architectures=["LlamaForCausalLM"], draft_vocab_size=DRAFT_VOCAB),
-        "midlayer.",
-        {"aux-ids-omitted"},
-    ),
-    # the smallest 3.1 config that vLLM runs
-    "vllm-minimal": (
-        EAGLE31,
-        llama_fields(architectures=["Eagle3LlamaForCausalLM"], fc_norm=True, norm_output=True),
-        "layers.0.",
-        {"aux-ids-omitted"},
-    ),
-    "vllm-top-level-ids": (
-        replace(EAGLE31, aux_layer_ids=(1, 4, 7)),
-        llama_fields(architectures=["LlamaForCausalLMEagle3"], fc_norm=True, norm_output=True, **{AUX_IDS: [1, 4, 7]}),
-        "layers.0.",
-        set(),
-    ),
-    # SpecForge and SGLang: nested ids that count outputs, when they begin with 1
-    "specforge": (
-        EAGLE31,
-        llama_fields(
-            architectures=["LlamaForCausalLMEagle3"],
-            fc_norm=True,
-            norm_output=True,
-            eagle_config={"use_aux_hidden_state": True, AUX_IDS: [1, 3, 4]},
-        ),
-        "midlayer.",
-        {"aux-ids-nested"},
-    ),
-    # nested ids that count inputs, as TorchSpec's newer drafters have them
-    "nested-inputs": (
-        EAGLE31,
-        llama_fields(
-            architectures=["LlamaForCausalLMEagle3"],
-            fc_norm=True,
-            norm_output=True,
-            eagle_config={AUX_IDS: [2, 4, 5]},
-        ),
-        "midlayer.",
-        {"aux-ids-nested"},
-    ),
-    "norm-before-fc-nested": (
-        replace(EAGLE_3_VARIANT.config_for(TARGET), norm_before_fc=True),
-        llama_fields(
-            architectures=["LlamaForCausalLMEagle3"], eagle_config={"norm_before_fc": True}, **{AUX_IDS: [2, 4, 5]}
-        ),
-        "midlayer.",
-        set(),
-    ),
-    # transformers 5 spellings
-    "rope-parameters": (
-        EAGLE31,
-        llama_fields(
-            architectures=["LlamaForCausalLMEagle3"],
-            fc_norm=True,
-            norm_output=True,
-            dtype="float32",
-            rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
-            **{AUX_IDS: [2, 4, 5]},
-        ),
-        "midlayer.",
-        set(),
-    ),
-    "qwen3": (
-        replace(EAGLE31, layer=replace(LAYER, qk_norm=True)),
-        llama_fields(
-            architectures=["Eagle3Qwen3ForCausalLM"],
-            fc_norm=True,
-            norm_output=True,
-            head_dim=8,
-            **{AUX_IDS: [2, 4, 5]},
-        ),
-        "layers.0.",
-        set(),
-    ),
-}
-
-
 @pytest.mark.filterwarnings("ignore::fledge.errors.CheckpointWarning")
-@pytest.mark.parametrize("repack", [None, to_pickle, to_shards], ids=["safetensors", "pickle", "shards"])
-@pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_layouts(name: str, repack: Callable[[Path], None] | None, tmp_path: Path) -> None:
-    config, fields, layer_zero, findings = FOREIGN[name]
-    expected = write_foreign(tmp_path / "foreign", config, fields, layer_zero=layer_zero)
+@pytest.mark.parametrize(
+    ("name", "repack"),
+    [*((name, None) for name in SPELLINGS), ("specforge", to_pickle), ("eagle3-original", to_shards)],
+)
+def test_spellings(name: str, repack: Callable[[Path], None] | None, tmp_path: Path) -> None:
+    spelling, foreign, target = SPELLINGS[name], tmp_path / "foreign", make_target(TARGET)
+    expected = draft_logits(spelling.write(foreign), target)
     if repack is not None:
-        repack(tmp_path / "foreign")
-    assert is_drafter(tmp_path / "foreign")
-    checkpoint = read_drafter(tmp_path / "foreign")
-    assert {finding.name for finding in check(checkpoint, TARGET)} == findings
-    target = make_target(TARGET)
-    loaded = load_drafter(tmp_path / "foreign", target)
-    assert loaded.config == config
+        repack(foreign)
+    assert is_drafter(foreign)
+    assert {finding.name for finding in check(read_drafter(foreign), TARGET)} == spelling.findings
+    loaded = load_drafter(foreign, target)
+    assert loaded.config == spelling.config
     assert torch.equal(draft_logits(loaded, target), expected)
 
     save_target(target, tmp_path / "target")
-    _, remaining = convert_drafter(tmp_path / "foreign", tmp_path / "out", to="vllm", target=tmp_path / "target")
-    assert {finding.name for finding in remaining} <= {"fc-bias"}
+    _, remaining = convert_drafter(foreign, tmp_path / "out", to="vllm", target=tmp_path / "target")
+    assert {finding.name for finding in remaining} == spelling.findings & {"fc-bias", "rope-differs"}
     assert torch.equal(draft_logits(load_drafter(tmp_path / "out", target), target), expected)
 
 
 def test_speculators_as_published(tmp_path: Path) -> None:
     """Published checkpoints leave out what has a default, and store an embedding."""
     config = replace(
-        EAGLE_3_VARIANT.config_for(TARGET), own_embedding=True, norm_before_residual=True, draft_vocab_size=DRAFT_VOCAB
+        EAGLE_3.config_for(TARGET), own_embedding=True, norm_before_residual=True, draft_vocab_size=DRAFT_VOCAB
     )
     fields = {
         "architectures": ["Eagle3Speculator"],
@@ -235,7 +101,8 @@ def test_speculators_as_published(tmp_path: Path) -> None:
             "verifier": {"name_or_path": "org/llama", "architectures": ["LlamaForCausalLM"]},
         },
     }
-    expected = write_foreign(tmp_path / "foreign", config, fields, layer_zero="layers.0.")
+    spelling = Spelling(config=config, fields=fields, layer_zero="layers.0.")
+    expected = draft_logits(spelling.write(tmp_path / "foreign"), make_target(TARGET))
     checkpoint = read_drafter(tmp_path / "foreign")
     assert checkpoint.format == "speculators"
     assert [finding.name for finding in check(checkpoint, TARGET)] == ["aux-ids-omitted"]

@@ -74,7 +74,9 @@ class Spy:
         query, key, _ = heads.finished()
         keys, _ = self.inner.cache._stored[spec.layer]
         group = query.shape[1] // key.shape[1]
-        each = [(keys[:, h // group] @ query[-1, h] * spec.scale).softmax(0) for h in range(query.shape[1])]
+        scores = [keys[:, h // group] @ query[-1, h] * spec.scale for h in range(query.shape[1])]
+        hidden = self.inner.distance[-1] >= (spec.sliding_window or len(keys))
+        each = [score.masked_fill(hidden, -math.inf).softmax(0) for score in scores]
         self.weights.append(torch.stack(each))
         return mixed
 
@@ -99,7 +101,9 @@ def drafted_slowly(model: Drafter, text: Sequence[int], depth: int) -> list[tupl
     return steps
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3.1", "two-layers", "qwen3-style", "reduced-vocabulary"])
+@pytest.mark.parametrize(
+    "name", ["eagle1", "eagle3", "eagle3.1", "two-layers", "windows", "qwen3-style", "reduced-vocabulary"]
+)
 def test_what_is_recorded_is_what_a_round_by_itself_does(name: str) -> None:
     tokens = [*PROMPT, *torch.randint(0, 6, (12,), generator=torch.Generator().manual_seed(3)).tolist()]
     starts, depth = [7, 9, 14], 4
@@ -124,7 +128,8 @@ def test_what_is_recorded_is_what_a_round_by_itself_does(name: str) -> None:
             assert float(found.feature_rms[r, d]) == pytest.approx(float(states.feature[-1].square().mean().sqrt()))
             confidence = float(drafter(name).logits(states.head[-1:]).softmax(-1).max())
             assert float(found.confidence[r, d]) == pytest.approx(confidence)
-            counts = [segments.count(segment) for segment in Segment]
+            widest = max(drafter(name).config.sliding_windows or (len(segments),))
+            counts = [segments[-widest:].count(segment) for segment in Segment]
             assert found.visible[r, d].tolist() == counts
     assert torch.allclose(found.mass.sum(-1), torch.ones_like(found.entropy))
 
@@ -273,7 +278,8 @@ def test_values_may_be_narrower_than_keys() -> None:
     """What is kept of a layer says how wide it is: latent attention has values of another width than its keys."""
     verified = replay_module.VerifiedRows([1, 3], torch.tensor([Segment.SINK, *[Segment.USER] * 3]))
     query, keys, values = torch.randn(2, 4, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 5)
-    verified.layers.append((0.3, query, keys.transpose(0, 1), values.transpose(0, 1)))
+    spec = AttentionSpec(layer=0, scale=0.3, sliding_window=None)
+    verified.layers.append((spec, query, keys.transpose(0, 1), values.transpose(0, 1)))
     verified._summary = verified._summary.to(keys.dtype)
     own = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 5)
     mixed, record = verified.look(0, slice(0, 2), query, own)

@@ -23,6 +23,9 @@ ROPES = {
         high_freq_factor=4.0,
     ),
     "yarn": RopeConfig(type="yarn", theta=1e6, factor=4.0, original_max_positions=4096),
+    "dynamic": RopeConfig(type="dynamic", factor=4.0),
+    "yarn-mscale": RopeConfig(type="yarn", factor=64.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=0.6),
+    "yarn-mscale-alone": RopeConfig(type="yarn", factor=64.0, original_max_positions=4096, mscale=0.7),
     "yarn-all-fields": RopeConfig(
         type="yarn",
         factor=16.0,
@@ -68,7 +71,7 @@ def test_every_rule_differs_from_the_default_where_it_should() -> None:
     for name, rope in ROPES.items():
         plain = RotaryEmbedding(RopeConfig(theta=rope.theta), HEAD_DIM).inverse_frequencies
         scaled = theirs(rope).inv_freq
-        assert (name == "default") == torch.allclose(plain, scaled)
+        assert (name in ("default", "dynamic")) == torch.allclose(plain, scaled)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

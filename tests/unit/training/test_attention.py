@@ -122,16 +122,17 @@ def test_documents_do_not_see_each_other_and_padding_is_finite() -> None:
     torch.testing.assert_close(plain[0][padding], alone[padding])  # a padding slot sees itself
 
 
-def test_recorded_mass_is_that_of_the_written_out_weights() -> None:
-    batch = usual_batch()
+@pytest.mark.parametrize("window", [None, 4])
+def test_recorded_mass_is_that_of_the_written_out_weights(window: int | None) -> None:
+    batch, spec = usual_batch(), replace(SPEC, sliding_window=window)
     passes = [random_heads(batch, 6, 2, 8) for _ in range(3)]
     storage = TttStorage(DocumentLayout(batch), record=True)
     for given in passes:
-        storage.attend(given, SPEC)
+        storage.attend(given, spec)
     for row, slots in documents(batch):
         one = WrittenOutStorage()
         for k, given in enumerate(passes):
-            one.attend(given.of(row, slots), SPEC)
+            one.attend(given.of(row, slots), spec)
             weights, mass = one.weights[0][k].mean(0), storage.masses[0][k]  # [length, blocks * length]
             length = slots.stop - slots.start
             torch.testing.assert_close(mass.sink[row, slots], weights[:, 0].float())

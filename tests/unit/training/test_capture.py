@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Config, GPTNeoXConfig, GraniteConfig
 
-from fledge.checkpoints.target import save_target
+from fledge.checkpoints.target import rope_of_any, save_target
 from fledge.errors import CheckpointError, CheckpointWarning
+from fledge.models.hf_config import ConfigFields
 from fledge.models.target.decoder import TargetStates
 from fledge.training.capture import FledgeCapture, TransformersCapture, open_target, target_config
 from fledge.training.data.examples import PackedBatch
@@ -136,15 +137,10 @@ def test_rope_that_differs_by_kind_of_layer(tmp_path: Path) -> None:
     assert target_config(save_foreign(config, tmp_path)).layer.rope.theta == 1e6
 
 
-def test_rope_scaling_of_an_unknown_kind_keeps_its_theta(tmp_path: Path) -> None:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 7e4})
-    config.model_type = "llama_dynamic"
-    from fledge.training.capture import _rope
-
-    with pytest.warns(CheckpointWarning, match="dynamic"):
-        assert _rope(config, tmp_path).theta == 7e4
+def test_rope_scaling_of_an_unknown_kind_keeps_its_theta() -> None:
+    values = {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 7e4}}
+    with pytest.warns(CheckpointWarning, match="longrope"):
+        assert rope_of_any(ConfigFields(values, "config.json")).theta == 7e4
 
 
 def test_soft_capped_logits_are_refused(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_a_recipe_overrides_its_variant() -> None:
         num_heads=8,
         num_kv_heads=4,
         head_dim=4,
+        sliding_window=32,
         aux_layer_ids=(1, 4, 6, 8),
         train_embedding=True,
     )
@@ -69,7 +70,7 @@ def test_a_recipe_overrides_its_variant() -> None:
     assert (config.num_layers, config.num_aux_states, config.aux_layer_ids) == (2, 4, (1, 4, 6, 8))
     layer = config.layer
     assert (layer.intermediate_size, layer.num_heads, layer.num_kv_heads, layer.head_dim) == (64, 8, 4, 4)
-    assert (config.draft_vocab_size, config.own_embedding) == (16, True)
+    assert (config.draft_vocab_size, config.own_embedding, config.sliding_windows) == (16, True, (32, 32))
 
 
 def test_rope_and_positions_follow_the_target() -> None:

@@ -113,6 +113,7 @@ def test_depths_beyond_the_trained_one(tmp_path: Path, depth: int, depths: tuple
         ("fit.rows=2.5", "fit.rows: found 2.5, expected an integer"),
         ("fit.micro_rows=3", "a divisor of 8"),
         ("drafter.variant=eagle4", "'eagle1' or 'eagle3' or 'eagle3.1'"),
+        ("drafter.sliding_window=7", "drafter.sliding_window: found 7, allowed is more than fit.depth (7)"),
         ("data.template_share=0.5", "0 unless data.templates names some"),
         ("data.drop_system_share=2", "0 to 1"),
         ("eval.depths=[3, 17]", "numbers from 1 to 16"),

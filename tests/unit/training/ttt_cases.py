@@ -28,6 +28,8 @@ VARIANTS = {
     "norm-output-only": replace(EAGLE_3.config_for(TINY_TARGET), norm_output=True),
     "norm-before-residual": replace(EAGLE_3_1.config_for(TINY_TARGET), norm_before_residual=True),
     "two-layers": _NAMED["two-layers"],
+    "windows": replace(_NAMED["two-layers"], sliding_windows=(7, 6)),  # depths of tests are below
+    "gelu": EAGLE_3.config_for(TINY_TARGET, layer=replace(TINY_TARGET.layer, activation="gelu")),
     "grouped-heads": EAGLE_3_1.config_for(TINY_TARGET, layer=_WIDE_GQA),
     "head-norms": _NAMED["qwen3-style"],
     "reduced-vocabulary": replace(EAGLE_3_1.config_for(TINY_TARGET), draft_vocab_size=TINY_TARGET.vocab_size // 2),
@@ -125,7 +127,8 @@ class WrittenOutStorage:
         values = torch.cat(self.values[spec.layer]).repeat_interleave(group, dim=1)
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         if spec.sliding_window is not None:
-            mask &= ~torch.ones(length, length, dtype=torch.bool).tril(-spec.sliding_window)
+            further = len(self.keys[spec.layer]) - 1  # positions that this pass is beyond its slots
+            mask &= ~torch.ones(length, length, dtype=torch.bool).tril(further - spec.sliding_window)
         eye = torch.eye(length, dtype=torch.bool)
         mask = torch.cat([mask] + [eye] * (len(self.keys[spec.layer]) - 1), dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, everything) * spec.scale

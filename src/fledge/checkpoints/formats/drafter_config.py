@@ -20,70 +20,27 @@ stacked; theirs differ for the first layer and the draft vocabulary (`our_name`,
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from fledge.checkpoints.finding import Finding, finding
+from fledge.checkpoints.formats.drafter_classes import Format, architecture_names, format_of, is_other_spelling
 from fledge.errors import CheckpointError
 from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.hf_config import ConfigFields, read_layer, rope_holders, write_layers
-
-Format = Literal["vllm", "speculators"]
+from fledge.models.target.family import window_fields
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3 and 3.1, as all spell them
-_KNOWN_CLASSES = (
-    "EagleLlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3Qwen3ForCausalLM",
-    "Eagle3Qwen2_5vlForCausalLM",  # these three are the Llama class under other names
-    "Eagle3Qwen3vlForCausalLM",
-    "Eagle3MiniMaxM2ForCausalLM",
-    "Eagle3Speculator",  # the speculators format, old and new
-    "Eagle3DraftModel",
-)
-_PLAIN_CLASS = "LlamaForCausalLM"  # what EAGLE's own drafters say they are
+_Q_NORM = "layers.0.self_attn.q_norm.weight"
+# Of ModelOpt's `eagle_config`, what EAGLE-3's frame has and has not.
+_FRAME = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
 _NUM_AUX = "num_aux_hidden_states"
 _DEFAULT_NUM_AUX = 3  # what every engine assumes when a config does not say
 _QWEN3_THETA, _LLAMA_THETA = 1_000_000.0, 10_000.0
 _LLAMA_MAX_POSITIONS = 2048  # the default of transformers' LlamaConfig, and with it of vLLM
 _SPECULATORS_LAYERS = "transformer_layer_config"
-
-
-def format_of(fields: ConfigFields) -> Format:
-    return "speculators" if "speculators_model_type" in fields or "speculators_config" in fields else "vllm"
-
-
-def architecture_names(fields: ConfigFields) -> list[str]:
-    found = fields.values.get("architectures") or []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise fields.error("architectures", found, "a list of class names")
-    return found
-
-
-def check_class(fields: ConfigFields, names: Collection[str], notes: list[Finding]) -> None:
-    """Raise for drafters that are recognised but not built here. `names` are without `model.` in front.
-
-    A class nobody here has met may compute something else than its tensors suggest: that is noted.
-    """
-    declared = architecture_names(fields)
-    if "deepseek" in " ".join(declared).lower() or any("kv_a_proj_with_mqa" in name for name in names):
-        raise CheckpointError(
-            f"{fields.where}: an MLA drafter (DeepSeek or Kimi style attention), which Fledge does not support yet; "
-            "vLLM serves it"
-        )
-    unknown = [name for name in declared if name not in (*_KNOWN_CLASSES, _PLAIN_CLASS)]
-    for name in unknown:
-        if "Eagle" in name:
-            raise fields.error("architectures", name, f"a class that Fledge knows: {', '.join(_KNOWN_CLASSES)}")
-    if any(".experts." in name for name in names):
-        raise CheckpointError(f"{fields.where}: a mixture-of-experts drafter, which Fledge does not support")
-    if "mask_hidden" in names:
-        raise CheckpointError(f"{fields.where}: a parallel-drafting (P-EAGLE) drafter, which Fledge does not support")
-    if unknown:
-        notes.append(finding("architecture-unknown", found=unknown[0]))
 
 
 def read_config(
@@ -93,7 +50,10 @@ def read_config(
 
     `names` are our tensor names; `dtype` is that of the stored weights.
     """
-    layers, qwen3 = fields, any("Qwen3ForCausalLM" in name for name in architecture_names(fields))
+    declared = architecture_names(fields)
+    layers, qwen3 = fields, any("Qwen3ForCausalLM" in name for name in declared)
+    if any(map(is_other_spelling, declared)):  # `convert` writes the class that fits
+        qwen3 = _Q_NORM in names
     nested = fields.nested("eagle_config") or ConfigFields({}, f"{fields.where}: eagle_config")
     is_speculators, eagle3 = format_of(fields) == "speculators", architecture is Architecture.EAGLE3
     if is_speculators:
@@ -101,7 +61,11 @@ def read_config(
         qwen3 = layers.text("model_type", "llama") == "qwen3"
     elif eagle3 and not nested.flag("use_aux_hidden_state", True):
         raise nested.error("use_aux_hidden_state", False, "true (EAGLE-3 without aux states is not supported)")
+    for field, usual in _FRAME.items():
+        if nested.flag(field, usual) != usual:
+            raise nested.error(field, not usual, f"{str(usual).lower()} (another frame than EAGLE's)")
     layer, max_positions = _read_layer(layers, names, qwen3, notes)
+    num_layers = layers.layers(1) if is_speculators else fields.layers()
     vocab_size = layers.integer("vocab_size")
     draft_vocab_size, target_hidden_size, aux_ids, num_aux = vocab_size, layer.hidden_size, None, _DEFAULT_NUM_AUX
     flags: dict[str, bool] = {}
@@ -115,7 +79,8 @@ def read_config(
     return DrafterConfig(
         architecture=architecture,
         layer=layer,
-        num_layers=layers.layers(1) if is_speculators else fields.layers(),
+        num_layers=num_layers,
+        sliding_windows=_read_windows(layers, num_layers, notes),
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         max_positions=max_positions,
@@ -161,17 +126,14 @@ def _read_layer(
     are what was trained, and the difference is an error that `convert` repairs. `qwen3`: the declared class is
     Qwen3's, which has q/k norms.
     """
-    for field in ("logit_scale", "partial_rotary_factor"):
-        if fields.values.get(field) not in (None, 1, 1.0):
-            raise fields.error(field, fields.values[field], "1")
-    types = fields.values.get("layer_types") or []
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        raise fields.error("layer_types", types, "full_attention only (sliding windows are not supported)")
+    if fields.values.get("logit_scale") not in (None, 1, 1.0):
+        raise fields.error("logit_scale", fields.values["logit_scale"], "1")
     attention_bias = fields.flag("attention_bias", False)
+    qwen2 = any(name.startswith("Qwen2ForCausalLM") for name in architecture_names(fields))  # whose biases are implied
     biases = {}
     for part, flag, value in (
-        ("self_attn.q_proj", "attention_bias", attention_bias),
-        ("self_attn.o_proj", "attention_bias", attention_bias and not qwen3),
+        ("self_attn.q_proj", "attention_bias", attention_bias or qwen2),
+        ("self_attn.o_proj", "attention_bias", attention_bias and not qwen3 and not qwen2),
         ("mlp.gate_proj", "mlp_bias", fields.flag("mlp_bias", False)),
     ):
         tensor = f"layers.0.{part}.bias"
@@ -193,12 +155,38 @@ def _read_layer(
     fields = ConfigFields({**fields.values, **defaults}, fields.where)
     layer = read_layer(
         fields,
+        partial_rotary=True,
         qk_norm=qwen3 or qk_norm,
         qkv_bias=biases["self_attn.q_proj"],
         output_bias=biases["self_attn.o_proj"],
         mlp_bias=biases["mlp.gate_proj"],
     )
+    if layer.activation != "silu":
+        notes.append(finding("activation-not-silu", found=layer.activation))
     return layer, fields.integer("max_position_embeddings")
+
+
+def _read_windows(fields: ConfigFields, num_layers: int, notes: list[Finding]) -> tuple[int | None, ...]:
+    """The sliding window of each layer: those that `layer_types` names, or all with Qwen's `use_sliding_window`.
+
+    A list that was copied from the target is longer than the drafter; engines read its beginning.
+    """
+    types, on = fields.values.get("layer_types"), fields.flag("use_sliding_window", False)
+    if types is None:
+        if "sliding_window" in fields and "use_sliding_window" not in fields:
+            notes.append(finding("sliding-window-off", found=fields.integer("sliding_window")))
+        first = fields.integer("max_window_layers", 0, minimum=0)
+        types = ["sliding_attention" if on and i >= first else "full_attention" for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) < num_layers:
+        raise fields.error("layer_types", types, f"a list of {num_layers} names, one for each layer")
+    if unknown := set(map(str, types[:num_layers])) - {"sliding_attention", "full_attention"}:
+        raise fields.error("layer_types", sorted(unknown), "sliding_attention or full_attention")
+    if "sliding_attention" not in types[:num_layers]:
+        return ()
+    if not fields.flag("use_sliding_window", True):
+        raise fields.error("use_sliding_window", False, "true, as layer_types has sliding_attention")
+    window = fields.integer("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
 
 
 def _read_aux(
@@ -258,6 +246,7 @@ def write_config(
     if eagle1 and config.layer.qk_norm:
         raise CheckpointError("an EAGLE-1 drafter with q/k norms has no class in vLLM or SGLang; nothing written")
     layers = write_layers(config, "qwen3" if config.layer.qk_norm else "llama", tied_head=False)
+    layers |= window_fields(config)
     if eagle1:
         # Not "bias", EAGLE's own name for fc's bias: vLLM takes it for attention biases that are not there.
         return {"architectures": ["EagleLlamaForCausalLM"], **layers, "torch_dtype": config.dtype}
@@ -308,20 +297,3 @@ def their_name(name: str, *, midlayer: bool) -> str:
 # Never weights of ours: rope frequencies follow from the config; vLLM creates, and never reads, a `hidden_norm` in
 # layers after the first.
 IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|layers\.[1-9]\d*\.hidden_norm\.weight")
-
-
-def architecture_of(fields: ConfigFields, names: Iterable[str]) -> Architecture | None:
-    """What a directory holds by its config, or by its tensors, since configs of either may just say LlamaForCausalLM.
-
-    Returns None for what is no drafter. Wants names without `model.` in front.
-    """
-    declared, known = architecture_names(fields), set(names)
-    if format_of(fields) == "speculators" or any("Eagle3" in name for name in declared):
-        return Architecture.EAGLE3
-    if any("Eagle" in name for name in declared):
-        return Architecture.EAGLE1
-    if any(name.endswith(".hidden_norm.weight") or name.startswith(("midlayer.", "fc_norm.")) for name in known):
-        return Architecture.EAGLE3
-    if "d2t" in known or "norm.weight" in known:
-        return Architecture.EAGLE3 if "fc.weight" in known else None
-    return Architecture.EAGLE1 if "fc.weight" in known else None

@@ -28,7 +28,8 @@ class EagleDrafter(Drafter):
         super().__init__(config)
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            DecoderLayer(config.layer, layer=i, input_norm=i > 0) for i in range(config.num_layers)
+            DecoderLayer(config.layer, layer=i, sliding_window=config.sliding_window(i), input_norm=i > 0)
+            for i in range(config.num_layers)
         )
 
     def fuse(self, states: TargetStates) -> Tensor:
@@ -52,9 +53,10 @@ class Eagle3FirstLayer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
-        self.self_attn = Attention(layer, layer=0, input_size=2 * layer.hidden_size)
+        window = config.sliding_window(0)
+        self.self_attn = Attention(layer, layer=0, input_size=2 * layer.hidden_size, sliding_window=window)
         self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
-        self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
+        self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias, activation=layer.activation)
 
     def forward(
         self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage
@@ -84,7 +86,9 @@ class Eagle3Drafter(Drafter):
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(states)) if config.fc_norm else None
         self.fc = Linear(states * width, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            Eagle3FirstLayer(config) if i == 0 else DecoderLayer(config.layer, layer=i)
+            DecoderLayer(config.layer, layer=i, sliding_window=config.sliding_window(i))
+            if i
+            else Eagle3FirstLayer(config)
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fledge.layers.config import LayerConfig
-from fledge.models.config import TargetConfig
+from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.hf_config import ConfigFields, read_dtype
 
 Windows = tuple[int | None, ...]
@@ -86,7 +86,7 @@ def windows_of_upper_layers(fields: ConfigFields) -> Windows:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def window_fields(config: TargetConfig) -> dict[str, Any]:
+def window_fields(config: TargetConfig | DrafterConfig) -> dict[str, Any]:
     """The inverse of `windows_of_upper_layers`."""
     windows = set(config.sliding_windows) - {None}
     if not windows:

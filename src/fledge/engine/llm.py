@@ -22,7 +22,7 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device, choose_dtype
-from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.config import EngineConfig, SpeculativeConfig, sampling_defaults
 from fledge.engine.constraint import ConstraintFactory
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
@@ -136,8 +136,7 @@ class LLM:
         """
         single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if single else list(prompts)
-        default = SamplingParams() if sampling_params is None else sampling_params
-        params = _for_each(several, default, "sampling parameters")
+        params = _for_each(several, sampling_params or self.get_default_sampling_params(), "sampling parameters")
         constraints = _for_each(several, constraint, "constraints")
         # All prompts are encoded and submitted, and so checked, before the first one runs.
         encoded = [self.encode(prompt) for prompt in several]
@@ -192,12 +191,16 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Answer one prompt, one event a round. The prompt is checked now, not at the first event."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
         text, ids = self.encode(prompt)
         self.engine.info.check_request(ids, params)
         return self._stream(text, ids, params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the settings in the target's generation_config.json."""
+        return SamplingParams(**({} if self._directory is None else sampling_defaults(self._directory)))
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers; None if its directory has none."""
@@ -250,7 +253,8 @@ class LLM:
                 constraint=None if constraint is None else constraint(),
                 parent=job.request_id,
             )
-            job.answers[engine_id] = self._answers[engine_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
+            answer = Detokenizer(self.tokenizer, params, self.eos_ids, prompt=prompt_ids)
+            job.answers[engine_id] = self._answers[engine_id] = answer
         return job
 
     def advance(self) -> None:
@@ -353,7 +357,7 @@ def build_engine(
     limit = target.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len: found {config.max_model_len!r}, allowed is 2 to {limit} (the target's positions)"
+            f"max_model_len: found {config.max_model_len}, allowed is 2 to {limit}, the target's positions"
         )
     speculation = config.speculative_config
     drafter = None if speculation is None else _load_drafter(speculation, target, directory)
@@ -372,9 +376,8 @@ def _load_drafter(config: SpeculativeConfig, target: TargetModel, directory: Pat
     drafter = load_drafter(resolve(config.model), target, target_directory=directory)
     found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
     if config.method not in (None, found):
-        raise ConfigError(
-            f"speculative_config: 'method' is '{config.method}', but {config.model} is a drafter for method '{found}'"
-        )
+        message = f"speculative_config: 'method' is '{config.method}'"
+        raise ConfigError(f"{message}, but {config.model} is a drafter for method '{found}'")
     if config.max_model_len is not None:
         limit = min(config.max_model_len, drafter.config.max_positions)
         drafter.config = replace(drafter.config, max_positions=limit)

@@ -151,7 +151,10 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
         else:
             calls[-1]["function"]["arguments"] += function["arguments"]
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+    thought = (
+        {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    )  # vLLM's name, its older one
+    return message | thought | ({"tool_calls": calls} if calls else {})
 
 
 # vLLM's names for --reasoning-parser; all of them write the same markers.

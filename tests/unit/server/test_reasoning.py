@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fledge.engine.outputs import TextPiece
 from fledge.errors import ConfigError
+from fledge.server.async_engine import TextDelta
 from fledge.server.parsers import AnswerParser, ReasoningParser, reasoning_parser, whole_message
+from fledge.server.prompts import normalised
+from fledge.server.protocol import ChatRequest
+from fledge.server.responses import ChatChoice, token_texts
 from fledge.server.tool_parsers import HermesParser
 
 CASES = [
@@ -94,3 +99,14 @@ def test_parsers_are_found_and_know_what_the_template_opened() -> None:
     assert parser.opened_by("<|im_start|>assistant\n<think>\n")
     assert not parser.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not parser.opened_by("what is <think> for?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_reasoning_goes_both_ways_under_both_names() -> None:
+    message = whole_message(AnswerParser(ReasoningParser()).feed("<think>Hm.</think>Yes.", final=True))
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("Hm.", "Hm.", "Yes.")
+    for name in ("reasoning", "reasoning_content"):
+        (made,) = normalised([{"role": "assistant", "content": "Yes.", name: "Hm."}])
+        assert (made["reasoning"], made["reasoning_content"]) == ("Hm.", "Hm.")
+    choice = ChatChoice(0, ChatRequest(messages=[]), token_texts(None), AnswerParser(ReasoningParser()))
+    choice.take(TextDelta((TextPiece("<think>Hm.</think>", False),), [], []))
+    assert {"reasoning": "Hm.", "reasoning_content": "Hm."} in [chunk["delta"] for chunk in choice.chunks()]

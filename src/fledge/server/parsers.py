@@ -102,8 +102,10 @@ class ReasoningParser(StreamParser):
 
     BEGIN, END = "<think>", "</think>"
 
-    def __init__(self, *, opened: bool = False) -> None:
+    def __init__(self, *, opened: bool = False, calls: Sequence[str] = ()) -> None:
+        """`calls`: what tool calls begin with. From such a marker on, reasoning that is never closed is the answer."""
         self._opened = opened
+        self._calls = calls
         super().__init__()
 
     @classmethod
@@ -113,12 +115,28 @@ class ReasoningParser(StreamParser):
 
     def _read(self) -> Generator[None]:
         if self._opened or (yield from self._skip(self.BEGIN)):
-            trimmed = Trimmer()
-            yield from self._pass_until((self.END,), lambda text: self._tell("reasoning_content", trimmed(text)))
+            yield from self._read_reasoning()
             while not self._buffer.lstrip() and not self._is_final:
                 yield
             self._buffer = self._buffer.lstrip()
         yield from self._pass_until((), lambda text: self._tell("content", text))
+
+    def _read_reasoning(self) -> Generator[None]:
+        trimmed = Trimmer()
+
+        def tell(text: str) -> None:
+            self._tell("reasoning_content", trimmed(text))
+
+        marker = yield from self._pass_until((self.END, *self._calls), tell)
+        if marker is None or marker == self.END:
+            return
+        self._buffer = marker + self._buffer  # a thought about calls, or a model that forgot to close: the end tells
+        while self.END not in self._buffer and not self._is_final:
+            yield
+        thought, end, rest = self._buffer.partition(self.END)
+        if end:
+            tell(thought)
+            self._buffer = rest
 
     def _tell(self, kind: str, text: str) -> None:
         self._deltas += [{kind: text}] if text else []

@@ -75,6 +75,8 @@ class Service:
                 refuse("tools", f"{message}, or demand a call with 'tool_choice'", code="no_tool_parser")
             # A call that must come is written as the grammar says.
             parser = None if tools is None else self._tool_parser or HermesParser
+            if tools is not None and tools.must_call and parser is not None and parser.TOOL is None:
+                parser = HermesParser
             prompt = await self.prompts.chat(request, with_tools=tools is not None)
             is_opened = self._reasoning is not None and self._reasoning.opened_by(prompt.ending)
             grammar = read_format(**request.structured_fields())
@@ -91,8 +93,10 @@ class Service:
             generation = await self._generate(request, entry, [prompt.token_ids], grammar, prompt.template)
 
         def answer_parser() -> AnswerParser:
-            reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened)
-            return AnswerParser(reasoning, None if parser is None or tools is None else parser(parallel=tools.parallel))
+            calls = None if parser is None or tools is None else parser(parallel=tools.parallel, tools=tools.known)
+            begins = () if parser is None else parser.begins
+            reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened, calls=begins)
+            return AnswerParser(reasoning, calls)
 
         texts = self._texts_for(request)
         choices = [ChatChoice(number, request, texts, answer_parser()) for number in range(generation.answers)]

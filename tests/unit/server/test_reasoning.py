@@ -64,7 +64,7 @@ def test_any_split_gives_what_the_whole_gives(
 ) -> None:
     def parser() -> AnswerParser:
         made = HermesParser() if tools else None
-        return AnswerParser(ReasoningParser(opened=opened), made)
+        return AnswerParser(ReasoningParser(opened=opened, calls=HermesParser.begins if tools else ()), made)
 
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
@@ -80,10 +80,13 @@ def test_calls_in_reasoning_are_thoughts() -> None:
         '<think>maybe <tool_call>{"name": "a"}</tool_call>?</think>\n'
         'Ok. <tool_call>{"name": "b", "arguments": {}}</tool_call>'
     )
-    parser = AnswerParser(ReasoningParser(), HermesParser())
+    parser = AnswerParser(ReasoningParser(calls=HermesParser.begins), HermesParser())
     answer = whole_message(parser.feed(text, final=True))
     assert answer["reasoning_content"] == 'maybe <tool_call>{"name": "a"}</tool_call>?'
     assert (answer["content"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("Ok.", ["b"])
+    forgotten = AnswerParser(ReasoningParser(calls=HermesParser.begins), HermesParser())
+    answer = whole_message(forgotten.feed('<think>So: <tool_call>{"name": "a"}</tool_call>', final=True))
+    assert (answer["reasoning"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("So:", ["a"])
     plain = AnswerParser()
     assert plain.feed(text, final=True) == [{"content": text}]
 

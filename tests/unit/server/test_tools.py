@@ -101,7 +101,15 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("llama3_json", '\n{"answer": {"name": "x"}} ', '\n{"answer": {"name": "x"}} ', []),
     ("llama3_json", "{", "{", []),
     ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-    ("llama3_json", f"See {call('f', '{}', 'parameters')}", f"See {call('f', '{}', 'parameters')}", []),
+    ("llama3_json", f"See {call('f', '{}', 'parameters')}", "See", [("f", "{}")]),
+    ("llama3_json", f"Use {{ to open. {call('f', '{}', 'parameters')}", "Use { to open.", [("f", "{}")]),
+    ("llama3_json", '{"name": "Alice"}', '{"name": "Alice"}', []),
+    (
+        "llama3_json",  # a call inside of another object is quoted
+        '{"name": "A", "x": {"name": "f", "parameters": {}}, "y": "}"} ' + call("g", "{}", "parameters"),
+        '{"name": "A", "x": {"name": "f", "parameters": {}}, "y": "}"}',
+        [("g", "{}")],
+    ),
     # An answer that is cut off within the end marker
     *[("hermes", f"<tool_call>{call('f', '{}')}\n" + "</tool_call>"[:cut], None, [("f", "{}")]) for cut in (1, 6, 11)],
     # Kimi K2
@@ -129,19 +137,26 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     (
         "kimi_k2",
         "<|tool_calls_section_begin|>what<|tool_calls_section_end|>",
-        "<|tool_calls_section_begin|>what<|tool_calls_section_end|>",
+        "what",
         [],
+    ),
+    (
+        "kimi_k2",  # text before a call, and an id that is none, cost no other call, and no marker is content
+        KIMI.format("Now: " + KIMI_CALL.format("functions.a:0", "{}") + KIMI_CALL.format("no id", "{}"))
+        + KIMI.format(KIMI_CALL.format("functions.b:1", "{}")),
+        "Now:\nno id{}",
+        [("a", "{}"), ("b", "{}")],
     ),
     (
         "kimi_k2",
         "<|tool_calls_section_begin|><|tool_call_begin|>no id<|tool_call_argument_begin|>{}",
-        "<|tool_calls_section_begin|><|tool_call_begin|>no id<|tool_call_argument_begin|>{}",
+        "no id{}",
         [],
     ),
     (
         "kimi_k2",
         "<|tool_calls_section_begin|><|tool_call_begin|>" + "a" * 300 + ":0<|tool_call_argument_begin|>{}",
-        "<|tool_calls_section_begin|><|tool_call_begin|>" + "a" * 300 + ":0<|tool_call_argument_begin|>{}",
+        "a" * 300 + ":0{}",
         [],
     ),
 ]

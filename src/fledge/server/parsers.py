@@ -176,7 +176,9 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 # vLLM's names for --reasoning-parser; all of them write the same markers.
-REASONING_PARSERS = dict.fromkeys(("think", "deepseek_r1", "qwen3", "kimi_k2"), ReasoningParser)
+REASONING_PARSERS = dict.fromkeys(
+    ("think", "deepseek_r1", "deepseek_v3", "qwen3", "kimi_k2", "glm45", "glm47"), ReasoningParser
+)
 
 
 def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:

@@ -12,6 +12,7 @@ import jiter
 from fledge.server.parsers import StreamParser, Trimmer
 
 SPACE = " \t\r\n"
+LONGEST_HEAD = 256  # characters of a call's name or id; beyond that nobody waits for the call to begin
 _MEMBERS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "type": None, "id": None}
 _DECODER = json.JSONDecoder()
 
@@ -176,6 +177,18 @@ class ToolParser(StreamParser):
     def _call_delta(self, call: dict[str, Any], function: dict[str, Any]) -> None:
         if self.calls == 1 or self._parallel:
             self._deltas.append({"tool_calls": [{"index": self.calls - 1, **call, "function": function}]})
+
+    def _read_head(self, markers: Sequence[str]) -> Generator[None, None, tuple[str, str] | None]:
+        """Consume text up to the first of `markers`, and that; None, and nothing is consumed: it does not come soon."""
+        while True:
+            end, marker = self._find(markers)
+            if marker is not None or end > LONGEST_HEAD or self._is_final:
+                break
+            yield
+        if marker is None or end > LONGEST_HEAD:
+            return None
+        head, self._buffer = self._buffer[:end], self._buffer[end + len(marker) :]
+        return head, marker
 
     def _read_object(
         self, marker: str, *, needs_arguments: bool = False

@@ -111,6 +111,14 @@ def test_prompt_logprobs_of_zero_are_given(http: httpx.Client) -> None:
     assert "logprobs: found 4, this server gives at most 3" in refused.text
 
 
+def test_bad_words_and_allowed_tokens(http: httpx.Client) -> None:
+    text = ask(http, CHAT, allowed_token_ids=[40, 41, 42], bad_words=["H"])["choices"][0]["message"]["content"]
+    ids = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert set(ids) <= {40, 41, 42} - set(http.post("/tokenize", json={"prompt": "H"}).json()["tokens"])
+    for wrong in ({"allowed_token_ids": [999]}, {"bad_words": ["a"] * 100}, {"bad_words": "a"}):
+        assert http.post(CHAT, json={"messages": HELLO, **wrong}).json()["error"]["param"] == next(iter(wrong))
+
+
 UNAVAILABLE: list[dict[str, Any]] = [
     {"echo": True},
     {"logprob_token_ids": [1]},

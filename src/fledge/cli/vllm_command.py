@@ -118,8 +118,8 @@ def translate(
             name, dot, path = name.partition(".")
         if (negated := _negated(name, own_flags)) is not None:
             ours = [one for one in ours if one != negated]
-            foreign = FOREIGN.get(negated, {})
-            notes += [f"{name}: {foreign['note']}"] if "note" in foreign else []
+            said = FOREIGN.get(negated, {}).get("note")
+            notes += [] if said is None else [f"{name}: {said}"]
             continue
         foreign = FOREIGN.get(name)
         is_flag = name in own_flags or word in ("-O0", "-O1", "-O2", "-O3") or (foreign or {}).get("flag", False)

@@ -23,7 +23,6 @@ class Detokenizer:
         tokenizer: Any | None,
         params: SamplingParams,
         eos_ids: Collection[int] = (),
-        *,
         prompt: Sequence[int] = (),
     ) -> None:
         """`eos_ids`: the target's own ends of text, which are no `stop_reason`, as in vLLM.
@@ -42,8 +41,8 @@ class Detokenizer:
         self._params = params
         self._eos_ids = eos_ids
         self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
-        before = list(prompt[-PROMPT_TAIL:]) if self._backend is not None else []
-        if before and self._backend.decode(before).endswith("\N{REPLACEMENT CHARACTER}"):
+        before = list(prompt[-PROMPT_TAIL:])
+        if self._backend is None or self._backend.decode(before).endswith("\N{REPLACEMENT CHARACTER}"):
             before = []  # half a character, which the stream would tell again with the rest of it
         self._stream = DecodeStream(ids=before, skip_special_tokens=params.skip_special_tokens)
         self._stops = tuple(params.stop or ())

@@ -23,7 +23,7 @@ from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device, choose_dtype
 from fledge.engine.config import EngineConfig, SpeculativeConfig, sampling_defaults
-from fledge.engine.constraint import ConstraintFactory
+from fledge.engine.constraint import ConstraintFactory, with_token_rules
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
@@ -236,11 +236,12 @@ class LLM:
         request_id: str | None = None,
     ) -> "Job":
         """Queue the answers to a prompt. Whoever does so calls `advance` until they are there, and `forget` then."""
+        self.engine.info.check_request(prompt_ids, params)
         if constraint is None and params.structured_outputs is not None:
             constraint = self._compile(params.structured_outputs)
         job = Job(request_id or str(self._requests), text, prompt_ids, {})
         self._requests += 1
-        drawn = self._seeds.getrandbits(63)
+        drawn, vocab_size = self._seeds.getrandbits(63), self.engine.info.vocab_size
         for index in range(params.n):
             engine_id = f"{job.request_id}-{index}"
             self.engine.add_request(
@@ -250,10 +251,10 @@ class LLM:
                 # Answers to one prompt must differ, and still follow from the seed.
                 seed=next_int64(drawn if params.seed is None else params.seed, index),
                 eos_ids=self.eos_ids,
-                constraint=None if constraint is None else constraint(),
+                constraint=with_token_rules(constraint and constraint(), params, self.tokenizer, vocab_size),
                 parent=job.request_id,
             )
-            answer = Detokenizer(self.tokenizer, params, self.eos_ids, prompt=prompt_ids)
+            answer = Detokenizer(self.tokenizer, params, self.eos_ids, prompt_ids)
             job.answers[engine_id] = self._answers[engine_id] = answer
         return job
 
@@ -305,7 +306,7 @@ class LLM:
     def _require_tokenizer(self, purpose: str) -> Any:
         if self.tokenizer is None:
             raise PromptError(
-                f"{purpose} needs a tokenizer, and the target's directory has none; give token ids instead"
+                f"{purpose} needs a tokenizer, which the target's directory lacks; give token ids instead"
             )
         return self.tokenizer
 
@@ -343,8 +344,7 @@ def next_int64(seed: int, index: int) -> int:
 
 def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
     """Return what is given for each prompt: a list of them, or one for all."""
-    if not isinstance(given, Sequence):
-        return [given] * len(prompts)
+    given = given if isinstance(given, Sequence) else [given] * len(prompts)
     if len(given) != len(prompts):
         raise ConfigError(f"{len(prompts)} prompts but {len(given)} {what}")
     return given

@@ -27,6 +27,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_BAD_WORDS = 64
 MAX_IGNORED = 16  # names of unknown fields that are noted
 MAX_FIELDS = 1024  # of a body itself
 MAX_CONTAINERS = 20_000  # arrays and objects in a body; reading many small ones holds up everybody
@@ -102,6 +104,8 @@ class SamplingRequest(ApiModel):
     seed: _Int | None = None
     stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True

@@ -157,6 +157,8 @@ class Service:
         template: Template = NO_TEMPLATE,
     ) -> Generation:
         """Submit. Raises a FledgeError if something is wrong with the request."""
+        if request.bad_words and self.tokenizer is None:
+            refuse("bad_words", "needs a tokenizer, which this model lacks")
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")

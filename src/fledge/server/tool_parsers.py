@@ -110,14 +110,16 @@ class MistralParser(ToolParser):
                 continue
             self._begin_call(head[0].strip(), call_id)
             self._buffer = head[1].replace(self.ARGUMENTS, "") + self._buffer
-            trimmed = Trimmer()
-            found = yield from self._pass_until(
-                (self.TAG,), lambda text, trimmed=trimmed: self._arguments(trimmed(text))
-            )
+            found = yield from self._read_arguments()
             self._buffer = (found or "") + self._buffer
 
+    def _read_arguments(self) -> Generator[None, None, str | None]:
+        trimmed = Trimmer()
+        return (yield from self._pass_until((self.TAG,), lambda text: self._arguments(trimmed(text))))
+
     def _read_list(self) -> Generator[None]:
-        marker, found = f"{self.TAG}[", ","
+        marker = f"{self.TAG}["
+        found: str | None = ","
         while found == ",":
             call, _ = yield from self._read_object(marker)
             marker = ""

@@ -200,7 +200,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: the settings in the target's generation_config.json."""
-        return SamplingParams(**({} if self._directory is None else sampling_defaults(self._directory)))
+        return SamplingParams.from_dict({} if self._directory is None else sampling_defaults(self._directory))
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers; None if its directory has none."""
@@ -344,10 +344,10 @@ def next_int64(seed: int, index: int) -> int:
 
 def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
     """Return what is given for each prompt: a list of them, or one for all."""
-    given = given if isinstance(given, Sequence) else [given] * len(prompts)
-    if len(given) != len(prompts):
-        raise ConfigError(f"{len(prompts)} prompts but {len(given)} {what}")
-    return given
+    each: Sequence[Any] = given if isinstance(given, Sequence) else [given] * len(prompts)
+    if len(each) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts but {len(each)} {what}")
+    return each
 
 
 def build_engine(
@@ -376,8 +376,7 @@ def _load_drafter(config: SpeculativeConfig, target: TargetModel, directory: Pat
     drafter = load_drafter(resolve(config.model), target, target_directory=directory)
     found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
     if config.method not in (None, found):
-        message = f"speculative_config: 'method' is '{config.method}'"
-        raise ConfigError(f"{message}, but {config.model} is a drafter for method '{found}'")
+        raise ConfigError(f"method: found '{config.method}', but {config.model} is a drafter for method '{found}'")
     if config.max_model_len is not None:
         limit = min(config.max_model_len, drafter.config.max_positions)
         drafter.config = replace(drafter.config, max_positions=limit)

@@ -273,7 +273,7 @@ class OpenAIResponse:
             self.choices[number].take(delta)
             parts = []
             for choice in self.choices[number].chunks():
-                told = {"usage": None} if asked.wants_stream_usage else {}
+                told: dict[str, Any] = {"usage": None} if asked.wants_stream_usage else {}
                 if asked.wants_continuous_usage:
                     told["usage"] = self.generation.usage(opening="role" in choice.get("delta", ()))
                 parts.append(event({**head, "choices": [choice], **told}))

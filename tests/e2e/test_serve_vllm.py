@@ -17,6 +17,7 @@ ODD = "Repeat: 😀 é 你好 "
 @pytest.fixture(name="http", scope="module")
 def _http() -> Iterator[httpx.Client]:
     options: dict[str, Any] = {"root_path": "/llm", "enable_force_include_usage": True, "max_logprobs": 3}
+    options["tool_call_parser"] = "qwen3_coder"
     template = {
         "default_chat_template_kwargs": {"greeting": "Hi"},
         "chat_template": "{{ greeting }}{{ messages[0].content }}",
@@ -117,6 +118,15 @@ def test_bad_words_and_allowed_tokens(http: httpx.Client) -> None:
     assert set(ids) <= {40, 41, 42} - set(http.post("/tokenize", json={"prompt": "H"}).json()["tokens"])
     for wrong in ({"allowed_token_ids": [999]}, {"bad_words": ["a"] * 100}, {"bad_words": "a"}):
         assert http.post(CHAT, json={"messages": HELLO, **wrong}).json()["error"]["param"] == next(iter(wrong))
+
+
+def test_calls_that_must_come_do_so_where_the_models_own_syntax_has_no_grammar(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tool = {"type": "function", "function": {"name": "light", "parameters": schema}}
+    answer = ask(http, CHAT, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "light"
+    assert isinstance(json.loads(call["function"]["arguments"])["on"], bool)
 
 
 UNAVAILABLE: list[dict[str, Any]] = [

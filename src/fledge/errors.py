@@ -13,8 +13,11 @@ class FledgeError(Exception):
     """Base class: the message says what is wrong, where, and what to do about it, on one line."""
 
 
-class ConfigError(FledgeError):
-    """A setting is unknown, out of range, or contradicts another one. `param` names it, where that is known."""
+class ConfigError(FledgeError, ValueError):
+    """A setting is unknown, out of range, or contradicts another one. `param` names it, where that is known.
+
+    A ValueError too, which is what callers of vLLM's `LLM` and `SamplingParams` catch.
+    """
 
     def __init__(self, message: str = "", *, param: str | None = None) -> None:
         super().__init__(message)

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.errors import CheckpointError, ConfigError, nearest_name_hint
+from fledge.errors import CheckpointError, ConfigError, FledgeError, nearest_name_hint
 
 if TYPE_CHECKING:
     from fledge.bench.run import BenchRun
@@ -81,7 +81,8 @@ def token_count(text: str) -> int | None:
     try:
         return int(float(number) * factor)
     except (ValueError, OverflowError):
-        raise ConfigError(f"--max-model-len: found '{text}', expected a number, 4k or auto") from None
+        # No ConfigError: that is a ValueError too, of which click makes its own three lines.
+        raise FledgeError(f"--max-model-len: found '{text}', expected a number, 4k or auto") from None
 
 
 def read_speculation(

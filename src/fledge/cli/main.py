@@ -10,8 +10,9 @@ from fledge.cli.bench import bench
 from fledge.cli.checkpoints import convert, inspect
 from fledge.cli.drafters import drift, evaluate
 from fledge.cli.generate import demo, generate
-from fledge.cli.serve import ServeCommand, serve
+from fledge.cli.serve import serve
 from fledge.cli.train import train
+from fledge.cli.vllm_command import ServeCommand
 from fledge.errors import FledgeError
 from fledge.version import __version__
 

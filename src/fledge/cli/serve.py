@@ -1,29 +1,24 @@
 """`fledge serve`: an OpenAI-compatible server. Takes the command line of `vllm serve`."""
 
-import json
+import errno
 import os
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from typer.core import TyperCommand
-
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.cli.command import options, settings_of
-from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.engine.vllm_options import ALIASES, FOREIGN, note_on
+from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
+from fledge.engine.config import SAMPLING_DEFAULTS, EngineConfig, SpeculativeConfig, sampling_defaults
 from fledge.errors import ConfigError, nearest_name_hint
-from fledge.files import parse_json, read_json, read_yaml
+from fledge.files import parse_json
 
 BUNDLED_DEPTH = 5
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _INTERNAL = {"speculative_config", "block_size", "num_blocks", "cudagraph_capture_sizes", "pack_weights", "read_late"}
 ENGINE_OPTIONS = tuple(one.name for one in fields(EngineConfig) if one.name not in _INTERNAL)
-_SEVERAL_VALUES = {"--served-model-name", "--api-key"}  # vLLM's way is to list them, ours to repeat the option
-_JSON = {"--speculative-config"}  # its keys may be given one by one: --speculative-config.model
 
 
 @options("serve", *ENGINE_OPTIONS)
@@ -34,10 +29,16 @@ def serve(
     config: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
+    uds: str | None = None,
     api_key: list[str] | None = None,
     served_model_name: list[str] | None = None,
     chat_template: str | None = None,
+    default_chat_template_kwargs: str | None = None,
     generation_config: str = "auto",
+    override_generation_config: str | None = None,
+    max_logprobs: int = MAX_LOGPROBS,
+    return_tokens_as_token_ids: bool = False,
+    enable_force_include_usage: bool = False,
     enable_auto_tool_choice: bool = False,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
@@ -48,6 +49,10 @@ def serve(
     root_path: str = "",
     ssl_keyfile: str | None = None,
     ssl_certfile: str | None = None,
+    ssl_ca_certs: str | None = None,
+    ssl_cert_reqs: int = 0,
+    ssl_ciphers: str | None = None,
+    disable_fastapi_docs: bool = False,
     max_queue: int = 256,
     max_body_bytes: int = 2 * 2**20,
     request_timeout: float = 600.0,
@@ -68,7 +73,9 @@ def serve(
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
     template = None if chat_template is None else _read_template(chat_template)
     EngineConfig(**engine)  # refuses, before anything is loaded, what no engine could do
-    listener, source = _bind(host, port), model or TARGET
+    template_kwargs = _json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
+    overrides = _json_object("--override-generation-config", override_generation_config)
+    listener, source = _bind(host, port) if uds is None else _bind_path(uds), model or TARGET
     pair = source if speculation is None else f"{source} with {speculation.model}"
 
     try:
@@ -83,7 +90,7 @@ def serve(
         raise ConfigError(message) from None
     set_up_logging(log_format)
     directory = resolve(source)
-    names, is_private = allowed_host or [], is_loopback(host) and not keys
+    names, is_private = allowed_host or [], is_loopback(host) and uds is None and not keys
     settings = settings_of(
         ServeOptions,
         locals(),
@@ -95,12 +102,14 @@ def serve(
         cors_origins=tuple(_origins(cors_origin or [])),
         allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
         root_path=root_path.rstrip("/"),
-        default_sampling=_sampling_defaults(directory, generation_config),
+        default_chat_template_kwargs=template_kwargs,
+        default_sampling=_sampling_defaults(directory, generation_config, overrides),
         seed=engine["seed"],
     )
     drafting = None if speculation is None else asdict(speculation)
     llm = {**engine, "model": str(directory), "speculative_config": drafting}
-    print(f"loading {pair}, to be served at port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
+    where = f"port {listener.getsockname()[1]}" if uds is None else uds
+    print(f"loading {pair}, to be served at {where}", file=sys.stderr, flush=True)
     process = EngineProcess(llm, threads=threads, log_format=log_format)
     try:
         process.wait_until_ready()
@@ -112,15 +121,20 @@ def serve(
 
     def ready(bound: int) -> None:
         shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{settings.root_path}"
+        shown = shown if uds is None else f"{uds}:{settings.root_path}"
         info = process.info
         depth = f", {info.max_depth} drafts deep at most" if speculation is not None else ", without a drafter"
         machine = f"{info.device} in {info.dtype}, room for {info.kv_capacity:,} tokens of KV cache"
         names = f"serving {pair}{depth}, at {shown} (page: {shown}/, API: {shown}/v1) as {settings.model_name}"
         print(f"{names}, on {machine}", file=sys.stderr, flush=True)
-        if not is_loopback(host) and not keys:
+        if not is_loopback(host) and uds is None and not keys:
             print("warning: anybody who can reach this address can use the server; see --api-key", file=sys.stderr)
 
-    status = run(service, listener, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile, on_ready=ready)
+    tls = {"ssl_keyfile": ssl_keyfile, "ssl_certfile": ssl_certfile, "ssl_ca_certs": ssl_ca_certs}
+    tls |= {} if ssl_ciphers is None else {"ssl_ciphers": ssl_ciphers}
+    status = run(service, listener, **tls, ssl_cert_reqs=ssl_cert_reqs, on_ready=ready)
+    if uds is not None:
+        Path(uds).unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
@@ -153,13 +167,33 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _bind_path(path: str) -> socket.socket:
+    """The same for a Unix socket. A file that a server left behind is taken over, unless somebody answers there."""
+    listener, other = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+    try:
+        with other:
+            if Path(path).is_socket() and other.connect_ex(path) == errno.ECONNREFUSED:
+                Path(path).unlink()
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at {path}: {error.strerror or error}; see --uds") from None
+    return listener
+
+
+def _json_object(option: str, text: str | None) -> dict[str, Any]:
+    try:
+        values = parse_json(text or "{}")
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f'{option}: expected a JSON object, such as {{"name": 1}}')
+    return values
+
+
 def _disables_any_whitespace(config: str | None) -> bool:
     """Read vLLM's JSON for structured outputs: of its fields, white space is the one that means something here."""
-    try:
-        values = json.loads(config or "{}")
-    except (ValueError, RecursionError):
-        values = None
-    disabled = values.get("disable_any_whitespace", False) if isinstance(values, dict) else None
+    disabled = _json_object("--structured-outputs-config", config).get("disable_any_whitespace", False)
     if not isinstance(disabled, bool):
         raise ConfigError('--structured-outputs-config: expected JSON such as {"disable_any_whitespace": true}')
     return disabled
@@ -187,125 +221,17 @@ def _read_template(file: str) -> str:
         raise ConfigError(f"--chat-template: {file} cannot be read: {reason}") from None
 
 
-def _sampling_defaults(directory: Path, source: str) -> dict[str, float | int]:
-    """Return the model's own sampling settings, which a request may overrule, as `vllm serve` does."""
-    if source not in ("auto", "vllm"):
-        raise ConfigError(f"--generation-config: found '{source}', allowed is auto or vllm")
-    values = {} if source == "vllm" else read_json(directory / "generation_config.json") or {}
-    return {name: values[name] for name in _SAMPLING_DEFAULTS if isinstance(values.get(name), int | float)}
+def _sampling_defaults(directory: Path, source: str, overrides: Mapping[str, Any]) -> dict[str, float | int]:
+    """Return the model's own sampling settings, which a request may overrule, as `vllm serve` does.
 
-
-# The command line of `vllm serve`: which options are harmless, and who handles the others
-
-
-class ServeCommand(TyperCommand):
-    """Reads vLLM's options too: those that do no harm are noted, others refused in words."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
-        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
-        names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
-        flags = {name for is_flag, name in names if is_flag} | {"--help"}
-        values = {name for is_flag, name in names if not is_flag}
-        ours, notes = translate(args, values, flags)
-        files = [ours[i + 1] for i, word in enumerate(ours[:-1]) if word == "--config"]
-        if len(files) > 1:
-            raise ConfigError("--config: one file can be given")
-        settings = {_spelled(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
-        model = settings.pop("--model", None)
-        if settings:
-            ours, notes = translate([*_as_words(settings, ours, flags), *args], values, flags)
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
-        rest = super().parse_args(ctx, ours)
-        if model is not None and ctx.params["model"] is None:
-            ctx.params["model"] = str(model)
-        return rest
-
-
-def _as_words(settings: Mapping[str, Any], given: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Options of a file as they are written on a command line, but for those that were given there."""
-    words: list[str] = []
-    for name, value in settings.items():
-        if value is None or (name in given and name not in _JSON):
-            continue
-        if isinstance(value, bool):
-            off = f"--no-{name[2:]}"
-            words += [name] if value else [off] if off in flags else []
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            words.append(f"{name}={one if isinstance(one, str) else json.dumps(one)}")
-    return words
-
-
-def _spelled(name: str) -> str:
-    """The name of an option as it is listed: vLLM writes `_` for `-`, and has short ones."""
-    name = name.replace("_", "-") if name.startswith("--") else name
-    return ALIASES.get(name, name)
-
-
-def _set(values: dict[str, Any], path: str, text: str) -> None:
-    """`a.b` = text, which may be JSON; `a.b+` adds to a list."""
-    *above, key = path.split(".")
-    for one in above:
-        values = values.setdefault(one, {})
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    if key.endswith("+"):
-        values.setdefault(key[:-1], []).append(value)
-    else:
-        values[key] = value
-
-
-def translate(
-    arguments: Sequence[str], own_values: Collection[str], own_flags: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Return the arguments that are ours, and notes on those that are vLLM's and do no harm.
-
-    `own_values` and `own_flags` are our options with and without a value. Raises ConfigError for an option that needs
-    another engine, and for one that nobody has.
+    `source`: "auto", "vllm" (none), or a directory to take them from instead.
     """
-    ours: list[str] = []
-    notes: list[str] = []
-    dotted: dict[str, list[tuple[str, str]]] = {}
-    rest = list(arguments)
-    while rest and rest[0] != "--":
-        word = rest.pop(0)
-        if not word.startswith("-") or word == "-":
-            ours.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        name, dot, path = name.partition(".")
-        name = _spelled(name)
-        foreign = FOREIGN.get(name)
-        is_flag = name in own_flags or word in ("-O0", "-O1", "-O2", "-O3") or (foreign or {}).get("flag", False)
-        if not equals and not is_flag and rest:
-            equals, value = "=", rest.pop(0)
-        if dot and name in _JSON & set(own_values) and equals:
-            dotted.setdefault(name, []).append((path, value))
-        elif dot and foreign is None:
-            raise ConfigError(f"unknown option '{name}.{path}'. See fledge serve --help.")
-        elif name in own_flags:
-            ours.append(name + equals + value)
-        elif name in own_values:
-            ours += [name, value] if equals else [name]
-            while name in _SEVERAL_VALUES and rest and not rest[0].startswith("-"):
-                ours += [name, rest.pop(0)]
-        elif foreign is not None:
-            value = "" if is_flag else value
-            note = note_on(name, value, f"{name} {value}".strip())
-            notes += [] if note is None else [f"{name}: {note}"]
-        else:
-            hint = nearest_name_hint(name, [*own_values, *own_flags, *FOREIGN])
-            raise ConfigError(f"unknown option '{name}'.{hint if 'Did you' in hint else ' See fledge serve --help.'}")
-    for name, keys in dotted.items():
-        whole = next((ours[i + 1] for i in range(len(ours) - 2, -1, -1) if ours[i] == name), "{}")
-        try:
-            values = json.loads(whole)
-            for path, value in keys:
-                _set(values, path, value)
-        except (ValueError, TypeError, AttributeError):
-            raise ConfigError(f"{name}.{path}: what is above it is no JSON object") from None
-        ours += [name, json.dumps(values)]
-    return [*ours, *rest], notes
+    directory = directory if source == "auto" else Path(source)
+    if source not in ("auto", "vllm") and not directory.is_dir():
+        raise ConfigError(f"--generation-config: found '{source}', allowed is auto, vllm or a directory")
+    if unknown := sorted(set(overrides) - set(SAMPLING_DEFAULTS)):
+        hint = nearest_name_hint(unknown[0], SAMPLING_DEFAULTS)
+        raise ConfigError(f"--override-generation-config: '{unknown[0]}' cannot be set here.{hint}")
+    found = {**({} if source == "vllm" else sampling_defaults(directory)), **overrides}
+    SamplingParams(**found)  # refuses what no request could have
+    return found

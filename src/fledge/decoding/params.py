@@ -53,6 +53,8 @@ class SamplingParams:
         max_tokens, min_tokens: of the answer; None: as many as there is room for
         stop: strings that end the answer; one string is a list of one
         stop_token_ids: ids that do
+        allowed_token_ids: the only ids that may come, an end of text only if it is among them; None: all
+        bad_words: strings that do not come, as the tokens that they are alone or after a blank
         n: answers to give
         logprobs: likeliest tokens to report with each token's log-probability; None: no log-probabilities
         prompt_logprobs: the same of the prompt's tokens, which are then never taken from the cache
@@ -76,6 +78,8 @@ class SamplingParams:
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -107,10 +111,15 @@ class SamplingParams:
             },
             "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, low=fewest),
             "min_tokens": _integer("min_tokens", self.min_tokens, low=0),
-            "stop": _stop_strings(self.stop),
-            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "stop": _strings("stop", self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "bad_words": _strings("bad_words", self.bad_words),
             "structured_outputs": _structured_outputs(guided_decoding or self.structured_outputs),
         }
+        if self.allowed_token_ids is not None:
+            checked["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not checked["allowed_token_ids"]:
+                _refuse("allowed_token_ids", self.allowed_token_ids, "at least one token id")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")
@@ -197,19 +206,19 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     return bias or None
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
-    stops = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
-        _refuse("stop", value, "a non-empty string or a list of non-empty strings")
-    return tuple(stops)
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        _refuse(name, value, "a non-empty string or a list of non-empty strings")
+    return tuple(texts)
 
 
-def _stop_token_ids(value: object) -> tuple[int, ...]:
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        _refuse("stop_token_ids", value, "a list of token ids")
-    return tuple(_integer("stop_token_ids", token, low=0) for token in value)
+        _refuse(name, value, "a list of token ids")
+    return tuple(_integer(name, token, low=0) for token in value)
 
 
 def _structured_outputs(value: object) -> dict[str, Any] | None:

@@ -7,14 +7,16 @@ same. Importing this imports no torch: a command line that only wants the help t
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from fledge.errors import ConfigError, refuses_unknown_names
-from fledge.files import parse_json
+from fledge.files import parse_json, read_json
 
 MAX_DEPTH = 16
 DEFAULT_DEPTH = 3
 DEFAULT_TREE_BUDGET = 60
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 _ANOTHER_ENGINE = "run this pair with vLLM, which loads the same checkpoints"
@@ -154,6 +156,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.speculative_config is not None:  # a mapping, as users write it, becomes what it means
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_dict(self.speculative_config))
+        names = {"half": "float16", "float": "float32"}  # vLLM's other ones
+        object.__setattr__(self, "dtype", names.get(self.dtype, self.dtype))
+        object.__setattr__(self, "max_model_len", None if self.max_model_len == -1 else self.max_model_len)
         for one in fields(self):
             value, least = getattr(self, one.name), one.metadata["least"]
             if least is not None and value is not None and (type(value) is not int or value < least):
@@ -182,3 +187,9 @@ class EngineConfig:
         """Whether drafts for sampled requests are drawn at random, and accepted by rejection."""
         config = self.speculative_config
         return config is not None and config.draft_sample_method == "probabilistic"
+
+
+def sampling_defaults(directory: Path) -> dict[str, float | int]:
+    """Return a model's own sampling settings (generation_config.json), for requests that bring none."""
+    values = read_json(directory / "generation_config.json") or {}
+    return {name: values[name] for name in SAMPLING_DEFAULTS if isinstance(values.get(name), int | float)}

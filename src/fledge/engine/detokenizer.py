@@ -1,12 +1,14 @@
 """Updates to text as they come, and the stop strings found in it. The offline API and the server's streams use this."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from fledge.decoding.params import SamplingParams
 from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestUpdate, TextPiece, TokenLogprobs
+
+PROMPT_TAIL = 8  # tokens: enough to hold a character, which may take several
 
 
 class Detokenizer:
@@ -16,8 +18,17 @@ class Detokenizer:
     `release` until they can no longer be the beginning of one. Without a tokenizer there are tokens and no text.
     """
 
-    def __init__(self, tokenizer: Any | None, params: SamplingParams, eos_ids: Collection[int] = ()) -> None:
-        """`eos_ids`: the target's own ends of text, which are no `stop_reason`, as in vLLM."""
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        params: SamplingParams,
+        eos_ids: Collection[int] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """`eos_ids`: the target's own ends of text, which are no `stop_reason`, as in vLLM.
+
+        After a `prompt` the first word keeps its blank: decoders of SentencePiece take it from where a text begins.
+        """
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -30,7 +41,10 @@ class Detokenizer:
         self._params = params
         self._eos_ids = eos_ids
         self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        before = list(prompt[-PROMPT_TAIL:])
+        if self._backend is None or self._backend.decode(before).endswith("\N{REPLACEMENT CHARACTER}"):
+            before = []  # half a character, which the stream would tell again with the rest of it
+        self._stream = DecodeStream(ids=before, skip_special_tokens=params.skip_special_tokens)
         self._stops = tuple(params.stop or ())
         self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
         self._drafted: list[bool] = []  # for each token
@@ -99,6 +113,10 @@ class Detokenizer:
         self._released = certain
         return tuple(pieces)
 
+    def offsets(self, first: int = 0) -> list[int]:
+        """Return where the text of each token begins, from one of them on."""
+        return [0, *self._ends][first : len(self._ends)]
+
     def token_texts(self) -> list[str]:
         """Return the text of each token. A character of several tokens is the last one's; the others are empty."""
         return [self.text[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
@@ -119,8 +137,8 @@ class Detokenizer:
 
     def _cut_at_stop_string(self, search_from: int) -> None:
         found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, search_from)) >= 0]
-        if found:
-            at, self.stop_string = min(found)
+        if found:  # as vLLM does: the one that is complete first, then the one that was named first
+            at, self.stop_string = min(found, key=lambda one: one[0] + len(one[1]))
             self.stop_reason = self.stop_string
             self.text = self.text[: at + (len(self.stop_string) if self._params.include_stop_str_in_output else 0)]
             self._ends = [min(end, len(self.text)) for end in self._ends]

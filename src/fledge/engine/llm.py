@@ -22,8 +22,8 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device, choose_dtype
-from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.engine.constraint import ConstraintFactory
+from fledge.engine.config import EngineConfig, SpeculativeConfig, sampling_defaults
+from fledge.engine.constraint import ConstraintFactory, with_token_rules
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
@@ -145,8 +145,7 @@ class LLM:
         """
         single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if single else list(prompts)
-        default = SamplingParams() if sampling_params is None else sampling_params
-        params = _for_each(several, default, "sampling parameters")
+        params = _for_each(several, sampling_params or self.get_default_sampling_params(), "sampling parameters")
         constraints = _for_each(several, constraint, "constraints")
         # All prompts are encoded and submitted, and so checked, before the first one runs.
         encoded = [self.encode(prompt) for prompt in several]
@@ -201,12 +200,16 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Answer one prompt, one event a round. The prompt is checked now, not at the first event."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         if params.n != 1:
             raise ConfigError(f"n: found {params.n}, but only one answer can be streamed at a time")
         text, ids = self.encode(prompt)
         self.engine.info.check_request(ids, params)
         return self._stream(text, ids, params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the settings in the target's generation_config.json."""
+        return SamplingParams.from_dict({} if self._directory is None else sampling_defaults(self._directory))
 
     def get_tokenizer(self) -> Any:
         """The target's tokenizer, of transformers; None if its directory has none."""
@@ -242,11 +245,12 @@ class LLM:
         request_id: str | None = None,
     ) -> "Job":
         """Queue the answers to a prompt. Whoever does so calls `advance` until they are there, and `forget` then."""
+        self.engine.info.check_request(prompt_ids, params)
         if constraint is None and params.structured_outputs is not None:
             constraint = self._compile(params.structured_outputs)
         job = Job(request_id or str(self._requests), text, prompt_ids, {})
         self._requests += 1
-        drawn = self._seeds.getrandbits(63)
+        drawn, vocab_size = self._seeds.getrandbits(63), self.engine.info.vocab_size
         for index in range(params.n):
             engine_id = f"{job.request_id}-{index}"
             self.engine.add_request(
@@ -256,10 +260,11 @@ class LLM:
                 # Answers to one prompt must differ, and still follow from the seed.
                 seed=next_int64(drawn if params.seed is None else params.seed, index),
                 eos_ids=self.eos_ids,
-                constraint=None if constraint is None else constraint(),
+                constraint=with_token_rules(constraint and constraint(), params, self.tokenizer, vocab_size),
                 parent=job.request_id,
             )
-            job.answers[engine_id] = self._answers[engine_id] = Detokenizer(self.tokenizer, params, self.eos_ids)
+            answer = Detokenizer(self.tokenizer, params, self.eos_ids, prompt_ids)
+            job.answers[engine_id] = self._answers[engine_id] = answer
         return job
 
     def advance(self) -> None:
@@ -310,7 +315,7 @@ class LLM:
     def _require_tokenizer(self, purpose: str) -> Any:
         if self.tokenizer is None:
             raise PromptError(
-                f"{purpose} needs a tokenizer, and the target's directory has none; give token ids instead"
+                f"{purpose} needs a tokenizer, which the target's directory lacks; give token ids instead"
             )
         return self.tokenizer
 
@@ -348,11 +353,10 @@ def next_int64(seed: int, index: int) -> int:
 
 def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
     """Return what is given for each prompt: a list of them, or one for all."""
-    if not isinstance(given, Sequence):
-        return [given] * len(prompts)
-    if len(given) != len(prompts):
-        raise ConfigError(f"{len(prompts)} prompts but {len(given)} {what}")
-    return given
+    each: Sequence[Any] = given if isinstance(given, Sequence) else [given] * len(prompts)
+    if len(each) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts but {len(each)} {what}")
+    return each
 
 
 def build_engine(
@@ -362,7 +366,7 @@ def build_engine(
     limit = target.config.max_positions
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"max_model_len: found {config.max_model_len!r}, allowed is 2 to {limit} (the target's positions)"
+            f"max_model_len: found {config.max_model_len}, allowed is 2 to {limit}, the target's positions"
         )
     speculation = config.speculative_config
     drafter = None if speculation is None else _load_drafter(speculation, target, directory)
@@ -381,9 +385,7 @@ def _load_drafter(config: SpeculativeConfig, target: TargetModel, directory: Pat
     drafter = load_drafter(resolve(config.model), target, target_directory=directory)
     found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
     if config.method not in (None, found):
-        raise ConfigError(
-            f"speculative_config: 'method' is '{config.method}', but {config.model} is a drafter for method '{found}'"
-        )
+        raise ConfigError(f"method: found '{config.method}', but {config.model} is a drafter for method '{found}'")
     if config.max_model_len is not None:
         limit = min(config.max_model_len, drafter.config.max_positions)
         drafter.config = replace(drafter.config, max_positions=limit)

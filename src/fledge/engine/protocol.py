@@ -48,9 +48,10 @@ class EngineInfo:
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             outside = next(token for token in prompt if not 0 <= token < vocab_size)
             raise PromptError(f"prompt: token id {outside} is outside the vocabulary (0 to {vocab_size - 1})")
-        for token in params.logit_bias or ():
-            if token >= vocab_size:
-                raise ConfigError(f"logit_bias token id: found {token}, allowed is 0 to {vocab_size - 1}")
+        ids = {"logit_bias token id": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
+        for name, tokens in ids.items():
+            if (largest := max(tokens, default=0)) >= vocab_size:
+                raise ConfigError(f"{name}: found {largest}, allowed is 0 to {vocab_size - 1}", param=name.split()[0])
         wanted = min(len(prompt) + (params.max_tokens or 1), longest)
         if wanted > self.kv_capacity:
             raise ContextLengthError(

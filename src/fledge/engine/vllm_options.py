@@ -1,8 +1,8 @@
-"""vLLM's options that are not ours: which do no harm, who handles the others. For the command line and `LLM`."""
+"""vLLM's options: which are ours too, which do no harm, who handles the others. For the command line and `LLM`."""
 
 import tomllib
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,40 @@ from fledge.errors import ConfigError
 _VLLM = "which is vLLM's job: run this pair with 'vllm serve', which loads the same checkpoints"
 _SEVERAL_GPUS = f"several GPUs or machines are needed for that, {_VLLM}"
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-FOREIGN: dict[str, dict[str, Any]] = _DATA["options"]  # by their names on the command line
+VLLM_VERSION: str = _DATA["version"]
+HONOURED: list[str] = _DATA["honoured"]
+SEVERAL_VALUES = frozenset[str](_DATA["several"])
 ALIASES: dict[str, str] = _DATA["aliases"]
+
+
+def _options(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By name: `note` or `refused`, whether it is a `flag`, and the values `accepted` all the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        reason = {kind: group[kind] for kind in ("note", "refused") if kind in group}
+        found |= {name: {**reason, "flag": True} for name in group.get("flags", ())}
+        found |= dict.fromkeys(group.get("values", ()), reason)
+        found |= {name: {**reason, "accepted": values} for name, values in group.get("accepted", {}).items()}
+    return found
+
+
+FOREIGN_NOW = _options(_DATA["group"])  # of that version, by their names on the command line
+FOREIGN = {**FOREIGN_NOW, **_options(_DATA["older"])}
 
 
 def note_on(name: str, value: str, spelled: str) -> str | None:
     """Return why a foreign option does no harm, if there is something to say; raise ConfigError where it would."""
     option = FOREIGN[name]
     if "refused" in option and value not in option.get("accepted", ()):
-        raise ConfigError(f"{spelled}: {option['refused'].format(vllm=_VLLM, several_gpus=_SEVERAL_GPUS)}")
+        raise ConfigError(f"{spelled}: {reason_of(option)}")
     note: str | None = option.get("note")
     return note
+
+
+def reason_of(option: Mapping[str, Any]) -> str:
+    """Return why an option is without effect here, or refused."""
+    reason: str = option.get("note") or option["refused"]
+    return reason.replace("{several_gpus}", _SEVERAL_GPUS).replace("{vllm}", _VLLM)
 
 
 def without_foreign(options: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:

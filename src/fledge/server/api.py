@@ -49,8 +49,9 @@ BODY_SECONDS = 60.0  # for a body to arrive
 SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
 CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
-REFUSALS = {400: "Wrong request", 401: "No valid key", 404: "No such model", 413: "Too large", 415: "Not JSON"}
-REFUSALS |= {429: "Too busy", 503: "Shutting down, or too many large bodies"}
+REFUSALS = {400: "Wrong request", 401: "No valid key", 403: "Not allowed here", 404: "No such model"}
+REFUSALS |= {408: "Took too long", 413: "Too large", 415: "Not JSON", 429: "Too busy"}
+REFUSALS |= {503: "Shutting down, or too many large bodies"}
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -86,10 +87,9 @@ def router(service: Service) -> APIRouter:
             ids = await service.prompts.encode(asked.prompt or "", asked.add_special_tokens)
         else:
             ids = (await service.prompts.chat(asked)).token_ids
-        body: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.info.max_model_len, "tokens": ids}
-        if asked.return_token_strs:
-            body["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
-        return JSONResponse(body)
+        strings = service.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        most = service.engine.info.max_model_len
+        return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})
 
     @routes.post("/detokenize", tags=["tokens"], dependencies=guarded, **_json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:

@@ -53,9 +53,10 @@ def create_app(service: Service) -> FastAPI:
         description="OpenAI's API over lossless speculative decoding.",
         docs_url=None,  # their pages load scripts from elsewhere; ours is below
         redoc_url=None,
-        root_path=options.root_path,
+        openapi_url=None if options.disable_fastapi_docs else "/openapi.json",
         lifespan=lifespan,
     )
+    app.root_path = options.root_path  # paths are served with it and without
     app.include_router(api.router(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
     if options.cors_origins:
@@ -68,7 +69,7 @@ def create_app(service: Service) -> FastAPI:
         if isinstance(error, HTTPException):
             message = str(error.detail)
             if error.status_code == 404:
-                path, served = request.url.path, ", ".join(schema["paths"])
+                path, served = request.url.path.removeprefix(options.root_path), ", ".join(schema["paths"])
                 message = NOT_SERVED.get(path) or f"there is no {path[:100]!r} here, but {served}"
             return api.error_response(RequestError(message, status=error.status_code), error.headers)
         return api.error_response(RequestError.of(error) if isinstance(error, FledgeError) else api.INTERNAL_ERROR)
@@ -82,6 +83,8 @@ def create_app(service: Service) -> FastAPI:
         known |= made.pop("$defs", {})
         known[body.__name__] = made
     app.openapi = lambda: schema  # type: ignore[method-assign]
+    if options.disable_fastapi_docs:
+        return app
     pages = Environment(loader=PackageLoader("fledge.server", "."), autoescape=True, trim_blocks=True)
     page = pages.get_template("docs.html.jinja").render(schema=schema)
     app.add_route("/docs", lambda _request: HTMLResponse(page, headers=dashboard.HEADERS))
@@ -105,7 +108,8 @@ class DrainingServer(uvicorn.Server):
         tell_accept_errors_once(self._loop)
         await super().startup(sockets)
         if self.started and not self.should_exit:
-            self._on_ready(int(self.servers[0].sockets[0].getsockname()[1]))
+            bound = self.servers[0].sockets[0]
+            self._on_ready(0 if bound.family == socket.AF_UNIX else int(bound.getsockname()[1]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         """A signal has come. Called by Python between two instructions of the main thread."""
@@ -140,7 +144,6 @@ def http_config(service: Service, **more: Any) -> uvicorn.Config:
         http=GuardedProtocol,
         ws="none",
         backlog=BACKLOG,
-        root_path=service.options.root_path,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -5,6 +5,7 @@ finds the tokens of several rounds in one delta. Closing a `Generation` ends its
 """
 
 import asyncio
+import functools
 import itertools
 import random
 import time
@@ -38,6 +39,7 @@ class TextDelta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta
+    offsets: Sequence[int] = ()  # where the text of each token begins in that of the answer
 
     @property
     def text(self) -> str:
@@ -244,7 +246,9 @@ class Generation:
         self.output_tokens = 0  # that have been read
         self._engine = engine
         self._numbers = {request_id: number for number, request_id in enumerate(ids)}
-        self._texts = [Detokenizer(engine.process.tokenizer, params, engine.info.eos_ids) for _ in ids]
+        self.prompts = prompts
+        made = functools.partial(Detokenizer, engine.process.tokenizer, params, engine.info.eos_ids)
+        self._texts = [made(prompt=prompt) for prompt in prompts for _ in range(n)]
         self._told = [0] * len(ids)  # tokens of each that have been read
         self._inbox: asyncio.Queue[RequestUpdate | RequestError] = asyncio.Queue()
         self._timeout = timeout
@@ -300,7 +304,8 @@ class Generation:
                 left -= text.is_finished
                 if (pieces := text.release()) or new or text.is_finished:
                     stop_reason = text.stop_reason if text.is_finished else None
-                    yield number, TextDelta(pieces, new, logprobs, text.finish_reason, stop_reason, prompt)
+                    ending = (text.finish_reason, stop_reason)
+                    yield number, TextDelta(pieces, new, logprobs, *ending, prompt, text.offsets(told))
 
     async def _messages(self) -> list[RequestUpdate | RequestError]:
         """Return all that have come in; wait for the first one."""
@@ -315,13 +320,17 @@ class Generation:
             messages.append(self._inbox.get_nowait())
         return messages
 
-    def usage(self, *, speculation: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return OpenAI's usage object so far; with `speculation` in it, how that went."""
+    def usage(self, *, speculation: dict[str, Any] | None = None, opening: bool = False) -> dict[str, Any]:
+        """Return OpenAI's usage object so far; with `speculation` in it, how that went.
+
+        `opening`: with an event that brings no token yet.
+        """
         cached = sum(text.metrics.cached_tokens for text in self._texts[:: self.n] if text.metrics is not None)
+        tokens = 0 if opening else self.output_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.output_tokens,
-            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if speculation is not None:

@@ -30,6 +30,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from fledge.checkpoints.source import resolve
+from fledge.engine.constraint import with_token_rules
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo
@@ -204,9 +205,10 @@ class EngineWorker:
         """Begin a request, as `Engine.add_request` does. Its grammar has been compiled."""
         try:
             # Compiled a moment ago: this finds it, or in the worst case compiles what is known to be good again.
-            constraint = None if grammar is None else self._grammars().compile(grammar)()
-            ends = self._engine.info.eos_ids
-            self._engine.add_request(request_id, **request, eos_ids=ends, constraint=constraint)
+            compiled = None if grammar is None else self._grammars().compile(grammar)()
+            info = self._engine.info
+            constraint = with_token_rules(compiled, request["params"], self._tokenizer, info.vocab_size)
+            self._engine.add_request(request_id, **request, eos_ids=info.eos_ids, constraint=constraint)
         except Exception as error:  # whatever it is, it is this request's
             self._updates.append(RequestUpdate(request_id, [], finish_reason="error", error=describe(error)))
 

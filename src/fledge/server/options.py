@@ -2,11 +2,13 @@
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
+from fledge.decoding.params import MAX_LOGPROBS
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
 from fledge.server.parsers import reasoning_parser
@@ -21,6 +23,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None  # the template's text; None: the tokenizer's own
     chat_template_name: str | None = None  # for metrics
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str | None = None  # a name, "auto" or None
     reasoning_parser: str | None = None  # a name, "auto" or None
     disable_any_whitespace: bool = False  # in structured JSON
@@ -28,6 +31,10 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names in `Host` that are answered, beside this machine's; none: any
     root_path: str = ""
+    disable_fastapi_docs: bool = False
+    max_logprobs: int = MAX_LOGPROBS
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
     max_body_bytes: int = 2 * 2**20
     max_queue: int = 256
     request_timeout: float = 600.0  # seconds
@@ -38,10 +45,10 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.served_model_names:
             raise ConfigError("--served-model-name: at least one name is needed")
-        for name in ("request_timeout", "drain_timeout"):
-            if not 0 < getattr(self, name) <= 86400:
-                found = f"found {getattr(self, name)}, allowed is above 0 to 86400"
-                raise ConfigError(f"--{name.replace('_', '-')}: {found}")
+        if not 0 < self.request_timeout <= 86400:
+            raise ConfigError(f"--request-timeout: found {self.request_timeout}, allowed is above 0 to 86400")
+        if not 0 <= self.drain_timeout <= 86400:
+            raise ConfigError(f"--drain-timeout: found {self.drain_timeout}, allowed is 0 to 86400")
         if not 1024 <= self.max_body_bytes <= 2**30:
             raise ConfigError(f"--max-body-bytes: found {self.max_body_bytes}, allowed is 1024 to {2**30}")
         if self.max_queue < 0:

@@ -102,8 +102,10 @@ class ReasoningParser(StreamParser):
 
     BEGIN, END = "<think>", "</think>"
 
-    def __init__(self, *, opened: bool = False) -> None:
+    def __init__(self, *, opened: bool = False, calls: Sequence[str] = ()) -> None:
+        """`calls`: what tool calls begin with. From such a marker on, reasoning that is never closed is the answer."""
         self._opened = opened
+        self._calls = calls
         super().__init__()
 
     @classmethod
@@ -113,12 +115,28 @@ class ReasoningParser(StreamParser):
 
     def _read(self) -> Generator[None]:
         if self._opened or (yield from self._skip(self.BEGIN)):
-            trimmed = Trimmer()
-            yield from self._pass_until((self.END,), lambda text: self._tell("reasoning_content", trimmed(text)))
+            yield from self._read_reasoning()
             while not self._buffer.lstrip() and not self._is_final:
                 yield
             self._buffer = self._buffer.lstrip()
         yield from self._pass_until((), lambda text: self._tell("content", text))
+
+    def _read_reasoning(self) -> Generator[None]:
+        trimmed = Trimmer()
+
+        def tell(text: str) -> None:
+            self._tell("reasoning_content", trimmed(text))
+
+        marker = yield from self._pass_until((self.END, *self._calls), tell)
+        if marker is None or marker == self.END:
+            return
+        self._buffer = marker + self._buffer  # a thought about calls, or a model that forgot to close: the end tells
+        while self.END not in self._buffer and not self._is_final:
+            yield
+        thought, end, rest = self._buffer.partition(self.END)
+        if end:
+            tell(thought)
+            self._buffer = rest
 
     def _tell(self, kind: str, text: str) -> None:
         self._deltas += [{kind: text}] if text else []
@@ -151,11 +169,16 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
         else:
             calls[-1]["function"]["arguments"] += function["arguments"]
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+    thought = (
+        {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    )  # vLLM's name, its older one
+    return message | thought | ({"tool_calls": calls} if calls else {})
 
 
 # vLLM's names for --reasoning-parser; all of them write the same markers.
-REASONING_PARSERS = dict.fromkeys(("think", "deepseek_r1", "qwen3", "kimi_k2"), ReasoningParser)
+REASONING_PARSERS = dict.fromkeys(
+    ("think", "deepseek_r1", "deepseek_v3", "qwen3", "kimi_k2", "glm45", "glm47"), ReasoningParser
+)
 
 
 def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:

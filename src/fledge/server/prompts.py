@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 
+from fledge.decoding.params import SamplingParams
+from fledge.engine.detokenizer import Detokenizer
 from fledge.server.errors import RequestError, refuse
 from fledge.server.options import ServeOptions
 from fledge.server.protocol import MAX_CONTAINERS, ChatRequest, TokenizeRequest, has_too_many_containers
@@ -84,7 +86,7 @@ class Prompts:
         """Render and tokenize a conversation, as the request's own fields say."""
         template, name = self._template(request.chat_template)
         conversation = normalised(request.messages or ())
-        extra = dict(request.chat_template_kwargs or {})
+        extra = {**self._options.default_chat_template_kwargs, **(request.chat_template_kwargs or {})}
         if reserved := sorted(_RESERVED & set(extra)):
             refuse("chat_template_kwargs", f"'{reserved[0]}' cannot be set")
         if isinstance(request, ChatRequest):
@@ -123,6 +125,20 @@ class Prompts:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         return await self._run(4 * len(token_ids), lambda tokenizer: str(tokenizer.decode(list(token_ids))))
+
+    async def offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return where each token of a prompt begins in its text, in which special ones may not appear."""
+
+        def work(tokenizer: Any) -> list[int]:
+            for hides_special in (False, True):
+                read = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=hides_special))
+                for token in token_ids:
+                    read.push(token)
+                if read.text == text:
+                    break
+            return [min(at, len(text)) for at in read.offsets()]
+
+        return await self._run(4 * len(token_ids), work)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return vLLM's answer: the tokenizer's class and settings as they were saved, and the chat template."""
@@ -184,10 +200,12 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     parts = [content] if isinstance(content, str) else content or ()
     text = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
     made: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
             made[name] = message[name]
             _expect(isinstance(made[name], str), f"{where}.{name}", "a string")
+    if thought := made.get("reasoning") or made.get("reasoning_content"):  # templates know one or the other
+        made |= {"reasoning": thought, "reasoning_content": thought}
     if calls:
         is_list = role == "assistant" and isinstance(calls, list)
         _expect(is_list, f"{where}.tool_calls", "a list, in a message of the assistant's")

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib import resources
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
 from fledge.engine.config import MAX_DEPTH
@@ -27,6 +27,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_BAD_WORDS = 64
 MAX_IGNORED = 16  # names of unknown fields that are noted
 MAX_FIELDS = 1024  # of a body itself
 MAX_CONTAINERS = 20_000  # arrays and objects in a body; reading many small ones holds up everybody
@@ -34,8 +36,16 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 _FIELDS = yaml.safe_load((resources.files(__package__) / "fields.yaml").read_text(encoding="utf-8"))
 
+_HARMLESS: dict[str, list[Any]] = _FIELDS["harmless"]
 NOT_SERVED: dict[str, str] = _FIELDS["not_served"]  # OpenAI's paths, and why they are not here
 
+
+def _whole(value: Any) -> Any:
+    """1.0 is an integer, by JSON Schema."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_Int = Annotated[int, BeforeValidator(_whole)]
 # Lists from clients may be long: the first wrong entry is enough.
 _Strings = Annotated[list[str], Field(fail_fast=True)]
 _Integers = Annotated[list[int], Field(fail_fast=True)]
@@ -70,7 +80,7 @@ class SpeculationOptions(ApiModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     enabled: bool = True
-    depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | None = None  # no deeper than the server drafts in any case
+    depth: Annotated[_Int, Field(ge=0, le=MAX_DEPTH)] | None = None  # no deeper than the server drafts in any case
     report: bool = False  # rounds and acceptance in the usage, and which text had been drafted
 
 
@@ -80,29 +90,32 @@ class SamplingRequest(ApiModel):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = 1
-    max_tokens: int | None = None
-    min_tokens: int | None = 0
+    n: Annotated[_Int, Field(ge=1, le=MAX_N)] | None = 1
+    max_tokens: _Int | None = None
+    min_tokens: _Int | None = 0
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: _Int | None = None
     min_p: float | None = None
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, _Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
-    seed: int | None = None
+    seed: _Int | None = None
     stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[_Int, Field(ge=1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # which end goes; left if not given
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(max_length=256)] | None = None  # shares cached prefixes only with the same
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _Int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -128,8 +141,11 @@ class SamplingRequest(ApiModel):
 
     @property
     def wants_stream_usage(self) -> bool:
-        asked = self.stream_options or StreamOptions()
-        return asked.include_usage or asked.continuous_usage_stats or self.wants_report
+        return self.wants_report or (self.stream_options is not None and self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        return self.wants_stream_usage and (self.stream_options or StreamOptions()).continuous_usage_stats
 
     @property
     def answers(self) -> int:
@@ -178,9 +194,9 @@ class ChatRequest(SamplingRequest):
     """`/v1/chat/completions`."""
 
     messages: _Objects
-    max_completion_tokens: int | None = None
+    max_completion_tokens: _Int | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[_Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: _Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -207,7 +223,7 @@ class CompletionRequest(SamplingRequest):
     """`/v1/completions`."""
 
     prompt: str | _Strings | _Integers | Annotated[list[_Integers], Field(fail_fast=True)]
-    logprobs: int | None = None
+    logprobs: _Int | None = None
     echo: bool | None = False
 
     @property
@@ -243,7 +259,7 @@ class ResponsesRequest(ApiModel):
     input: str | _Objects
     instructions: str | None = None
     stream: bool | None = False
-    max_output_tokens: int | None = None
+    max_output_tokens: _Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     tools: _Objects | None = None
@@ -279,7 +295,8 @@ def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
     """Check a body's fields. Raises RequestError, which names the first field that is wrong and quotes no value."""
     for name, reason in _FIELDS["refused"].items():
         value = body.get(name)
-        if name not in kind.model_fields and value and value != _FIELDS["harmless"].get(name):
+        is_harmless = value is None or value is False or value in ("", [], {}) or value in _HARMLESS.get(name, ())
+        if name not in kind.model_fields and not is_harmless:
             refuse(name, f"not available here; {reason}", code="unsupported_parameter")
     try:
         return kind.model_validate(dict(body))

@@ -1,7 +1,6 @@
 """Answers in OpenAI's shapes, whole or as server-sent events: of chats, and of plain completions."""
 
 import functools
-import itertools
 import json
 import math
 import re
@@ -40,7 +39,11 @@ def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
             text = f"token_id:{token}"
             return text, list(text.encode())
         text = str(tokenizer.decode([token]))
-        if "\N{REPLACEMENT CHARACTER}" in text:  # part of a character: its bytes are in the vocabulary's spelling
+        # Decoders of SentencePiece take the blank from where a text begins: the second of two has it.
+        is_part = "\N{REPLACEMENT CHARACTER}" in text
+        if not is_part and "▁" in str(tokenizer.convert_ids_to_tokens(token)):
+            text = str(tokenizer.decode([token, token]))[len(text) :]
+        if is_part:  # part of a character: its bytes are in the vocabulary's spelling
             spelled = str(tokenizer.convert_ids_to_tokens(token))
             if byte := re.fullmatch("<0x(..)>", spelled):  # SentencePiece's byte fallback
                 return text, [int(byte[1], 16)]
@@ -62,13 +65,12 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[
     }
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, offset: int) -> dict[str, Any]:
-    """Return `choices[].logprobs` of a completion; `offset` characters came before."""
-    tokens = [texts(one.token)[0] for one in logprobs]
+def completion_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, offsets: Sequence[int]) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a completion; `offsets`: where the text of each token begins."""
     return {
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
+        "text_offset": list(offsets),
         "token_logprobs": [_finite(one.logprob) for one in logprobs],
-        "tokens": tokens,
+        "tokens": [texts(one.token)[0] for one in logprobs],
         "top_logprobs": [  # the chosen token is among them, as at OpenAI; before a prompt's first there is nothing
             None
             if one.logprob is None
@@ -126,13 +128,14 @@ class _Choice:
         prompt = [one._replace(top=one.top[:top]) for one in self._prompt]
         return {} if top is None else {"prompt_logprobs": prompt_logprobs(prompt, self._texts)}
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def _tell(self) -> dict[str, Any]:
         """Return what was asked for beside the text, of the tokens that have not been told; now they have."""
         untold, self._untold = self._untold, []
-        told: dict[str, Any] = {"logprobs": self._logprobs([one for delta in untold for one in delta.logprobs])}
+        logprobs = [one for delta in untold for one in delta.logprobs]
+        told: dict[str, Any] = {"logprobs": self._logprobs(logprobs, [at for delta in untold for at in delta.offsets])}
         if self._request.return_token_ids:
             told["token_ids"] = [token for delta in untold for token in delta.token_ids]
         if self._request.wants_report:
@@ -161,7 +164,11 @@ class ChatChoice(_Choice):
         self._has_calls |= any("tool_calls" in one for one in found)
         if self._has_calls and delta.finish_reason == "stop":
             self._ending["finish_reason"] = "tool_calls"
-        self._deltas += [one for one in found if self._shows_reasoning or "reasoning_content" not in one]
+        for one in found:
+            if "reasoning_content" not in one:
+                self._deltas.append(one)
+            elif self._shows_reasoning:  # under vLLM's name and the older one
+                self._deltas.append({"reasoning": one["reasoning_content"], **one})
 
     def whole(self) -> dict[str, Any]:
         return self._entry("message", whole_message(self._deltas))
@@ -182,41 +189,52 @@ class ChatChoice(_Choice):
             chunks[len(opening) + len(deltas) - 1 if deltas else -1] |= self._tell()
         return chunks
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], _offsets: Sequence[int]) -> dict[str, Any] | None:
         return chat_logprobs(logprobs, self._texts) if self._shows_logprobs and logprobs else None
 
 
 class CompletionChoice(_Choice):
     """An answer of `/v1/completions`. It begins with `echo`: the prompt's text, or nothing."""
 
-    def __init__(self, number: int, request: CompletionRequest, texts: TokenTexts, echo: str) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: CompletionRequest,
+        texts: TokenTexts,
+        prompt: Sequence[int],
+        echo: str = "",
+        offsets: Sequence[int] = (),
+    ) -> None:
+        """`offsets`: where the prompt's tokens begin in `echo`."""
         super().__init__(number, request, texts)
         self._text = echo
+        self._echo_length = len(echo)
         self._echoes = bool(request.echo)
-        self._offset = 0  # of the text whose log-probabilities have been told
+        self._offsets = offsets
+        self._prompt_ids = {"prompt_token_ids": list(prompt)} if request.return_token_ids else {}
 
     def take(self, delta: TextDelta) -> None:
+        delta = delta._replace(offsets=[self._echo_length + at for at in delta.offsets])
         if self._echoes and delta.prompt_logprobs is not None:
             top = self._request.logprobs_wanted or 0
             prompt = [one._replace(top=one.top[:top]) for one in delta.prompt_logprobs]
-            delta = delta._replace(logprobs=[*prompt, *delta.logprobs])
+            delta = delta._replace(logprobs=[*prompt, *delta.logprobs], offsets=[*self._offsets, *delta.offsets])
         super().take(delta)
         self._text += delta.text
 
     def whole(self) -> dict[str, Any]:
         text, self._text = self._text, ""
-        return self._entry("text", text) | self.prompt_logprobs()
+        prompt_ids, self._prompt_ids = self._prompt_ids, {}  # once
+        return self._entry("text", text) | self.prompt_logprobs() | prompt_ids
 
     def chunks(self) -> list[dict[str, Any]]:
         wanted = self._request.logprobs_wanted is not None or self._request.return_token_ids
         return [self.whole()] if self._text or self._ending["finish_reason"] is not None or wanted else []
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
         if self._request.logprobs_wanted is None:
             return None
-        told = completion_logprobs(logprobs, self._texts, self._offset)
-        self._offset += sum(map(len, told["tokens"]))
-        return told
+        return completion_logprobs(logprobs, self._texts, offsets)
 
 
 Choice = ChatChoice | CompletionChoice
@@ -241,17 +259,27 @@ class OpenAIResponse:
             self.choices[number].take(delta)
         choices = [choice.whole() for choice in self.choices]
         body = {**self.head, "choices": choices, "usage": self._usage()}
-        return body | ({"object": "chat.completion", **self.choices[0].prompt_logprobs()} if self._is_chat else {})
+        if self._is_chat:
+            body |= {"object": "chat.completion", **self.choices[0].prompt_logprobs()}
+            body |= {"prompt_token_ids": list(self.generation.prompts[0])} if self._request.return_token_ids else {}
+        return body
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""
+        asked, head = self._request, self.head
+        if self._is_chat and asked.return_token_ids:
+            head = {**head, "prompt_token_ids": list(self.generation.prompts[0])}  # in the first chunk
         async for number, delta in self.generation.deltas():
             self.choices[number].take(delta)
-            if chunks := self.choices[number].chunks():
-                asked = self._request.stream_options
-                usage = self.generation.usage() if asked is not None and asked.continuous_usage_stats else None
-                told = {"usage": usage} if self._request.wants_stream_usage else {}
-                yield b"".join(event({**self.head, "choices": [choice], **told}) for choice in chunks)
+            parts = []
+            for choice in self.choices[number].chunks():
+                told: dict[str, Any] = {"usage": None} if asked.wants_stream_usage else {}
+                if asked.wants_continuous_usage:
+                    told["usage"] = self.generation.usage(opening="role" in choice.get("delta", ()))
+                parts.append(event({**head, "choices": [choice], **told}))
+                head = self.head
+            if parts:
+                yield b"".join(parts)
         tail = event({**self.head, "choices": [], "usage": self._usage()}) if self._request.wants_stream_usage else b""
         yield tail + DONE
 

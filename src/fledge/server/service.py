@@ -11,9 +11,16 @@ from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.parsers import AnswerParser, reasoning_parser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
-from fledge.server.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, ResponsesRequest, SamplingRequest
+from fledge.server.protocol import (
+    MAX_ANSWERS,
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    SamplingRequest,
+    StreamOptions,
+)
 from fledge.server.request_log import RequestLogEntry
-from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, token_texts
+from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
 from fledge.server.tool_parsers import HermesParser, tool_parser
 
@@ -68,6 +75,8 @@ class Service:
                 refuse("tools", f"{message}, or demand a call with 'tool_choice'", code="no_tool_parser")
             # A call that must come is written as the grammar says.
             parser = None if tools is None else self._tool_parser or HermesParser
+            if tools is not None and tools.must_call and parser is not None and parser.TOOL is None:
+                parser = HermesParser
             prompt = await self.prompts.chat(request, with_tools=tools is not None)
             is_opened = self._reasoning is not None and self._reasoning.opened_by(prompt.ending)
             grammar = read_format(**request.structured_fields())
@@ -84,10 +93,12 @@ class Service:
             generation = await self._generate(request, entry, [prompt.token_ids], grammar, prompt.template)
 
         def answer_parser() -> AnswerParser:
-            reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened)
-            return AnswerParser(reasoning, None if parser is None or tools is None else parser(parallel=tools.parallel))
+            calls = None if parser is None or tools is None else parser(parallel=tools.parallel, tools=tools.known)
+            begins = () if parser is None else parser.begins
+            reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened, calls=begins)
+            return AnswerParser(reasoning, calls)
 
-        texts = self._texts[bool(request.return_tokens_as_token_ids)]
+        texts = self._texts_for(request)
         choices = [ChatChoice(number, request, texts, answer_parser()) for number in range(generation.answers)]
         return OpenAIResponse(request, generation, entry, choices)
 
@@ -109,18 +120,33 @@ class Service:
                 echoes = [one if isinstance(one, str) else await self.prompts.decode(one) for one in prompts]
             grammar = read_format(**request.structured_fields())
             generation = await self._generate(request, entry, encoded, grammar)
-        texts = self._texts[bool(request.return_tokens_as_token_ids)]
-        choices = [
-            CompletionChoice(number, request, texts, echoes[number // generation.n])
-            for number in range(generation.answers)
-        ]
+        starts: list[list[int]] = [[] for _ in prompts]
+        if request.echo and request.logprobs_wanted is not None:
+            told = zip(generation.prompts, echoes, strict=True)
+            starts = [await self.prompts.offsets(ids, echo) for ids, echo in told]
+        each = zip(generation.prompts, echoes, starts, strict=True)
+        answers = [one for one in each for _ in range(generation.n)]
+        texts = self._texts_for(request)
+        choices = [CompletionChoice(number, request, texts, *answer) for number, answer in enumerate(answers)]
         return OpenAIResponse(request, generation, entry, choices)
+
+    def _texts_for(self, request: SamplingRequest) -> TokenTexts:
+        return self._texts[bool(request.return_tokens_as_token_ids) or self.options.return_tokens_as_token_ids]
 
     def _check(self, request: SamplingRequest, entry: RequestLogEntry) -> None:
         self.check_model(request.model)
         entry.model = request.model or self.options.model_name
         entry.stream = bool(request.stream)
         entry.ignored = request.ignored_fields()
+        if request.stream_options is not None and not request.stream:
+            refuse("stream_options", "needs 'stream' to be true")
+        if self.options.enable_force_include_usage and request.stream:
+            asked = request.stream_options or StreamOptions()
+            request.stream_options = asked.model_copy(update={"include_usage": True})
+        most, named = self.options.max_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        for name, wanted in ((named, request.logprobs_wanted), ("prompt_logprobs", request.prompt_logprobs_wanted)):
+            if (wanted or 0) > most:
+                refuse(name, f"found {wanted}, this server gives at most {most}")
 
     async def _generate(
         self,
@@ -131,13 +157,16 @@ class Service:
         template: Template = NO_TEMPLATE,
     ) -> Generation:
         """Submit. Raises a FledgeError if something is wrong with the request."""
+        if request.bad_words and self.tokenizer is None:
+            refuse("bad_words", "needs a tokenizer, which this model lacks")
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
             grammar = replace(grammar, any_whitespace=not self.options.disable_any_whitespace)
             await self.engine.compile(grammar)
         if request.truncate_prompt_tokens is not None:
-            prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
+            kept, is_right = request.truncate_prompt_tokens, request.truncation_side == "right"
+            prompts = [prompt[:kept] if is_right else prompt[-kept:] for prompt in prompts]
         generation = self.engine.generate(
             prompts,
             request.sampling_params(self.options.default_sampling),

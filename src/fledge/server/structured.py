@@ -27,7 +27,7 @@ from fledge.errors import nearest_name_hint
 from fledge.server.errors import refuse
 from fledge.server.grammar_sandbox import GrammarSandbox, compile_text
 from fledge.server.parsers import ReasoningParser
-from fledge.server.tool_parsers import ToolParser
+from fledge.server.tool_calls import ToolParser
 
 # Between JSON tokens: a space, or a new line and its indentation. Left free, a small model may put in white space for
 # ever, which is valid and useless. None at all is vLLM's disable_any_whitespace.
@@ -173,6 +173,7 @@ class ToolRequest(NamedTuple):
 
     must_call: Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its arguments
     parallel: bool
+    known: Mapping[str, Mapping[str, Any]]  # all of them
 
 
 def read_tools(
@@ -194,7 +195,7 @@ def read_tools(
     if named and named["name"] not in known:
         refuse("tool_choice", f"there is no tool '{named['name']}'.{nearest_name_hint(named['name'], known)}")
     must_call = {named["name"]: known[named["name"]]} if named else known if tool_choice == "required" else {}
-    return ToolRequest(must_call=must_call, parallel=parallel_tool_calls is not False and not named)
+    return ToolRequest(must_call=must_call, parallel=parallel_tool_calls is not False and not named, known=known)
 
 
 def call_grammar(parser: type[ToolParser], request: ToolRequest) -> Grammar | None:

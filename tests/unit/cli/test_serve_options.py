@@ -1,6 +1,7 @@
 """`fledge serve` with the command line of `vllm serve`: understood, noted or refused in one line."""
 
 import inspect
+import json
 import re
 import shlex
 import socket
@@ -16,9 +17,9 @@ from fledge import LLM
 from fledge.cli import serve as serve_module
 from fledge.cli.command import token_count
 from fledge.cli.main import app
-from fledge.cli.serve import translate
+from fledge.cli.vllm_command import translate
 from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.engine.vllm_options import FOREIGN
+from fledge.engine.vllm_options import ALIASES, FOREIGN, FOREIGN_NOW, HONOURED, VLLM_VERSION
 from fledge.errors import ConfigError
 from tests.command_line import fledge
 
@@ -75,7 +76,7 @@ def test_on_one_gpu_it_is_understood() -> None:
         (["--tensor_parallel_size=8"], "--tensor-parallel-size 8: several GPUs"),
         (["--pipeline-parallel-size", "2"], "vLLM"),
         (["--data-parallel-size", "2"], "vLLM"),
-        (["--enable-expert-parallel"], "--enable-expert-parallel: experts on several GPUs, which is vLLM's job"),
+        (["--enable-expert-parallel"], "--enable-expert-parallel: several GPUs"),
         (["--quantization", "fp8"], "quantised weights"),
         (["-q", "awq"], "quantised weights"),
         (["--enable-lora"], "adapters"),
@@ -208,8 +209,43 @@ def test_every_refusal_is_a_sentence_and_every_option_of_vllms_does_something() 
     for name, option in FOREIGN.items():
         assert name.startswith("--")
         assert option.get("refused") or option.get("note"), name
-        assert option.keys() <= {"refused", "accepted", "note", "flag"}, name
         assert all(isinstance(value, str) for value in option.get("accepted", ())), name
+
+
+def test_every_option_of_vllm_0_32_is_known_by_name() -> None:
+    """tests/vllm_parity compares the list with vLLM itself."""
+    assert VLLM_VERSION == "0.32.0"
+    assert len({*HONOURED, *FOREIGN_NOW}) == len(HONOURED) + len(FOREIGN_NOW) == 316
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    ours = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    for name in HONOURED:
+        assert ALIASES.get(name, name).partition(".")[0] in ours | {"--model"}, name
+    for name, option in FOREIGN_NOW.items():
+        words = [name] if option.get("flag") else [name, "unheard-of"]
+        if "note" in option:
+            assert translate(["m", *words], VALUES, FLAGS) == (["m"], [f"{name}: {option['note']}"])
+        else:
+            with pytest.raises(ConfigError, match=name):
+                translate(words, VALUES, FLAGS)
+            for value in option.get("accepted", ()):
+                assert translate(["m", name, value], VALUES, FLAGS) == (["m"], [])
+        if option.get("flag"):
+            assert translate([f"--no-{name[2:]}", "m"], VALUES, FLAGS)[0] == ["m"]
+
+
+def test_what_vllm_calls_otherwise() -> None:
+    found = parsed("--spec-method", "eagle3", "--spec-model=d", "--spec_tokens", "4", "--model", "m", "--dtype", "half")
+    assert json.loads(found["speculative_config"]) == {"method": "eagle3", "model": "d", "num_speculative_tokens": 4}
+    assert (found["model"], EngineConfig(dtype=found["dtype"]).dtype) == ("m", "float16")
+    words = ["--shutdown-timeout", "0", "--device-memory-utilization", "0.5", "--trust-request-chat-template"]
+    found = parsed(
+        "mine", "--model", "other", *words, "--override-generation-config.top_k", "3", "--numa-bind-nodes", "0", "1"
+    )
+    assert (found["model"], found["drain_timeout"], found["gpu_memory_utilization"]) == ("mine", 0, 0.5)
+    assert found["allow_client_templates"]
+    assert found["override_generation_config"] == '{"top_k": 3}'
+    assert not parsed("--enforce-eager", "--no-enforce-eager")["enforce_eager"]
+    assert EngineConfig(dtype="float", max_model_len=-1) == EngineConfig(dtype="float32")
 
 
 def test_several_names_in_a_row_and_origins_in_json() -> None:
@@ -297,10 +333,23 @@ def test_without_a_model_the_bundled_pair_is_served() -> None:
 
 def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9, "eos_token_id": [3]}')
-    assert serve_module._sampling_defaults(tmp_path, "auto") == {"temperature": 0.7, "top_p": 0.9}
-    assert serve_module._sampling_defaults(tmp_path, "vllm") == {}
-    found: Any = serve_module._sampling_defaults(tmp_path / "elsewhere", "auto")
-    assert found == {}
+    found = {"temperature": 0.7, "top_p": 0.9}
+    assert serve_module._sampling_defaults(tmp_path, "auto", {}) == found
+    assert serve_module._sampling_defaults(tmp_path / "no", str(tmp_path), {"top_p": 0.5}) == found | {"top_p": 0.5}
+    assert serve_module._sampling_defaults(tmp_path, "vllm", {}) == {}
+    assert serve_module._sampling_defaults(tmp_path / "elsewhere", "auto", {}) == {}
+    for wrong, said in (({"top_q": 1}, "Did you mean 'top_p'"), ({"top_p": 2}, "top_p: found 2")):
+        with pytest.raises(ConfigError, match=said):
+            serve_module._sampling_defaults(tmp_path, "vllm", wrong)
+
+
+def test_a_unix_socket_is_taken_over_only_from_the_dead(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with serve_module._bind_path(path) as first:
+        first.listen()
+        with pytest.raises(ConfigError, match="Address already in use; see --uds"):
+            serve_module._bind_path(path)
+    serve_module._bind_path(path).close()
 
 
 def test_a_taken_port_is_noticed_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from tests.engine_cases import (
     run,
     sampled,
 )
+from tests.serving import make_llm
 from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -382,3 +383,34 @@ class _Spelled:
     @property
     def is_complete(self) -> bool:
         return not self.left
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_and_allowed_tokens_are_kept_with_and_without_drafts(temperature: float) -> None:
+    plain, drafting = make_llm(speculative=False), make_llm()
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
+    free = plain.generate([[7, 3, 50]], params)[0].outputs[0].token_ids
+    pair, single = (plain.tokenizer.decode(free[at : at + 2]) for at in (1, 9)), plain.tokenizer.decode(free[4:5])
+    words = [word for word in (*pair, single) if "\ufffd" not in word] or [single]
+    banned = [plain.tokenizer.encode(word) for word in words]
+    for more in (
+        {"bad_words": words},
+        {"allowed_token_ids": [*range(20, 60)]},
+        {"allowed_token_ids": [*range(20, 60)], "bad_words": words, "structured_outputs": {"regex": "[a-zA-Z]{40}"}},
+    ):
+        asked = replace(params, **more)
+        found, alone = (llm.generate([[7, 3, 50]], asked)[0].outputs[0].token_ids for llm in (drafting, plain))
+        assert found == alone
+        assert len(found) == 24
+        assert set(found) <= set(more.get("allowed_token_ids", range(VOCAB_SIZE)))
+        if "bad_words" in more:
+            assert not any(list(found[at : at + len(word)]) == word for word in banned for at in range(len(found)))
+    (failed,) = plain.generate(
+        [[7, 3, 50]], replace(params, allowed_token_ids=[20], bad_words=[plain.tokenizer.decode([20])])
+    )
+    assert "leave no token" in str(failed.outputs[0].error)
+    for wrong in ({"allowed_token_ids": []}, {"allowed_token_ids": [-1]}, {"bad_words": [""]}, {"bad_words": 3}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            replace(params, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="allowed_token_ids: found 257"):
+        plain.generate([[7]], replace(params, allowed_token_ids=[VOCAB_SIZE]))

@@ -1,11 +1,13 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fledge.decoding.params import SamplingParams
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.outputs import RequestUpdate, TextPiece
+from fledge.server.responses import token_texts
 from tests.tiny_tokenizer import END, save_tokenizer
 
 
@@ -53,6 +55,49 @@ def test_the_beginning_of_a_stop_string_is_shown_once_it_cannot_become_one(token
 def test_the_earliest_of_several_stop_strings_wins_and_can_be_kept(tokenizer) -> None:
     stream, _, _ = feed(tokenizer, "x, y. z", SamplingParams(stop=[". z", ", y"], include_stop_str_in_output=True))
     assert (stream.text, stream.stop_string) == ("x, y", ", y")
+
+
+def test_of_stop_strings_that_end_together_the_first_named_wins() -> None:
+    """All in one token, as vLLM has it: the earliest end, then the order of the list."""
+    tokenizer = sentencepiece()
+    (token,) = [tokenizer.convert_tokens_to_ids("▁world")]
+    for stops, text in ((["b", "or"], " w"), (["ld", "rld", "l"], " wor"), (["rl", "l"], " wo"), (["l", "rl"], " wor")):
+        stream = Detokenizer(tokenizer, SamplingParams(stop=stops), prompt=[token])
+        stream.push(token)
+        assert stream.text == text, stops
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """A vocabulary in SentencePiece's spelling, with Llama 2's decoder."""
+    words = ["<unk>", "▁Hello", "▁world", "!", "▁", "<0xC3>", "<0xA9>", "</s>"]
+    model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>")
+    made = Tokenizer(model)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
+def test_with_sentencepiece_words_keep_their_blanks() -> None:
+    tokenizer = sentencepiece()
+    hello, world, mark, blank, *bits, end = range(1, 8)
+    for prompt, text in (
+        ([], "world! Hello é world"),
+        ([hello], " world! Hello é world"),
+        ([hello, bits[0]], "world! Hello é world"),
+    ):
+        stream = Detokenizer(tokenizer, SamplingParams(), prompt=prompt)
+        for token in (world, mark, hello, blank, *bits, end, world):
+            stream.push(token)
+        assert stream.text == text
+        assert stream.offsets(3)[:3] == [stream.text.index(" é"), *[stream.text.index("é")] * 2]
+    texts = token_texts(tokenizer)
+    assert [texts(one) for one in (hello, mark, blank, bits[0], end)] == [
+        (" Hello", list(b" Hello")),
+        ("!", [33]),
+        (" ", [32]),
+        ("\ufffd", [0xC3]),
+        ("</s>", list(b"</s>")),
+    ]
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer) -> None:

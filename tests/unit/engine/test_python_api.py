@@ -203,3 +203,16 @@ def test_a_head_that_is_not_finite_is_refused(tmp_path: Path, value: float, dtyp
         CheckpointError, match=r"'lm_head.weight' has 1 values that are not finite, the first at \[3, 5\]"
     ):
         LLM(tmp_path / "target")
+
+
+def test_without_parameters_those_of_the_model_are_used(llm: LLM, model: Path) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams()
+    (model / "generation_config.json").write_text('{"temperature": 0.0, "top_k": 5, "do_sample": true}')
+    try:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, top_k=5)
+        first, second = (llm.generate("Hello")[0].outputs[0].token_ids for _ in range(2))
+        assert first == second == llm.generate("Hello", SamplingParams(temperature=0))[0].outputs[0].token_ids
+    finally:
+        (model / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match="temperature"):  # as callers of vLLM catch it
+        SamplingParams(temperature=-1)

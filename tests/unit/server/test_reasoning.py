@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fledge.engine.outputs import TextPiece
 from fledge.errors import ConfigError
+from fledge.server.async_engine import TextDelta
 from fledge.server.parsers import AnswerParser, ReasoningParser, reasoning_parser, whole_message
+from fledge.server.prompts import normalised
+from fledge.server.protocol import ChatRequest
+from fledge.server.responses import ChatChoice, token_texts
 from fledge.server.tool_parsers import HermesParser
 
 CASES = [
@@ -59,7 +64,7 @@ def test_any_split_gives_what_the_whole_gives(
 ) -> None:
     def parser() -> AnswerParser:
         made = HermesParser() if tools else None
-        return AnswerParser(ReasoningParser(opened=opened), made)
+        return AnswerParser(ReasoningParser(opened=opened, calls=HermesParser.begins if tools else ()), made)
 
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
@@ -75,10 +80,13 @@ def test_calls_in_reasoning_are_thoughts() -> None:
         '<think>maybe <tool_call>{"name": "a"}</tool_call>?</think>\n'
         'Ok. <tool_call>{"name": "b", "arguments": {}}</tool_call>'
     )
-    parser = AnswerParser(ReasoningParser(), HermesParser())
+    parser = AnswerParser(ReasoningParser(calls=HermesParser.begins), HermesParser())
     answer = whole_message(parser.feed(text, final=True))
     assert answer["reasoning_content"] == 'maybe <tool_call>{"name": "a"}</tool_call>?'
     assert (answer["content"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("Ok.", ["b"])
+    forgotten = AnswerParser(ReasoningParser(calls=HermesParser.begins), HermesParser())
+    answer = whole_message(forgotten.feed('<think>So: <tool_call>{"name": "a"}</tool_call>', final=True))
+    assert (answer["reasoning"], [call["function"]["name"] for call in answer["tool_calls"]]) == ("So:", ["a"])
     plain = AnswerParser()
     assert plain.feed(text, final=True) == [{"content": text}]
 
@@ -94,3 +102,14 @@ def test_parsers_are_found_and_know_what_the_template_opened() -> None:
     assert parser.opened_by("<|im_start|>assistant\n<think>\n")
     assert not parser.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not parser.opened_by("what is <think> for?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_reasoning_goes_both_ways_under_both_names() -> None:
+    message = whole_message(AnswerParser(ReasoningParser()).feed("<think>Hm.</think>Yes.", final=True))
+    assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("Hm.", "Hm.", "Yes.")
+    for name in ("reasoning", "reasoning_content"):
+        (made,) = normalised([{"role": "assistant", "content": "Yes.", name: "Hm."}])
+        assert (made["reasoning"], made["reasoning_content"]) == ("Hm.", "Hm.")
+    choice = ChatChoice(0, ChatRequest(messages=[]), token_texts(None), AnswerParser(ReasoningParser()))
+    choice.take(TextDelta((TextPiece("<think>Hm.</think>", False),), [], []))
+    assert {"reasoning": "Hm.", "reasoning_content": "Hm."} in [chunk["delta"] for chunk in choice.chunks()]

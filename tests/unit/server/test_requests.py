@@ -105,7 +105,7 @@ def test_logprobs_in_both_shapes_are_finite() -> None:
     (chat,) = chat_logprobs(entries, texts)["content"]
     assert (chat["token"], chat["logprob"], chat["bytes"]) == ("a", -0.5, [97])
     assert [top["logprob"] for top in chat["top_logprobs"]] == [LOWEST, -0.5]
-    completion = completion_logprobs([*entries, *entries], texts, offset=7)
+    completion = completion_logprobs([*entries, *entries], texts, offsets=[7, 8])
     assert completion["tokens"] == ["a", "a"]
     assert completion["text_offset"] == [7, 8]
     assert completion["top_logprobs"][0] == {"a": -0.5, "b": LOWEST}

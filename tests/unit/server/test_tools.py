@@ -21,8 +21,14 @@ KIMI_CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|
 WEATHER = '{"city": "Paris, \\"FR\\" {x}", "days": [1, 2]}'
 
 
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"  # noqa: RUF001
+DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"  # noqa: RUF001
+DEEPSEEK_31_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"  # noqa: RUF001
+TOOLS = {"f": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}, "b": {"type": "boolean"}}}}
+
+
 def parse(name: str, text: str, **more: Any) -> tuple[str | None, Calls]:
-    return parse_whole(TOOL_PARSERS[name](**more), text)
+    return parse_whole(TOOL_PARSERS[name](tools=TOOLS, **more), text)
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -101,7 +107,15 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("llama3_json", '\n{"answer": {"name": "x"}} ', '\n{"answer": {"name": "x"}} ', []),
     ("llama3_json", "{", "{", []),
     ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-    ("llama3_json", f"See {call('f', '{}', 'parameters')}", f"See {call('f', '{}', 'parameters')}", []),
+    ("llama3_json", f"See {call('f', '{}', 'parameters')}", "See", [("f", "{}")]),
+    ("llama3_json", f"Use {{ to open. {call('f', '{}', 'parameters')}", "Use { to open.", [("f", "{}")]),
+    ("llama3_json", '{"name": "Alice"}', '{"name": "Alice"}', []),
+    (
+        "llama3_json",  # a call inside of another object is quoted
+        '{"name": "A", "x": {"name": "f", "parameters": {}}, "y": "}"} ' + call("g", "{}", "parameters"),
+        '{"name": "A", "x": {"name": "f", "parameters": {}}, "y": "}"}',
+        [("g", "{}")],
+    ),
     # An answer that is cut off within the end marker
     *[("hermes", f"<tool_call>{call('f', '{}')}\n" + "</tool_call>"[:cut], None, [("f", "{}")]) for cut in (1, 6, 11)],
     # Kimi K2
@@ -129,21 +143,94 @@ CASES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     (
         "kimi_k2",
         "<|tool_calls_section_begin|>what<|tool_calls_section_end|>",
-        "<|tool_calls_section_begin|>what<|tool_calls_section_end|>",
+        "what",
         [],
+    ),
+    (
+        "kimi_k2",  # text before a call, and an id that is none, cost no other call, and no marker is content
+        KIMI.format("Now: " + KIMI_CALL.format("functions.a:0", "{}") + KIMI_CALL.format("no id", "{}"))
+        + KIMI.format(KIMI_CALL.format("functions.b:1", "{}")),
+        "Now:\nno id{}",
+        [("a", "{}"), ("b", "{}")],
     ),
     (
         "kimi_k2",
         "<|tool_calls_section_begin|><|tool_call_begin|>no id<|tool_call_argument_begin|>{}",
-        "<|tool_calls_section_begin|><|tool_call_begin|>no id<|tool_call_argument_begin|>{}",
+        "no id{}",
         [],
     ),
     (
         "kimi_k2",
         "<|tool_calls_section_begin|><|tool_call_begin|>" + "a" * 300 + ":0<|tool_call_argument_begin|>{}",
-        "<|tool_calls_section_begin|><|tool_call_begin|>" + "a" * 300 + ":0<|tool_call_argument_begin|>{}",
+        "a" * 300 + ":0{}",
         [],
     ),
+    # DeepSeek: V3 and R1 with a fence, V3.1 without
+    ("deepseek_v3", "Just text.", "Just text.", []),
+    (
+        "deepseek_v3",
+        "Sure." + DEEPSEEK.format("".join(DEEPSEEK_CALL.format(name, WEATHER) for name in "fg")) + " Done",
+        "Sure.\nDone",
+        [("f", WEATHER), ("g", WEATHER)],
+    ),
+    ("deepseek_v31", DEEPSEEK.format(DEEPSEEK_31_CALL.format("f", '{"x": "```"}')), None, [("f", '{"x": "```"}')]),
+    (
+        "deepseek_v3",
+        DEEPSEEK.format(DEEPSEEK_31_CALL.format("no name", "{}") + DEEPSEEK_31_CALL.format("f", "")),
+        "no name{}",
+        [("f", "{}")],
+    ),
+    # Qwen3-Coder
+    ("qwen3_coder", "a < b <tool_ca", "a < b <tool_ca", []),
+    (
+        "qwen3_coder",
+        "So.\n<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=text>\n3\n\n</parameter>\n"
+        "<parameter=new>\n[1]\n</parameter>\n</function>\n</tool_call> Ok.",
+        "So.\nOk.",
+        [("f", '{"n": 3, "text": "3\\n", "new": "[1]"}')],
+    ),
+    ("qwen3_coder", "<function=g></function>", None, [("g", "{}")]),
+    (
+        "qwen3_coder",  # nothing closes but the next one
+        "<tool_call><function=f><parameter=b>True<parameter=n>x y</function></tool_call><tool_call>no</tool_call>",
+        "<tool_call>no</tool_call>",
+        [("f", '{"b": true, "n": "x y"}')],
+    ),
+    ("qwen3_coder", "<tool_call><function=f><parameter=n>3</parameter><parameter=text>unf", None, [("f", '{"n": 3')]),
+    # GLM
+    (
+        "glm45",
+        "Ok<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n<arg_key>text</arg_key>\n<arg_value>3</arg_value>"
+        "\n</tool_call>\n<tool_call>g</tool_call>",
+        "Ok",
+        [("f", '{"n": 3, "text": "3"}'), ("g", "{}")],
+    ),
+    ("glm45", "<tool_call>no name here</tool_call>", "<tool_call>no name here</tool_call>", []),
+    # Mistral
+    (
+        "mistral",
+        f"Hm. [TOOL_CALLS] [{call('f', WEATHER)}, {call('g', '{}')}]",
+        "Hm.",
+        [("f", WEATHER), ("g", "{}")],
+    ),
+    (
+        "mistral",
+        f"[TOOL_CALLS]f{WEATHER}[TOOL_CALLS]g[ARGS]{{}}[TOOL_CALLS]h[CALL_ID]abc123def[ARGS]{{}}",
+        None,
+        [("f", WEATHER), ("g", "{}"), ("h", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS][1, 2]", "[TOOL_CALLS][1, 2]", []),
+    # Python's calls
+    (
+        "pythonic",
+        "[weather(city='Paris', days=[1, 2], deep={'a': None}), a.b(x=true, y=-1.5)]",
+        None,
+        [("weather", '{"city": "Paris", "days": [1, 2], "deep": {"a": null}}'), ("a.b", '{"x": true, "y": -1.5}')],
+    ),
+    *[
+        ("pythonic", text, text, [])
+        for text in ("Text.", "[1, 2]", "[f(1)]", "[f(x=g())]", "[f(x=1)] and more", "[", "[f(**a)]")
+    ],
 ]
 
 
@@ -154,7 +241,7 @@ def test_whole_answers(name: str, text: str, content: str | None, calls: list[tu
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_character_by_character(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    parser = TOOL_PARSERS[name]()
+    parser = TOOL_PARSERS[name](tools=TOOLS)
     deltas = [delta for character in text for delta in parser.feed(character)] + parser.feed("", final=True)
     assert assembled(deltas) == (content, calls)
     announced = set()
@@ -182,6 +269,31 @@ _FRAGMENTS = {
         "<|tool_calls_section_end|>",
         "<|tool_calls_section_begin|><|tool_call_begin|>f:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
     ],
+    "deepseek_v3": [
+        *re.split("(?<=>)", DEEPSEEK_CALL.format("f", "{}")),
+        DEEPSEEK_CALL.format("f", "{}"),
+        DEEPSEEK_31_CALL.format("f", "{}"),
+        "function",
+        "```",
+    ],
+    "qwen3_coder": [
+        *(
+            "<tool_call>",
+            "<function=",
+            "f",
+            ">",
+            "<parameter=",
+            "n",
+            "3",
+            "</parameter>",
+            "</function>",
+            "</tool_call>",
+        ),
+        "<tool_call><function=f><parameter=n>3</parameter>",
+    ],
+    "glm45": ["<tool_call>", "f", "<arg_key>", "n", "</arg_key>", "<arg_value>", "3", "</arg_value>", "</tool_call>"],
+    "mistral": ["[TOOL_CALLS]", "f", "[ARGS]", "[CALL_ID]", "[", "]", '{"name": "f", "arguments": {}}', "{}"],
+    "pythonic": ["[", "]", "f(", "x=1", ")", "f(x='a')", "[f(x=1)]"],
 }
 _NOISE = [
     "\n",
@@ -204,13 +316,13 @@ _NOISE = [
 ]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(_FRAGMENTS)), parallel=st.booleans())
 def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str, parallel: bool) -> None:
     pieces = st.sampled_from(_FRAGMENTS[name] + _NOISE + _FRAGMENTS[name])
     text = "".join(data.draw(st.lists(pieces, max_size=10)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
-    parser = TOOL_PARSERS[name](parallel=parallel)
+    parser = TOOL_PARSERS[name](parallel=parallel, tools=TOOLS)
     chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.feed("", final=True)
     assert assembled(deltas) == parse(name, text, parallel=parallel)
@@ -279,7 +391,10 @@ def test_parsers_are_found_by_name_and_by_template() -> None:
         '<|start_header_id|> {"name": function name, "parameters": dictionary}': "llama3_json",
         "<|python_tag|>": "llama3_json",
         "<|tool_calls_section_begin|>": "kimi_k2",
-        "<tool_call>\n<function=name>": None,
+        "<tool_call>\n<function=name>": "qwen3_coder",
+        "<tool_call>{{ name }}<arg_key>": "glm45",
+        DEEPSEEK: "deepseek_v3",
+        "[TOOL_CALLS]": "mistral",
         "{{ messages }}": None,
     }
     for template, name in templates.items():

@@ -1,0 +1,156 @@
+"""The command line of `vllm serve`: understood, noted where an option is without effect here, refused in words."""
+
+import json
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+from fledge.engine.vllm_options import ALIASES, FOREIGN, SEVERAL_VALUES, note_on
+from fledge.errors import ConfigError, nearest_name_hint
+from fledge.files import read_yaml
+
+# Their keys may be given one by one: --speculative-config.model
+_JSON = frozenset(
+    f"--{name}"
+    for name in (
+        "speculative-config",
+        "structured-outputs-config",
+        "override-generation-config",
+        "default-chat-template-kwargs",
+    )
+)
+
+
+class ServeCommand(TyperCommand):
+    """Reads vLLM's options too: those that do no harm are noted, others refused in words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
+        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
+        flags = {name for is_flag, name in names if is_flag} | {"--help"}
+        values = {name for is_flag, name in names if not is_flag} | {"--model"}
+        ours, notes = translate(args, values, flags)
+        files = [ours[i + 1] for i, word in enumerate(ours[:-1]) if word == "--config"]
+        if len(files) > 1:
+            raise ConfigError("--config: one file can be given")
+        settings = {_spelled(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
+        model = settings.pop("--model", None)
+        if settings:
+            ours, notes = translate([*_as_words(settings, ours, flags), *args], values, flags)
+        while "--model" in ours:  # vLLM has both; what stands alone wins
+            at = ours.index("--model")
+            model = "".join(ours[at + 1 : at + 2])
+            del ours[at : at + 2]
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        rest = super().parse_args(ctx, ours)
+        if model is not None and ctx.params["model"] is None:
+            ctx.params["model"] = str(model)
+        return rest
+
+
+def _as_words(settings: Mapping[str, Any], given: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Options of a file as they are written on a command line, but for those that were given there."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is None or (name in given and name not in _JSON):
+            continue
+        if isinstance(value, bool):
+            off = f"--no-{name[2:]}"
+            words += [name] if value else [off] if off in flags else []
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            words.append(f"{name}={one if isinstance(one, str) else json.dumps(one)}")
+    return words
+
+
+def _spelled(name: str) -> str:
+    """The name of an option as it is listed: vLLM writes `_` for `-`, and has short ones."""
+    name = name.replace("_", "-") if name.startswith("--") else name
+    return ALIASES.get(name, name)
+
+
+def _negated(name: str, own_flags: Collection[str]) -> str | None:
+    """Return the flag that `--no-FLAG` switches off, if it is one that is off unless given; None: it is none."""
+    flag = _spelled(f"--{name.removeprefix('--no-')}") if name.startswith("--no-") and name not in own_flags else ""
+    return flag if flag in own_flags or FOREIGN.get(flag, {}).get("flag", False) else None
+
+
+def _set(values: dict[str, Any], path: str, text: str) -> None:
+    """`a.b` = text, which may be JSON; `a.b+` adds to a list."""
+    *above, key = path.split(".")
+    for one in above:
+        values = values.setdefault(one, {})
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if key.endswith("+"):
+        values.setdefault(key[:-1], []).append(value)
+    else:
+        values[key] = value
+
+
+def translate(
+    arguments: Sequence[str], own_values: Collection[str], own_flags: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return the arguments that are ours, and notes on those that are vLLM's and do no harm.
+
+    `own_values` and `own_flags` are our options with and without a value. Raises ConfigError for an option that needs
+    another engine, and for one that nobody has.
+    """
+    ours: list[str] = []
+    notes: list[str] = []
+    dotted: dict[str, list[tuple[str, str]]] = {}
+    rest = list(arguments)
+    while rest and rest[0] != "--":
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            ours.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        name, dot, path = name.partition(".")
+        name = _spelled(name)
+        if not dot:  # some stand for a key: --spec-model
+            name, dot, path = name.partition(".")
+        if (negated := _negated(name, own_flags)) is not None:
+            ours = [one for one in ours if one != negated]
+            said = FOREIGN.get(negated, {}).get("note")
+            notes += [] if said is None else [f"{name}: {said}"]
+            continue
+        foreign = FOREIGN.get(name)
+        is_flag = name in own_flags or word in ("-O0", "-O1", "-O2", "-O3") or (foreign or {}).get("flag", False)
+        if not equals and not is_flag and rest:
+            equals, value = "=", rest.pop(0)
+        if dot and name in _JSON & set(own_values) and equals:
+            dotted.setdefault(name, []).append((path, value))
+        elif dot and foreign is None:
+            raise ConfigError(f"unknown option '{name}.{path}'. See fledge serve --help.")
+        elif name in own_flags:
+            ours.append(name + equals + value)
+        elif name in own_values:
+            ours += [name, value] if equals else [name]
+            while name in SEVERAL_VALUES and rest and not rest[0].startswith("-"):
+                ours += [name, rest.pop(0)]
+        elif foreign is not None:
+            while name in SEVERAL_VALUES and rest and not rest[0].startswith("-"):
+                value = f"{value} {rest.pop(0)}"
+            value = "" if is_flag else value
+            note = note_on(name, value, f"{name} {value}".strip())
+            notes += [] if note is None else [f"{name}: {note}"]
+        else:
+            hint = nearest_name_hint(name, [*own_values, *own_flags, *FOREIGN])
+            raise ConfigError(f"unknown option '{name}'.{hint if 'Did you' in hint else ' See fledge serve --help.'}")
+    for name, keys in dotted.items():
+        whole = next((ours[i + 1] for i in range(len(ours) - 2, -1, -1) if ours[i] == name), "{}")
+        try:
+            values = json.loads(whole)
+            for path, value in keys:
+                _set(values, path, value)
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{name}.{path}: what is above it is no JSON object") from None
+        ours += [name, json.dumps(values)]
+    return [*ours, *rest], notes

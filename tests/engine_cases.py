@@ -22,9 +22,9 @@ from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.engine import LLMEngine
+from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
-from fledge.engine.runner import GraphRunner, batch_sizes
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter

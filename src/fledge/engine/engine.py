@@ -26,11 +26,12 @@ from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthPolicy, make_policy
 from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.device_state import DeviceState
+from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
 from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
 from fledge.engine.request import UNLIMITED, Phase, Request
-from fledge.engine.runner import GraphRunner, Launch, RequestResult, Runner, batch_sizes
+from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 from fledge.errors import ConfigError, describe

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from rich.console import Console
-from rich.progress import Progress as Bars
 
-from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
@@ -26,12 +23,12 @@ from fledge.engine.config import EngineConfig, SpeculativeConfig, sampling_defau
 from fledge.engine.constraint import ConstraintFactory, with_token_rules
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
+from fledge.engine.loading import build_engine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.protocol import Engine
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
 from fledge.engine.vllm_options import without_foreign
 from fledge.errors import ConfigError, FledgeError, PromptError
-from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import Progress
@@ -357,39 +354,6 @@ def _for_each(prompts: Sequence[Any], given: Any, what: str) -> Sequence[Any]:
     if len(each) != len(prompts):
         raise ConfigError(f"{len(prompts)} prompts but {len(each)} {what}")
     return each
-
-
-def build_engine(
-    target: TargetModel, tokenizer: Any | None, config: EngineConfig, *, model: str, directory: Path | None = None
-) -> LLMEngine:
-    """Build an engine around a target loaded from `directory`: load the drafter, if any, and capture the graphs."""
-    limit = target.config.max_positions
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len: found {config.max_model_len}, allowed is 2 to {limit}, the target's positions"
-        )
-    speculation = config.speculative_config
-    drafter = None if speculation is None else _load_drafter(speculation, target, directory)
-    own_end = None if tokenizer is None else tokenizer.eos_token_id
-    eos_ids = sorted({*target.config.eos_ids, *(() if own_end is None else (own_end,))})
-    engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids)
-    if engine.runner.graphs is not None:
-        with Bars(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("capturing CUDA graphs", total=None)
-            engine.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
-    return engine
-
-
-def _load_drafter(config: SpeculativeConfig, target: TargetModel, directory: Path | None) -> Drafter:
-    _log.info("loading the drafter %s", config.model)
-    drafter = load_drafter(resolve(config.model), target, target_directory=directory)
-    found = "eagle" if drafter.config.architecture is Architecture.EAGLE1 else "eagle3"
-    if config.method not in (None, found):
-        raise ConfigError(f"method: found '{config.method}', but {config.model} is a drafter for method '{found}'")
-    if config.max_model_len is not None:
-        limit = min(config.max_model_len, drafter.config.max_positions)
-        drafter.config = replace(drafter.config, max_positions=limit)
-    return drafter
 
 
 def _describe_options() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.engine import runner
+from fledge.engine import graphs
 from fledge.engine.engine import LLMEngine
-from fledge.engine.runner import PROMPT_CHUNKS, PROMPT_TOKENS, PromptProgram, RoundProgram, batch_sizes
+from fledge.engine.graphs import PROMPT_CHUNKS, PROMPT_TOKENS, PromptProgram, RoundProgram, batch_sizes
 from fledge.engine.sampler import SamplingMode
 from tests.engine_cases import (
     TREE,
@@ -127,8 +127,8 @@ def test_prompts_read_through_padded_graphs_leave_the_same_drafts_and_tokens(
 
 
 def test_more_prompts_or_tokens_than_a_graph_has_are_read_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROMPT_CHUNKS", {1: 1, 2: 8})
-    monkeypatch.setattr(runner, "PROMPT_TOKENS", (8, 16))
+    monkeypatch.setattr(graphs, "PROMPT_CHUNKS", {1: 1, 2: 8})
+    monkeypatch.setattr(graphs, "PROMPT_TOKENS", (8, 16))
     engine = make_engine(drafts=drafter(), max_num_seqs=8, graphs=True)
     for asks in ([prompt_of(20)], [prompt_of(2, seed=n) for n in range(3)], [prompt_of(3), prompt_of(4)]):
         assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]

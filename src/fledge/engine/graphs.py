@@ -1,0 +1,246 @@
+"""Rounds and prompts as CUDA graphs: which programs there are, and the captured ones.
+
+Launched one by one from Python, the kernels of a round or a short prompt take many times as long as the device needs
+for them; a graph replays a whole program with one launch. It reads its inputs from a fixed tensor and everything else
+from the device state. It has a fixed size: rounds are padded with the row that belongs to nobody, prompts with tokens
+that nobody reads. Long prompts keep the device busy for longer than they take to launch, and run as they are.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.engine.adjustments import SIZES, entries_adjusting
+from fledge.engine.device_state import DeviceState
+from fledge.engine.logprobs import Asked
+from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
+from fledge.engine.request import Request
+from fledge.engine.sampler import HostSampler, Sampler, SamplingMode
+from fledge.engine.scheduler import Chunk
+
+MAX_GRAPHS = 1024  # a bound on graph memory; what comes after it runs without
+PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)  # one at least is padding
+PROMPT_CHUNKS = {1: 16, 4: 64, 16: 256, 64: 512, 256: 1024}  # and for how many tokens at least
+USUAL_DEPTH = 3
+COARSE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+LONG_TOKENS, LONG_CHUNKS = 64, 16  # what longer prompts, and more of them, are padded to a multiple of
+
+
+class RoundProgram(NamedTuple):
+    """A round of one size: what distinguishes one captured round from another."""
+
+    batch: int
+    verify: int
+    draft: int
+    sampling: SamplingMode
+    asked: Asked = Asked()
+    adjusting: int = 0  # entries
+
+    def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
+        """Return their rows, and the padding row up to the batch's size; then which entries have which wishes."""
+        rows = [request.running_row for request in requests]
+        rows += [state.padding_row] * (self.batch - len(rows))
+        adjusting = entries_adjusting(requests, self.adjusting, self.batch)
+        return state.tensor([*rows, *self.asked.entries(requests), *adjusting])
+
+    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+        rows, asking, adjusting = packed.tensor_split((self.batch, self.batch + self.asked.size))
+        sampler = Sampler(state, rows, self.sampling, adjusting.view(2, -1) if self.adjusting else None)
+        if on_host:
+            sampler = HostSampler(on_host, state, state.drafted(rows, self.verify), sampler.adjusting)
+        return run_round(
+            state,
+            sampler,
+            verify=self.verify,
+            draft=self.draft,
+            asking=asking if self.asked else None,
+            top=self.asked.top,
+        )
+
+
+class PromptProgram(NamedTuple):
+    """The reading of so many tokens: what distinguishes one captured prefill from another."""
+
+    tokens: int
+    chunks: int
+    max_chunk: int
+    depth: int
+    has_drafter: bool  # it may have been given up
+    sampling: SamplingMode
+    asked: Asked = Asked()
+    adjusting: int = 0  # chunks
+
+    def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
+        requests = [chunk.request for chunk in chunks]
+        adjusting = entries_adjusting(requests, self.adjusting, self.chunks)
+        return lay_out(
+            state, chunks, tokens=self.tokens, rows=self.chunks, more=[*self.asked.entries(requests), *adjusting]
+        )
+
+    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
+        inputs = PrefillInputs.of(
+            packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk, asked=self.asked.size
+        )
+        sampler = Sampler(state, inputs.rows, self.sampling, inputs.adjusting if self.adjusting else None)
+        if any(chunk.chooses and chunk.request.needs_host for chunk in on_host):
+            sampler = HostSampler([chunk.request for chunk in on_host], state, adjusting=sampler.adjusting)
+        asks = any(chunk.prompt_rows for chunk in on_host)
+        return run_prefill(state, inputs, sampler, depth=self.depth, top=self.asked.top, chunks=on_host if asks else ())
+
+
+Program = RoundProgram | PromptProgram
+
+
+def batch_sizes(max_requests: int) -> list[int]:
+    """Return the batch sizes to capture: every one up to 4, then steps of at most a quarter."""
+    sizes = [1, 2, 3, 4, 6, *range(8, 32, 4), *range(32, 128, 8), *range(128, max_requests, 32)]
+    return [*(size for size in sizes if size < max_requests), max_requests]
+
+
+class GraphRunner:
+    """At most `capacity` captured graphs, captured when they are first needed or ahead of time (`missing`).
+
+    They share their memory: what one of them computed on the way is lost to the next.
+    """
+
+    def __init__(self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS) -> None:
+        """`sizes`: the batch sizes of rounds, in order; the last is the largest there can be."""
+        self.sizes = sizes
+        self.coarse = False
+        self.prompt_depths: Sequence[int] = ()  # what is captured of prompts; others are captured when they come
+        self.captured: dict[Program, tuple[Tensor, Callable[[], PassOutcome]]] = {}  # inputs and replay
+        self._state = state
+        self._capacity = capacity
+        self._pool: Any = None  # of graph memory; torch gives its type no public name
+        self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
+
+    def round(self, program: RoundProgram, requests: Sequence[Request]) -> PassOutcome:
+        """Run a round; in its outcome, rows of padding come after the others."""
+        sizes = self._round_sizes(program.draft)
+        batch = next(size for size in sizes if size >= program.batch)
+        adjusting = next(size for size in SIZES if size >= program.adjusting)
+        padded = program._replace(batch=batch, asked=program.asked.of(batch), adjusting=adjusting)
+        outcome = self._replay(padded, requests)
+        return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
+
+    def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome:
+        """Read the chunks: as a graph, or if there are too many or they are too long for one, as they are.
+
+        Those are padded too: kernels are compiled anew for odd sizes, and everybody would wait for it.
+        """
+        count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
+        least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
+        tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
+        depth = program.depth
+        if depth and self.prompt_depths and depth not in self.prompt_depths:
+            depth = self.prompt_depths[-1]
+        # A few rows more or less to sample cost nothing, a second set of graphs does.
+        sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
+        adjusting = next(size for size in SIZES if size >= program.adjusting)
+        program = program._replace(depth=depth, sampling=sampling, adjusting=adjusting)
+        if tokens and count:
+            asked = program.asked.of(count)
+            outcome = self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked), chunks)
+            if outcome is not None:
+                return outcome
+        tokens = -(-(program.tokens + 1) // LONG_TOKENS) * LONG_TOKENS
+        padded = program._replace(tokens=tokens, chunks=-(-program.chunks // LONG_CHUNKS) * LONG_CHUNKS)
+        return self._play(padded, padded.inputs(self._state, chunks))
+
+    def compile_long_prompts(self, *, max_batch: int, max_tokens: int) -> None:
+        """Run prompts that are too many for a graph once, with nothing in them: their kernels are compiled then."""
+        sizes = {min(size, -(-max_batch // LONG_CHUNKS) * LONG_CHUNKS) for size in (16, 32, 48, 64, 128, 256, 512)}
+        for depth, chunks in itertools.product(self.prompt_depths, sorted(sizes)):
+            tokens = min(PROMPT_TOKENS[-1], -(-max_tokens // LONG_TOKENS) * LONG_TOKENS) + LONG_TOKENS
+            has_drafter = self._state.drafter is not None
+            program = PromptProgram(tokens, chunks, tokens, depth, has_drafter, SamplingMode.SAMPLED)
+            self._play(program, program.inputs(self._state, []))
+
+    def missing(self, depths: Collection[int], *, max_batch: int, max_tokens: int) -> list[Program]:
+        """Return the rounds, greedy and sampled, and prompts of all sizes that the bounds fit, but for those captured.
+
+        The largest come first, which size the memory that all graphs share.
+        """
+        has_drafter = self._state.drafter is not None
+        programs: list[Program] = [
+            RoundProgram(size, depth, depth, sampling)
+            for sampling in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
+            for depth in sorted(depths)
+            for size in reversed(self._round_sizes(depth))
+            if size <= max_batch
+        ]
+        self.prompt_depths = self._prompt_depths(depths)
+        self.coarse = len(depths) > 2
+        programs += (
+            PromptProgram(tokens, chunks, tokens, depth, has_drafter, SamplingMode.SAMPLED)
+            for depth in self.prompt_depths
+            for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
+        )
+        return [program for program in programs if program not in self.captured]
+
+    def _prompt_depths(self, depths: Collection[int]) -> list[int]:
+        """The depths that prompts draft to: the round after it verifies what there is of a chain, so one will do."""
+        if self._state.tree is not None or len(depths) <= 2:
+            return sorted(depths)
+        return [0, min(USUAL_DEPTH, max(depths))]
+
+    def _round_sizes(self, depth: int) -> Sequence[int]:
+        """The batch sizes of rounds: where many depths are captured, fewer of those that draft."""
+        if not depth or not self.coarse:
+            return self.sizes
+        return [size for size in self.sizes if size in COARSE_SIZES or size == self.sizes[-1]]
+
+    def capture(self, program: Program) -> bool:
+        """Capture a program if it is not yet; False: there is no more room."""
+        if program not in self.captured and len(self.captured) < self._capacity:
+            inputs = program.inputs(self._state, [])
+            self.captured[program] = inputs, self.record(lambda: self._play(program, inputs))
+        return program in self.captured
+
+    def record(self, play: Callable[[], PassOutcome]) -> Callable[[], PassOutcome]:
+        """Return what does the same as `play`, with one launch. Results of one call are overwritten by the next.
+
+        Plays once aside first, so that kernels are compiled and libraries set up.
+        """
+        graph = torch.cuda.CUDAGraph()
+        stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            play()
+            stream.synchronize()
+            # Not `torch.cuda.graph`: that gives all free memory back to the device before each of hundreds of graphs.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                outcome = play()
+            finally:
+                graph.capture_end()
+        self._pool = graph.pool()
+
+        def replay() -> PassOutcome:
+            graph.replay()
+            return outcome
+
+        return replay
+
+    def _replay(self, program: Program, work: Sequence[Any]) -> PassOutcome | None:
+        if not self.capture(program):
+            return None
+        inputs, replay = self.captured[program]
+        inputs.copy_(program.inputs(self._state, work), non_blocking=True)
+        return replay()
+
+    def _play(self, program: Program, inputs: Tensor) -> PassOutcome:
+        outcome = program.run(self._state, inputs)
+        self._state.reset_padding()
+        return outcome
+
+
+def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]:
+    """Yield (tokens, chunks) of the prompt graphs that are worth having ahead of time, largest first."""
+    for tokens, smaller in reversed(list(zip(PROMPT_TOKENS, (0, *PROMPT_TOKENS), strict=False))):
+        for (chunks, least), fewer in zip(PROMPT_CHUNKS.items(), (0, *PROMPT_CHUNKS), strict=False):
+            if smaller <= max_tokens and fewer < max_chunks and least <= tokens:
+                yield tokens, chunks

@@ -63,7 +63,7 @@ class HistoryInterval:
             for label, amount in amounts.items():  # quicker than `update`, and after every step
                 mine[label] += amount  # type: ignore[assignment]  # seconds can be counted too
 
-    def __getitem__(self, name: str) -> Counter[Any]:
+    def __getitem__(self, name: Any) -> Counter[Any]:
         return self.sums.get(name, Counter())
 
     @classmethod

@@ -1,12 +1,13 @@
 """Whether live traffic is what the drafter was measured on, and what of it is not.
 
-Of every finished request: drafts accepted, less those that the drafter's baseline makes expect at the same depths and
-temperature. Sums of that are kept by slice of the traffic, of the last ten minutes and of all time; requests are the
-units that vary, as the rounds of one request resemble each other. Drift is a fall of the acceptance length by more than
+Of every finished request: tokens its rounds gave, beside those that the drafter's baseline makes expect at the same
+depths and temperature. Sums of that are kept by slice of the traffic, of the last ten minutes and of all time; requests
+are the units that vary, as the rounds of one resemble each other. Drift is a fall of the acceptance length by more than
 `TOLERANCE` that the interval leaves no doubt of: no two kinds of prompts are accepted alike, and less is no news.
 """
 
 import logging
+import math
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -28,6 +29,7 @@ LEVEL = 0.99  # of the intervals: it is looked at again and again
 MIN_REQUESTS = 30  # before anything is said; of a slice a third
 ALIKE = 0.8  # slices that explain this share of what the best one does may be the same requests, and are named too
 WINDOW_INTERVALS, INTERVAL_SECONDS = 10, 60.0
+MAX_NAMED = 4  # workloads, in a note
 CHECK_SECONDS = 10.0  # from one look to the next
 MAX_SHARE = 0.01  # of the time that counting may take; beyond, requests are left out
 SPARE_SECONDS = 1.0  # that it may be ahead of that
@@ -178,7 +180,8 @@ class DriftWatch:
         rates = self._rates(round(traits.temperature, 1), acceptance.depth)
         drafted, accepted = acceptance.drafted_by_depth, acceptance.accepted_by_depth
         expected = sum(rate * count for rate, count in zip(rates, drafted, strict=True))
-        whole = _sums(sum(accepted), expected, acceptance.rounds)
+        rounds = acceptance.rounds  # each gives one more token, the target's own
+        whole = _sums(rounds + sum(accepted), rounds + expected, rounds)
         start = metrics.rounds[len(metrics.rounds) // 2].start if metrics.rounds else metrics.prompt_tokens
         temperature = _TEMPERATURE_NAMES[bisect_left(_TEMPERATURES, traits.temperature)]
         mine = (
@@ -191,8 +194,8 @@ class DriftWatch:
         by_depth = {}
         for depth, reached in enumerate(acceptance.reached_by_depth):
             before = rates[depth - 1] if depth else 1.0
-            if reached:
-                conditional = rates[depth] / before if before else 0.0
+            if reached and rates[depth] and before:
+                conditional = rates[depth] / before
                 by_depth[Slice("depth", depth)] = _sums(accepted[depth], reached * conditional, reached)
         return dict.fromkeys(mine, whole), by_depth
 
@@ -202,7 +205,7 @@ class DriftWatch:
         recent = self._history.latest(WINDOW_INTERVALS)
         if recent[ALL]["clusters"] < MIN_REQUESTS:
             return  # what was known is still the latest
-        length, expected = _compared(recent[ALL], 1.0)
+        length, expected = _compared(recent[ALL])
         slices = sorted(part for part in recent.sums if part.kind == "depth")
         depths = tuple((part.name, *_compared(recent[part])) for part in slices)
         found = LiveDrift(length=length, expected=expected, depths=depths)
@@ -225,43 +228,47 @@ class DriftWatch:
         what = "; ".join(cause.text for cause in latest.causes) or "no kind of request more than another"
         low, high = latest.length.ends
         figures = {"length": latest.length.value, "low": low, "high": high, "expected": latest.expected}
-        return note("drift", **figures, what=what, measured_on=", ".join(self.baseline.measured_on[:4]))
+        named = self.baseline.measured_on
+        measured_on = ", ".join(named if len(named) <= MAX_NAMED else (*named[: MAX_NAMED - 1], "others"))
+        return note("drift", **figures, what=what, measured_on=measured_on)
 
 
-def _sums(accepted: float, expected: float, count: int) -> dict[str, float]:
-    return {**cluster_sums(accepted - expected, count), "expected": expected}
+def _sums(found: float, expected: float, rounds: int) -> dict[str, float]:
+    return {**cluster_sums(found - expected, expected), "rounds": rounds}
 
 
-def _compared(sums: Mapping[str, float], offset: float = 0.0) -> tuple[Interval, float]:
-    """The mean of what was accepted, with its interval, and of what was expected."""
-    expected = offset + sums["expected"] / sums["count"]
+def _compared(sums: Mapping[str, float]) -> tuple[Interval, float]:
+    """What was found in a round, with its interval, and what was expected."""
+    expected = sums["count"] / sums["rounds"]
     above = cluster_interval(sums, level=LEVEL)
     assert above is not None, "sums of nothing"
-    low, high = above.ends
-    return Interval(value=expected + above.value, low=expected + low, high=expected + high), expected
+    value, low, high = (expected * (1 + share) for share in (above.value, *above.ends))
+    return Interval(value=value, low=low, high=high), expected
 
 
 def _causes(recent: HistoryInterval, total: HistoryInterval) -> tuple[SliceDrift, ...]:
-    """The slices that pull the acceptance down most: worse than all other traffic there ever was, beyond doubt.
+    """The slices that pull the acceptance down most: further below what is expected than all other traffic ever was.
 
-    With what was before, a slice is told that all traffic is in now.
+    With what was before, a slice is found too that all traffic is in now.
     """
     found: list[tuple[float, SliceDrift]] = []
-    rounds = recent[ALL]["count"]
-    before = total[ALL]["count"] - rounds
+    rounds = recent[ALL]["rounds"]
+    before = total[ALL]["rounds"] - rounds
     for part, sums in recent.sums.items():
-        if part.kind not in _SAID or sums["clusters"] < MIN_REQUESTS / 3:
-            continue
         others = Counter(total[ALL])
         others.subtract(total[part])
-        mine, theirs = cluster_interval(sums, level=LEVEL), cluster_interval(others, level=LEVEL)
-        if theirs is None or mine is None or others["clusters"] < MIN_REQUESTS / 3 or mine.ends[1] >= theirs.ends[0]:
+        if part.kind not in _SAID or min(sums["clusters"], others["clusters"]) < MIN_REQUESTS / 3:
             continue
-        length, expected = _compared(sums, 1.0)
-        share = sums["count"] / rounds
-        share_before = (total[part]["count"] - sums["count"]) / before if before else None
-        cause = SliceDrift(part, length.value, expected, share, share_before)
-        found.append((share * (theirs.value - mine.value), cause))
+        mine, theirs = cluster_interval(sums), cluster_interval(others)
+        assert mine is not None, "sums of nothing"
+        assert theirs is not None, "sums of nothing"
+        worse = theirs.value - mine.value
+        if worse <= math.hypot(mine.half_width or 0.0, theirs.half_width or 0.0):
+            continue
+        length, expected = _compared(sums)
+        share = sums["rounds"] / rounds
+        share_before = (total[part]["rounds"] - sums["rounds"]) / before if before else None
+        found.append((share * worse, SliceDrift(part, length.value, expected, share, share_before)))
     found.sort(key=lambda pair: -pair[0])
     best: dict[str, SliceDrift] = {}
     for pull, cause in found:

@@ -40,7 +40,7 @@ class Service:
             model_name=options.model_name,
             has_drafter=has_drafter,
             version=__version__,
-            baseline=_baseline(process.info.drafter),
+            baseline=baseline_of(process.info.drafter),
         )
         self.engine = AsyncEngine(process, max_queue=options.max_queue, metrics=self.metrics, seed=options.seed)
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
@@ -172,7 +172,7 @@ class Service:
         return generation
 
 
-def _baseline(drafter: str | None) -> Baseline | None:
+def baseline_of(drafter: str | None) -> Baseline | None:
     """What a drafter was measured at. A damaged file is told of, and no reason not to serve."""
     try:
         return None if drafter is None else Baseline.read(resolve(drafter))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fledge.checkpoints.source import DRAFTERS
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import RequestMetrics, RoundRecord
 from fledge.errors import ConfigError
@@ -24,6 +25,7 @@ from fledge.server.live_drift import (
 )
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import Template
+from fledge.server.service import baseline_of
 from tests.page_service import EngineFeed
 
 GREEDY, SAMPLED = (0.6, 0.4, 0.3), (0.5, 0.3, 0.2)
@@ -235,7 +237,23 @@ EMPTY = '{"cells": [], "measured_on": [], "fledge_version": "1", "date": ""}'
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", EMPTY])
-def test_a_damaged_baseline_is_named(tmp_path: Path, text: str):
+def test_a_damaged_baseline_is_named_and_does_not_keep_from_serving(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+):
     (tmp_path / BASELINE_FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"acceptance\.json"):
         Baseline.read(tmp_path)
+    assert baseline_of(str(tmp_path)) is None
+    (record,) = caplog.records
+    assert record.getMessage().endswith("live traffic is not compared with it")
+
+
+def test_the_bundled_drafters_have_baselines_greedy_and_sampled():
+    for name in DRAFTERS.values():
+        found = baseline_of(name)
+        assert found is not None
+        assert {(cell.temperature, cell.depth) for cell in found.cells} == {(t, k) for t in (0, 1) for k in (5, 7, 10)}
+        for cell in found.cells:
+            assert 1 + sum(cell.rate_by_depth) == pytest.approx(
+                cell.acceptance_length, abs=0.1
+            )  # answers end in rounds

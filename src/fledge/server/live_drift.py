@@ -26,6 +26,7 @@ _log = logging.getLogger("fledge.server")
 
 TOLERANCE = 0.1  # of the acceptance length
 LEVEL = 0.99  # of the intervals: it is looked at again and again
+CHANCE = 0.05  # that at one look a slice is blamed where all are alike
 MIN_REQUESTS = 30  # before anything is said; of a slice a third
 ALIKE = 0.8  # slices that explain this share of what the best one does may be the same requests, and are named too
 WINDOW_INTERVALS, INTERVAL_SECONDS = 10, 60.0
@@ -254,12 +255,14 @@ def _causes(recent: HistoryInterval, total: HistoryInterval) -> tuple[SliceDrift
     found: list[tuple[float, SliceDrift]] = []
     rounds = recent[ALL]["rounds"]
     before = total[ALL]["rounds"] - rounds
-    for part, sums in recent.sums.items():
-        others = Counter(total[ALL])
-        others.subtract(total[part])
-        if part.kind not in _SAID or min(sums["clusters"], others["clusters"]) < MIN_REQUESTS / 3:
-            continue
-        mine, theirs = cluster_interval(sums), cluster_interval(others)
+    others = {part: Counter(total[ALL]) for part in recent.sums if part.kind in _SAID}
+    for part, rest in others.items():
+        rest.subtract(total[part])
+    enough = [p for p, rest in others.items() if min(recent[p]["clusters"], rest["clusters"]) >= MIN_REQUESTS / 3]
+    for part in enough:
+        # Of many slices one is the worst by chance: the more there are, the surer it must be (Bonferroni).
+        sums, level = recent[part], 1 - CHANCE / len(enough)
+        mine, theirs = cluster_interval(sums, level=level), cluster_interval(others[part], level=level)
         assert mine is not None, "sums of nothing"
         assert theirs is not None, "sums of nothing"
         worse = theirs.value - mine.value

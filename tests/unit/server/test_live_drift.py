@@ -154,6 +154,25 @@ def test_where_all_traffic_is_alike_nothing_is_blamed():
     assert "no kind of request more than another" in traffic.watch.note.text
 
 
+@pytest.mark.parametrize("han", [0.5, 0.2], ids=["all alike", "one worse"])
+def test_of_many_slices_none_is_blamed_by_chance(han: float):
+    blamed = []
+    for seed in range(12):
+        traffic = Traffic(seed)
+        draw = traffic.random.choice
+        for _ in range(100):
+            script, template = draw(["Latin", "Cyrillic", "Han"]), Template(draw("abc"), "")
+            about = {"script": script, "template": template, "temperature": draw([0.0, 0.4, 1.0])}
+            traffic.send(1, han if script == "Han" else 0.5, start=draw([100, 1000, 4000]), **about)
+        assert traffic.check()
+        assert traffic.watch.latest is not None
+        blamed.append([cause.slice.name for cause in traffic.watch.latest.causes])
+    if han == 0.5:
+        assert sum(map(bool, blamed)) <= 2  # more at 95 % for each slice, which this notices
+    else:
+        assert blamed.count(["Han"]) >= 10
+
+
 def test_the_page_and_the_metric_tell_of_it():
     metrics = Metrics(model_name="m", has_drafter=True, baseline=baseline())
     feed = EngineFeed(metrics)

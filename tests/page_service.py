@@ -19,6 +19,7 @@ from fledge.engine.outputs import RequestMetrics, RequestUpdate, RoundRecord
 from fledge.engine.protocol import EngineStats, PhaseSeconds, RoundReport
 from fledge.server.dashboard import router
 from fledge.server.history import History
+from fledge.server.live_drift import Traits
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import Template
 
@@ -80,6 +81,8 @@ class EngineFeed:
         template: str = "chatml",
         start: int = 100,
         finish_reason: str = "stop",
+        script: str = "Latin",
+        temperature: float = 0.0,
         **changes: Any,
     ) -> None:
         """A request with `rounds` rounds of depth 3 that each accepted `accepted`."""
@@ -99,7 +102,7 @@ class EngineFeed:
         }
         metrics = RequestMetrics(**{**values, **changes})
         last = RequestUpdate("r", [], finish_reason=finish_reason, metrics=metrics)
-        self.metrics.on_finished(last, Template(template, "0123456789abcdef"))
+        self.metrics.on_finished(last, Traits(Template(template, "0123456789abcdef"), script, temperature))
 
 
 def _free_port() -> int:

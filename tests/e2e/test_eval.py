@@ -11,6 +11,7 @@ import pytest
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
 from fledge.evaluation.acceptance import AcceptanceMeter
+from fledge.evaluation.baseline import Baseline
 from fledge.evaluation.results import read_results
 from fledge.models.drafter.variants import EAGLE_3, EAGLE_3_1
 from tests.command_line import fledge
@@ -50,8 +51,14 @@ def run_eval(pair: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_tables_results_and_a_model_cards_markdown(pair: Path, tmp_path: Path) -> None:
     out, card = tmp_path / "new/results.json", tmp_path / "card.md"
     both = (*MINE, "--workload", "mt_bench/coding")
-    done = run_eval(pair, *BOTH, *both, *SMALL, "--sample", "2", "--out", str(out), "--markdown", str(card))
+    done = run_eval(
+        pair, *BOTH, *both, *SMALL, "--sample", "2", "--out", str(out), "--markdown", str(card), "--save-baseline"
+    )
     assert done.returncode == 0, done.stderr
+    baseline = Baseline.read(pair / "eagle3.1")
+    assert baseline is not None
+    assert [(cell.temperature, cell.depth) for cell in baseline.cells] == [(0.0, 2), (1.0, 2)]
+    assert baseline.measured_on == ("questions", "mt_bench/coding")
     assert "Acceptance length" in done.stdout
     assert "mt_bench/coding" in done.stdout
     assert "Lossless: all 12 answers at temperature 0" in done.stdout  # 2 drafters, 2 single and 2 double questions

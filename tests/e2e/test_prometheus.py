@@ -90,6 +90,15 @@ def test_promtool_finds_nothing_to_complain_about(serving: Serving) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+def test_promtool_accepts_the_alerts_of_the_documentation(tmp_path: Path) -> None:
+    (rules,) = re.findall(r"(?ms)^```yaml\n(groups:.*?)^```", (DOCS / "observability.md").read_text())
+    (tmp_path / "alerts.yml").write_text(rules)
+    command = ["promtool", "check", "rules", str(tmp_path / "alerts.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 rules found" in done.stdout
+
+
 def test_every_query_of_the_dashboard_returns_data(serving: Serving, prometheus: httpx.Client) -> None:
     missing, deadline = dashboard_queries(), time.monotonic() + 30
     for attempt in itertools.count():

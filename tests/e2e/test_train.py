@@ -69,6 +69,7 @@ def test_the_directory_is_complete(run: Path) -> None:
         "fledge_provenance.json",
         "README.md",
         "evaluation.json",
+        "acceptance.json",
         "training.png",
         "acceptance.png",
     }

@@ -37,6 +37,7 @@ def evaluate(
     from_hub: bool = False,
     out: Path | None = None,
     markdown: Path | None = None,
+    save_baseline: bool = False,
     quiet: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -48,6 +49,8 @@ def evaluate(
     target, drafters = models(target, drafter)
     depths, temperatures = tuple(numbers("depth", depth, int)), tuple(numbers("temperature", temperature, float))
 
+    from fledge.checkpoints.source import resolve  # noqa: PLC0415
+    from fledge.evaluation.baseline import BASELINE_FILE, baselines  # noqa: PLC0415
     from fledge.evaluation.evaluate import EvalSettings, run_eval  # noqa: PLC0415
     from fledge.evaluation.report import EvalReport, plus_minus  # noqa: PLC0415
     from fledge.evaluation.results import check_writable  # noqa: PLC0415
@@ -56,6 +59,8 @@ def evaluate(
     for option, path in (("--out", out), ("--markdown", markdown)):
         if path is not None:
             check_writable(option, path)
+    for name in drafters if save_baseline else ():
+        check_writable("--save-baseline", resolve(name) / BASELINE_FILE)
     settings = settings_of(EvalSettings, locals(), sample=sample or None)
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
     results = run_eval(settings, workloads, Progress(quiet=quiet), out)
@@ -64,6 +69,8 @@ def evaluate(
     report = EvalReport(results)
     if markdown is not None:
         write_text(markdown, report.markdown())
+    for name, baseline in baselines(results).items() if save_baseline and results.status == "complete" else ():
+        baseline.write(resolve(name))
     if as_json:
         print(json.dumps({"results": None if out is None else str(out), **report.summary()}, allow_nan=False))
     else:

@@ -7,10 +7,12 @@ Most figures are pooled means, sum of totals / sum of counts over prompts: accep
 rounds (plus one), an attention share with its sum over rounds and the rounds, a speed with tokens and seconds.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,6 +213,30 @@ class Bootstrap:
         ends = np.quantile(moved, [(1 - self.level) / 2, (1 + self.level) / 2])
         low, high = np.exp(ends) if is_log else ends
         return Interval(value=value, low=min(float(low), value), high=max(float(high), value))
+
+
+def cluster_sums(total: float, count: float) -> dict[str, float]:
+    """One cluster's part in what `cluster_interval` needs; parts add up, and can be taken away again."""
+    products = {"total_total": total * total, "total_count": total * count, "count_count": count * count}
+    return {"clusters": 1, "total": total, "count": count, **products}
+
+
+def cluster_interval(sums: Mapping[str, float], *, level: float = LEVEL) -> Interval | None:
+    """A pooled mean, sum of totals / sum of counts over clusters, from running sums; None where nothing was counted.
+
+    What resampling the clusters would give, to first order, for a stream too long to keep. With fewer than some thirty
+    clusters it is too narrow.
+    """
+    clusters, count = sums["clusters"], sums["count"]
+    if count <= 0:
+        return None
+    mean = sums["total"] / count
+    if clusters < 2:
+        return Interval(value=mean)
+    squares = sums["total_total"] - 2 * mean * sums["total_count"] + mean * mean * sums["count_count"]
+    error = math.sqrt(max(squares, 0.0) * clusters / (clusters - 1)) / count
+    reach = NormalDist().inv_cdf((1 + level) / 2) * error
+    return Interval(value=mean, low=mean - reach, high=mean + reach)
 
 
 def pooled(*, offset: float = 0.0, top: int = 0, bottom: int = 1) -> Statistic:

@@ -23,6 +23,7 @@ from fledge.engine.outputs import RequestMetrics, RequestUpdate, TextPiece, Toke
 from fledge.engine.protocol import EngineStats
 from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.errors import RequestError, refuse
+from fledge.server.live_drift import Traits
 from fledge.server.metrics import Metrics
 from fledge.server.prompts import NO_TEMPLATE, Template
 from fledge.server.structured import COMPILE_SECONDS, COMPILE_THREADS, Grammar
@@ -60,7 +61,7 @@ class AsyncEngine:
         self._seeds = random.Random(seed)  # for requests that bring none
         self._reserved = 0  # room for requests that are being prepared
         self._running: dict[str, Generation] = {}  # by request: those the engine is not done with
-        self._templates: dict[str, Template] = {}  # the same, and those that were aborted and have not ended yet
+        self._traits: dict[str, Traits] = {}  # the same, and those that were aborted and have not ended yet
         self.compile_seconds = COMPILE_SECONDS  # for one grammar, at most
         self._compile_slots = asyncio.Semaphore(COMPILE_THREADS)
         self._compiling: dict[int, asyncio.Future[RequestError | None]] = {}
@@ -159,6 +160,7 @@ class AsyncEngine:
         cache_salt: bytes = b"",
         grammar: Grammar | None = None,
         template: Template = NO_TEMPLATE,
+        script: str = "Latin",
         timeout: float | None = None,
     ) -> "Generation":
         """Submit requests for `n` answers to each of the prompts; their ids begin with `request_id`.
@@ -175,7 +177,7 @@ class AsyncEngine:
             if number % n == 0:
                 seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
             self._running[name] = generation
-            self._templates[name] = template
+            self._traits[name] = Traits(template, script, params.temperature)
             self.process.send(
                 EngineWorker.add,
                 name,
@@ -205,7 +207,7 @@ class AsyncEngine:
             generation = self._running.get(update.request_id)
             if update.finish_reason is not None:
                 self._running.pop(update.request_id, None)  # whoever reads it may take their time
-                self._metrics.on_finished(update, self._templates.pop(update.request_id, NO_TEMPLATE))
+                self._metrics.on_finished(update, self._traits.pop(update.request_id, Traits()))
             if generation is not None:
                 generation.put(update)
         self._metrics.on_stats(stats)
@@ -221,7 +223,7 @@ class AsyncEngine:
         lost = RequestError("the engine has stopped working", status=500, code="generation_failed")
         self.fail_all(lost)
         self._running.clear()
-        self._templates.clear()
+        self._traits.clear()
         for number in list(self._compiling):
             self.on_compiled(number, lost)
         self.on_death()

@@ -63,7 +63,7 @@ class HistoryInterval:
             for label, amount in amounts.items():  # quicker than `update`, and after every step
                 mine[label] += amount  # type: ignore[assignment]  # seconds can be counted too
 
-    def __getitem__(self, name: str) -> Counter[Any]:
+    def __getitem__(self, name: Any) -> Counter[Any]:
         return self.sums.get(name, Counter())
 
     @classmethod
@@ -183,7 +183,7 @@ class SpeculationNote(NamedTuple):
 def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> list[SpeculationNote]:
     """Say whether speculation pays in what was seen of late and, where it does not, for what traffic and why."""
     if not has_drafter or stats.drafter_failure is not None:
-        return [_note("failed" if has_drafter else "no_drafter")]
+        return [note("failed" if has_drafter else "no_drafter")]
     acceptance, num_rounds = seen.acceptance, seen["rounds"].total()
     length = acceptance.acceptance_length
     rates, is_certain = acceptance.rate_by_depth, acceptance.rounds >= MIN_ROUNDS
@@ -193,20 +193,20 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
     is_chosen = choice is not None and choice.reason != "fixed" and num_rounds > 0
     chosen = [_chosen(choice)] if choice is not None and is_chosen else []
     if length is None:
-        return [*dead, *(chosen or [_note("only_plain" if num_rounds else "idle")])]
+        return [*dead, *(chosen or [note("only_plain" if num_rounds else "idle")])]
     estimate = speed_up(seen, stats)
     value, break_even = estimate.value, estimate.break_even
     if value is None or break_even is None:
-        return [*(chosen or [_note("unknown", length=length, batch=estimate.batch)]), *dead]
+        return [*(chosen or [note("unknown", length=length, batch=estimate.batch)]), *dead]
     name = "pays" if value >= PAYS else "loses" if value < LOSES else "hardly_pays"
-    verdict = _note(name, value=value, per_round=estimate.tokens_per_round, break_even=break_even)
+    verdict = note(name, value=value, per_round=estimate.tokens_per_round, break_even=break_even)
     if value >= PAYS:
         return [verdict, *chosen, *_slow_parts(seen, break_even)]
     if chosen:  # what could be done about batch and depth is done
         return [verdict, *chosen, *dead, *_slow_parts(seen, break_even)]
     useful = sum(rate >= 0.1 for rate in rates)
     is_too_deep = is_certain and 0 < useful < len(rates) and break_even >= PAYS
-    depth = [_note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
+    depth = [note("depth", useful=useful, rate=rates[useful])] if is_too_deep else []
     return [verdict, *dead, *_batch(length, stats.costs, estimate), *_slow_parts(seen, break_even), *depth]
 
 
@@ -217,15 +217,16 @@ def _chosen(choice: DepthChoice) -> SpeculationNote:
         which = "measuring"
     elif choice.reason in ("trial", "return"):
         which = choice.reason
-    return _note(which, **choice._asdict())
+    return note(which, **choice._asdict())
 
 
 def dead_drafter(acceptance: AcceptanceStatistics) -> list[SpeculationNote]:
     """The note about a drafter that looks like another target's, if this one does."""
-    return [_note("dead_drafter", rate=acceptance.rate_by_depth[0])] if acceptance.is_hopeless else []
+    return [note("dead_drafter", rate=acceptance.rate_by_depth[0])] if acceptance.is_hopeless else []
 
 
-def _note(which: str, **figures: Any) -> SpeculationNote:
+def note(which: str, **figures: Any) -> SpeculationNote:
+    """A sentence of notes.yaml with its figures."""
     level, text = _NOTES[which]
     return SpeculationNote(level, text.format(**figures))
 
@@ -241,7 +242,7 @@ def _batch(length: float, costs: CostTable, estimate: SpeedUp) -> list[Speculati
     if batch < 2 * smallest or not at_smallest * PAYS <= length < here * PAYS:
         return []
     ratios = {"here": here, "at_smallest": at_smallest, "smallest": smallest}
-    return [_note("batch", batch=batch, busy=max(2, batch // 2), length=length, **ratios)]
+    return [note("batch", batch=batch, busy=max(2, batch // 2), length=length, **ratios)]
 
 
 def _slow_parts(seen: HistoryInterval, break_even: float) -> list[SpeculationNote]:
@@ -249,15 +250,15 @@ def _slow_parts(seen: HistoryInterval, break_even: float) -> list[SpeculationNot
     low, fine = _divide({template.label: part for template, part in seen.templates.items()}, break_even)
     best = max(fine.values(), default=0.0)
     notes = [
-        _note("template" if fine else "traffic", name=name, length=length, break_even=break_even, best=best)
+        note("template" if fine else "traffic", name=name, length=length, break_even=break_even, best=best)
         for name, length in list(low.items())[:3]
     ]
     if len(low) > 3:
-        notes.append(_note("more_templates", count=len(low) - 3))
+        notes.append(note("more_templates", count=len(low) - 3))
     low, fine = _divide(seen.contexts, break_even)
     if low and fine:
         (name, length), (reference, best) = list(low.items())[-1], next(iter(fine.items()))
-        notes.append(_note("context", name=name, length=length, break_even=break_even, fine=reference, best=best))
+        notes.append(note("context", name=name, length=length, break_even=break_even, fine=reference, best=best))
     return notes
 
 

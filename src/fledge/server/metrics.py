@@ -21,7 +21,9 @@ from prometheus_client.registry import Collector
 
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
+from fledge.evaluation.baseline import Baseline
 from fledge.server.history import History, HistoryInterval, by_context, dead_drafter, speed_up
+from fledge.server.live_drift import DriftWatch, Traits
 from fledge.server.prompts import Template
 
 _log = logging.getLogger("fledge.server")
@@ -49,8 +51,15 @@ class Metrics(Collector):
     """The figures of one engine. May be told and asked by several threads; several can live in one process."""
 
     def __init__(
-        self, *, model_name: str, has_drafter: bool, version: str = "", history: History | None = None
+        self,
+        *,
+        model_name: str,
+        has_drafter: bool,
+        version: str = "",
+        history: History | None = None,
+        baseline: Baseline | None = None,
     ) -> None:
+        """`baseline`: the drafter's, if it has one, to compare live traffic with."""
         self.model_name = model_name
         self.has_drafter = has_drafter
         self.version = version
@@ -59,6 +68,7 @@ class Metrics(Collector):
         self.stats = EngineStats()  # the latest
         self.total = HistoryInterval()  # since the beginning
         self.lock = threading.Lock()
+        self.watch = None if baseline is None else DriftWatch(baseline)
         self._warned = False  # of a drafter that looks like another target's
         registry = self._registry = CollectorRegistry()
         registry.register(self)
@@ -100,9 +110,9 @@ class Metrics(Collector):
                 given = {"rounds": {shape: 1}, "round_tokens": {shape: report.tokens}}
                 self._add({**given, "spec_decode_phase_seconds": phases})
 
-    def on_finished(self, last: RequestUpdate, template: Template) -> None:
+    def on_finished(self, last: RequestUpdate, traits: Traits) -> None:
         """Count a request that the engine has ended, by its last update."""
-        metrics = last.metrics
+        metrics, template = last.metrics, traits.template
         if metrics is None:  # the engine never had it
             return
         with self.lock:
@@ -123,6 +133,8 @@ class Metrics(Collector):
                 self._add({"ttft": {"seconds": metrics.time_to_first_token, "requests": 1}})
             self._add({template: metrics.acceptance.tally})
             self._add(by_context(metrics.rounds))
+            if self.watch is not None:
+                self.watch.on_finished(metrics, traits._replace(template=template))
 
     def on_rejected(self, reason: str) -> None:
         """Count a request that was refused before the engine saw it."""
@@ -150,7 +162,7 @@ class Metrics(Collector):
         buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
         gaps.add_metric((self.model_name,), list(buckets), total["token_gap_seconds"][""])
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
-        estimate = speed_up(recent, stats)
+        estimate, watch = speed_up(recent, stats), self.watch
         values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),
@@ -161,6 +173,7 @@ class Metrics(Collector):
             "kv_cache_usage_perc": kv_use(stats),
             "spec_decode_hopeless": float(stats.acceptance.is_hopeless),
             "spec_decode_fallback": float(stats.drafter_failure is not None),
+            "spec_decode_acceptance_drift": None if watch is None else watch.certain_fall,
             "server_info": {self.version: 1.0},
             "spec_decode_fallback_ratio": recent.fallback_ratio,
             "spec_decode_depth": None if stats.choice is None else stats.choice.depth,

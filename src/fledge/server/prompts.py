@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 NO_TOKENIZER = "this model has no tokenizer: it takes and gives token ids only"
 MAX_MESSAGES = 2048
 MAX_TEMPLATE_BYTES = 64 * 1024
+ENDING_CHARACTERS = 1024
 INLINE_CHARACTERS = 4000  # what is read in the event loop itself: a millisecond or two
 # Arguments of `apply_chat_template`, and what it defines for templates: a client's keywords must not reach them.
 _RESERVED = frozenset(
@@ -120,7 +121,7 @@ class Prompts:
 
         text, token_ids = await self._run(size if template is self.chat_template else 2**62, work)
         digest = hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-        return ChatPrompt(token_ids, text[-64:], Template(name, digest))
+        return ChatPrompt(token_ids, text[-ENDING_CHARACTERS:], Template(name, digest))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

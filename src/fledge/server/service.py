@@ -1,12 +1,17 @@
 """What a request means: its fields become prompts, parameters and a grammar, and these a generation."""
 
+import logging
 from dataclasses import replace
 
 from fledge import __version__
+from fledge.checkpoints.source import resolve
+from fledge.errors import FledgeError
+from fledge.evaluation.baseline import Baseline
 from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.bridge import ResponsesAnswer, as_chat
 from fledge.server.engine_process import EngineProcess
 from fledge.server.errors import RequestError, refuse
+from fledge.server.live_drift import script_of
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.parsers import AnswerParser, reasoning_parser
@@ -24,6 +29,8 @@ from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
 from fledge.server.tool_parsers import HermesParser, tool_parser
 
+_log = logging.getLogger("fledge.server")
+
 
 class Service:
     """A model behind endpoints. Made before there is an event loop; start its engine in one, `close` at the end."""
@@ -36,7 +43,12 @@ class Service:
         self.body_bytes = 0  # of requests that are being read, all together
         self.tokenizer = process.tokenizer
         has_drafter = process.info.drafter is not None
-        self.metrics = Metrics(model_name=options.model_name, has_drafter=has_drafter, version=__version__)
+        self.metrics = Metrics(
+            model_name=options.model_name,
+            has_drafter=has_drafter,
+            version=__version__,
+            baseline=baseline_of(process.info.drafter),
+        )
         self.engine = AsyncEngine(process, max_queue=options.max_queue, metrics=self.metrics, seed=options.seed)
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
         self._tool_parser = tool_parser(options.tool_call_parser, self.prompts.chat_template)
@@ -90,7 +102,10 @@ class Service:
             has_special_end = self._reasoning is not None and self._reasoning.END in special
             if has_special_end or (parser is not None and parser.special_markers):  # parsers look for these
                 request = request.model_copy(update={"skip_special_tokens": False})
-            generation = await self._generate(request, entry, [prompt.token_ids], grammar, prompt.template)
+            script, template = script_of(prompt.ending), prompt.template
+            generation = await self._generate(
+                request, entry, [prompt.token_ids], grammar, script=script, template=template
+            )
 
         def answer_parser() -> AnswerParser:
             calls = None if parser is None or tools is None else parser(parallel=tools.parallel, tools=tools.known)
@@ -119,7 +134,8 @@ class Service:
             if request.echo:
                 echoes = [one if isinstance(one, str) else await self.prompts.decode(one) for one in prompts]
             grammar = read_format(**request.structured_fields())
-            generation = await self._generate(request, entry, encoded, grammar)
+            script = next((script_of(one) for one in prompts if isinstance(one, str)), "unknown")
+            generation = await self._generate(request, entry, encoded, grammar, script=script)
         starts: list[list[int]] = [[] for _ in prompts]
         if request.echo and request.logprobs_wanted is not None:
             told = zip(generation.prompts, echoes, strict=True)
@@ -154,6 +170,8 @@ class Service:
         entry: RequestLogEntry,
         prompts: list[list[int]],
         grammar: Grammar | None,
+        *,
+        script: str,
         template: Template = NO_TEMPLATE,
     ) -> Generation:
         """Submit. Raises a FledgeError if something is wrong with the request."""
@@ -176,7 +194,17 @@ class Service:
             cache_salt=request.salt,
             grammar=grammar,
             template=template,
+            script=script,
             timeout=self.options.request_timeout,
         )
         entry.answers, entry.prompt_tokens = generation.answers, generation.prompt_tokens
         return generation
+
+
+def baseline_of(drafter: str | None) -> Baseline | None:
+    """What a drafter was measured at. A damaged file is told of, and no reason not to serve."""
+    try:
+        return None if drafter is None else Baseline.read(resolve(drafter))
+    except FledgeError as error:
+        _log.warning("%s; live traffic is not compared with it", error)
+        return None

@@ -18,6 +18,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
 from fledge.evaluation import acceptance, evaluate
 from fledge.evaluation.acceptance import AcceptanceMeter, Measurement, TargetAnswers
+from fledge.evaluation.baseline import baselines
 from fledge.evaluation.evaluate import EvalSettings, run_eval
 from fledge.evaluation.report import EvalReport, plus_minus
 from fledge.evaluation.results import Results, read_results, write_results
@@ -127,6 +128,18 @@ def test_acceptance_is_what_the_engine_counts(pair: Path, measured: Results) -> 
     assert cell.acceptance_statistics == expected
     row = next(row for row in EvalReport(measured).rows if row.contender == "full K=3 T=0")
     assert row.by_workload["one"].value == pytest.approx(expected.acceptance_length)
+
+
+def test_baselines_pool_the_workloads(measured: Results) -> None:
+    found = baselines(measured)
+    assert {Path(drafter).name for drafter in found} == {"full", "half"}
+    for drafter, baseline in found.items():
+        for cell in baseline.cells:
+            name = f"{Path(drafter).name} K={cell.depth} T={cell.temperature:g}"
+            parts = [one.acceptance_statistics for one in measured.cells if one.contender == name]
+            pooled = AcceptanceStatistics.merge(parts)
+            assert cell.rounds == pooled.rounds
+            assert cell.rate_by_depth == pytest.approx(pooled.rate_by_depth, abs=1e-4)
 
 
 def test_sampled_answers_follow_the_seed(pair: Path) -> None:

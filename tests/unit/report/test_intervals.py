@@ -1,9 +1,11 @@
 """Intervals: that they cover as often as they say, that resampling rounds would not, and their edges."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
-from fledge.report.intervals import Bootstrap, Comparison, Interval
+from fledge.report.intervals import Bootstrap, Comparison, Interval, cluster_interval, cluster_sums
 
 QUICK = Bootstrap(resamples=300)
 
@@ -99,6 +101,22 @@ def test_too_little_to_say():
     assert QUICK.acceptance_length({"a": (2.0, 4.0)}) == Interval(value=1.5)
     assert QUICK.compare({"a": (0.0, 0.0)}, {"a": (1.0, 1.0)}, offset=1.0) is None
     assert QUICK.pooled({}) is None
+
+
+def test_running_sums_of_clusters_give_what_resampling_them_does():
+    counts = {str(i): (float(3 + i % 5 * (i % 7)), float(2 + i % 9)) for i in range(120)}
+    sums = Counter[str]()
+    for one in counts.values():
+        sums.update(cluster_sums(*one))
+    quick, drawn = cluster_interval(sums), Bootstrap().pooled(counts)
+    assert quick is not None
+    assert drawn is not None
+    assert quick.value == pytest.approx(drawn.value)
+    assert quick.ends == pytest.approx(drawn.ends, rel=0.03)
+    sums.subtract(cluster_sums(*counts["0"]))
+    assert sums["clusters"] == 119
+    assert cluster_interval(Counter()) is None
+    assert cluster_interval(cluster_sums(3, 2)) == Interval(value=1.5)
 
 
 def test_json_and_back():

@@ -18,6 +18,7 @@ from fledge.errors import PromptError
 from fledge.server.async_engine import AsyncEngine, Generation, TextDelta
 from fledge.server.engine_process import EngineWorker
 from fledge.server.errors import RequestError
+from fledge.server.live_drift import Traits
 from fledge.server.prompts import Template
 from fledge.server.structured import Grammar, GrammarCompiler, read_format
 from tests.serving import EngineThread, make_llm
@@ -33,15 +34,15 @@ class Recorder:
     def __init__(self) -> None:
         self.stats: list[EngineStats] = []
         self.finished: list[RequestUpdate] = []
-        self.templates: list[Template] = []
+        self.traits: list[Traits] = []
         self.rejected: list[str] = []
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats.append(stats)
 
-    def on_finished(self, last: RequestUpdate, template: Template) -> None:
+    def on_finished(self, last: RequestUpdate, traits: Traits) -> None:
         self.finished.append(last)
-        self.templates.append(template)
+        self.traits.append(traits)
 
     def on_rejected(self, reason: str) -> None:
         self.rejected.append(reason)
@@ -108,7 +109,7 @@ def test_answers_are_those_of_the_offline_engine() -> None:
     run(test, metrics=recorder)
     assert recorder.stats[-1].output_tokens == 24 * 3
     assert {last.request_id for last in recorder.finished} == {"0-0", "1-0", "2-0"}
-    assert {template.name for template in recorder.templates} == {"t0", "t1", "t2"}
+    assert {traits.template.name for traits in recorder.traits} == {"t0", "t1", "t2"}
     for last in recorder.finished:
         assert last.metrics is not None
         assert last.metrics.time_to_first_token is not None

@@ -5,17 +5,23 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from fledge.engine.controller import DepthChoice
+from fledge.evaluation.baseline import Baseline, BaselineCell
 from fledge.server.metrics import Metrics
 from tests.page_service import EngineFeed
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
+RATES = BaselineCell(temperature=0.0, depth=1, rounds=1, acceptance_length=1.5, rate_by_depth=(0.5,))
+BASELINE = Baseline(cells=(RATES,), measured_on=("mt_bench",), fledge_version="1", date="2026-11-16")
+
+
 def _exposed_names() -> set[str]:
-    metrics = Metrics(model_name="m", has_drafter=True)
+    metrics = Metrics(model_name="m", has_drafter=True, baseline=BASELINE)
     feed = EngineFeed(metrics)
     for _ in range(5):
         feed.step(depth=3)
@@ -72,6 +78,14 @@ def test_the_grafana_dashboard_is_well_formed():
     assert len(cells) == len(set(cells)), "panels overlap"
     names = [variable["name"] for variable in dashboard["templating"]["list"]]
     assert names == ["datasource", "model_name"]
+
+
+def test_the_alerts_of_observability_md_ask_only_for_metrics_that_exist():
+    (rules,) = re.findall(r"(?ms)^```yaml\n(groups:.*?)^```", (DOCS / "observability.md").read_text())
+    queries = [rule["expr"] for group in yaml.safe_load(rules)["groups"] for rule in group["rules"]]
+    asked = {name for query in queries for name in re.findall(r"fledge_\w+", query)}
+    assert "fledge_spec_decode_acceptance_drift" in asked
+    assert asked <= _exposed_names()
 
 
 def test_observability_md_documents_every_metric_and_no_other():

@@ -14,6 +14,7 @@ from fledge.checkpoints.target import load_target
 from fledge.errors import FledgeError
 from fledge.evaluation import acceptance
 from fledge.evaluation.acceptance import AcceptanceMeter, Measurement, TargetTurn
+from fledge.evaluation.baseline import Baseline
 from fledge.evaluation.conversations import Skipped
 from fledge.evaluation.results import RequestRecord
 from fledge.models.drafter.variants import EAGLE_3_1
@@ -85,6 +86,10 @@ def test_it_publishes_the_best_candidate_unchanged(context: StageContext, monkey
     assert json.loads((published / "fledge_provenance.json").read_text())["step"] == 0  # what was there is kept
     assert (published / "training.png").read_bytes() == b"png"
     assert "step-000004 3.00, step-000008 2.00" in (published / "README.md").read_text()
+    baseline = Baseline.read(published)
+    assert baseline is not None
+    assert [(cell.depth, cell.acceptance_length) for cell in baseline.cells] == [(2, 3.0), (4, 3.0)]
+    assert baseline.rates(0.0, 2) == [1.0, 1.0]
 
 
 def test_among_equals_the_last_one(context: StageContext) -> None:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.server.errors import RequestError
-from fledge.server.history import HistoryInterval, SpeedUp, explain, ratio, speed_up
+from fledge.server.history import HistoryInterval, SpeedUp, explain, note, ratio, speed_up
 from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
@@ -70,7 +70,11 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     window = recent if recent["rounds"] else whole
     estimate = speed_up(window, stats)
     seconds = history.interval_seconds
-    notes = explain(window, stats, has_drafter=metrics.has_drafter)
+    notes, watch = explain(window, stats, has_drafter=metrics.has_drafter), metrics.watch
+    if watch is not None and watch.is_drifting:
+        notes.insert(1, watch.note)
+    elif watch is None and metrics.has_drafter:
+        notes.append(note("no_baseline"))
     return {
         "server": {
             "model": metrics.model_name,
@@ -84,13 +88,19 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         "tiles": _tiles(metrics, HistoryInterval.sum(closed[-TILE_INTERVALS:]), window, estimate),
         "window_s": window.intervals * seconds,
         "now_s": TILE_INTERVALS * seconds,
-        "findings": [note._asdict() for note in notes],
+        "findings": [one._asdict() for one in notes],
         "templates": [
             {"hash": template.digest, "requests": whole["requests"][template]}
             | _acceptance(template.name, part, estimate)
             for template, part in sorted(whole.templates.items(), key=lambda item: -item[1].rounds)
         ],
         "contexts": [_acceptance(bucket, part, estimate) for bucket, part in whole.contexts.items()],
+        "baseline": []
+        if watch is None or watch.latest is None
+        else [
+            {"depth": depth + 1, "rate": rate.value, "low": rate.ends[0], "high": rate.ends[1], "expected": expected}
+            for depth, rate, expected in watch.latest.depths
+        ],
         "points": [_point(interval, seconds) for interval in closed if interval.number > after],
     }
 

@@ -1,7 +1,7 @@
 """Stage `eval`: the best checkpoint by acceptance length through the engine, and the directory that is published.
 
-Output: `drafter/`, the best candidate with its model card, plots and provenance, and `evaluation.json`. What was
-measured before an interruption is kept in `parts/`.
+Output: `drafter/`, the best candidate with its model card, plots, provenance and baseline, and `evaluation.json`. What
+was measured before an interruption is kept in `parts/`.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from fledge.checkpoints.target import identify_target, read_target_config
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, Measurement, TargetAnswers, TargetTurn
+from fledge.evaluation.baseline import Baseline, BaselineCell
 from fledge.evaluation.conversations import Skipped, read_conversations
 from fledge.evaluation.workloads import Prompt, Workload, spread
 from fledge.files import atomic_directory, distinct_names, file_digest, read_json, read_json_lines, write_json
@@ -72,6 +73,9 @@ def run(context: StageContext) -> dict[str, Any]:
         if (context.inputs["fit"] / "training.png").is_file():
             shutil.copy(context.inputs["fit"] / "training.png", directory)
         if result["evaluated"]:
+            if cells := _baseline_cells(result):
+                named = distinct_names(context.recipe.eval.sources) or ["held-out"]
+                Baseline.of(cells, named, provenance).write(directory)
             plot_acceptance(result, directory / "acceptance.png")
         plots = [name for name in ("training.png", "acceptance.png") if (directory / name).is_file()]
         card = model_card(context.recipe, read_drafter(directory).config, result, provenance, plots=plots)
@@ -161,6 +165,22 @@ def _evaluate(context: StageContext, candidates: Sequence[Path]) -> dict[str, An
         "unusable": unusable,
         "depths": {str(depth): _figures(each, turns) for depth, each in measured.items()},
     }
+
+
+def _baseline_cells(result: Mapping[str, Any]) -> list[BaselineCell]:
+    """What live traffic will be compared with."""
+    totals = {int(depth): cell["total"] for depth, cell in result["depths"].items()}
+    return [
+        BaselineCell(
+            temperature=result["temperature"],
+            depth=depth,
+            rounds=total["rounds"],
+            acceptance_length=total["acceptance_length"],
+            rate_by_depth=tuple(total["rate_by_depth"]),
+        )
+        for depth, total in totals.items()
+        if total["rounds"]
+    ]
 
 
 def _workloads(recipe: Recipe, held_out: Path) -> tuple[list[Workload], int]:

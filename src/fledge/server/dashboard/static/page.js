@@ -133,11 +133,11 @@ function row(...cells) {
 const depths = (rates) => rates.map((rate) => `${Math.round(rate * 100)}%`).join("  ") || "–";
 const pays = (value) => (value === null ? ["unknown", "muted"] : value ? ["yes", "yes"] : ["no", "no"]);
 
-function table(id, lines, columns) {
+function table(id, lines, columns, none = "No finished requests yet.") {
   const body = byId(id);
   if (lines.length) body.replaceChildren(...lines);
   else {
-    const cell = make("td", "muted", "No finished requests yet.");
+    const cell = make("td", "muted", none);
     cell.colSpan = columns;
     body.replaceChildren(make("tr", "", cell));
   }
@@ -163,6 +163,7 @@ function show(data) {
   byId("tiles").replaceChildren(...tiles(now, server.has_drafter));
   table("templates", data.templates.map((t) => row([t.name, "", true], [t.hash.slice(0, 8) || "–"], [`${t.requests}`], [`${t.rounds}`], [compact(t.acceptance_length)], [depths(t.rate_by_depth), "rates"], pays(t.pays))), 7);
   table("contexts", data.contexts.map((c) => row([c.name, "", true], [`${c.rounds}`], [compact(c.acceptance_length)], [depths(c.rate_by_depth), "rates"], pays(c.pays))), 5);
+  table("baseline", data.baseline.map((d) => row([`${d.depth}`, "", true], [percent(d.rate)], [`${percent(Math.max(0, d.low))} to ${percent(Math.min(1, d.high))}`], [percent(d.expected)])), 4, "Nothing to compare yet.");
   const scale = { kept: data.kept_intervals, interval: data.interval_s };
   for (const chart of charts) chart.draw(state.points, scale);
 }

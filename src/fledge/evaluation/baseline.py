@@ -1,0 +1,106 @@
+"""A drafter's baseline: how much of its drafts was accepted when it was measured, in a small file beside its card.
+
+`fledge train` and `fledge eval --baseline` write it; `fledge serve` compares live traffic with it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.errors import ConfigError
+from fledge.evaluation.results import Results
+from fledge.files import parse_json, write_json
+from fledge.records import Record
+
+BASELINE_FILE = "acceptance.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineCell(Record):
+    """What was measured at one temperature, drafting so deep in every round."""
+
+    temperature: float
+    depth: int
+    rounds: int
+    acceptance_length: float
+    rate_by_depth: tuple[float, ...]  # share of rounds whose draft at each depth stood
+
+    @classmethod
+    def of(cls, statistics: AcceptanceStatistics, *, temperature: float, depth: int) -> "BaselineCell":
+        """`statistics` has rounds."""
+        return cls(
+            temperature=temperature,
+            depth=depth,
+            rounds=statistics.rounds,
+            acceptance_length=round(statistics.acceptance_length or 1.0, 4),
+            rate_by_depth=tuple(round(rate, 4) for rate in statistics.rate_by_depth),
+        )
+
+    def rates(self, depth: int) -> list[float]:
+        """The share of accepted drafts to another depth; what lies deeper than was measured falls as the last did."""
+        known = list(self.rate_by_depth[:depth])
+        last, before = known[-1], known[-2] if len(known) > 1 else 1.0
+        step = last / before if before else 0.0
+        return known + [last * step ** (i + 1) for i in range(depth - len(known))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Record):
+    """All that was measured of one drafter, and on what."""
+
+    cells: tuple[BaselineCell, ...]
+    measured_on: tuple[str, ...]  # names of workloads or files
+    fledge_version: str
+    date: str
+
+    def rates(self, temperature: float, depth: int) -> list[float]:
+        """The share of drafts to expect accepted, by depth: of the nearest depth, between measured temperatures."""
+        nearest = {
+            measured: min((c for c in self.cells if c.temperature == measured), key=lambda c: abs(c.depth - depth))
+            for measured in sorted({cell.temperature for cell in self.cells})
+        }
+        columns = zip(*(cell.rates(depth) for cell in nearest.values()), strict=True)
+        return [float(np.interp(temperature, list(nearest), column)) for column in columns]
+
+    @classmethod
+    def of(cls, cells: Iterable[BaselineCell], measured_on: Iterable[str], run: Mapping[str, Any]) -> "Baseline":
+        """`run`: the provenance of the measurement."""
+        about = {name: run[name] for name in ("fledge_version", "date")}
+        return cls(cells=tuple(cells), measured_on=tuple(measured_on), **about)
+
+    @classmethod
+    def read(cls, directory: Path) -> "Baseline | None":
+        """The baseline of the drafter in a directory, if it has one. Raises ConfigError where it cannot be read."""
+        path = directory / BASELINE_FILE
+        if not path.is_file():
+            return None
+        try:
+            found = cls.from_dict(parse_json(path.read_text(encoding="utf-8")), str(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        rates = [cell.rate_by_depth for cell in found.cells]
+        if not rates or not all(several and all(0 <= rate <= 1 for rate in several) for several in rates):
+            hint = "`fledge eval --save-baseline` writes the file anew"
+            raise ConfigError(f"{path}: expected shares of accepted drafts, by depth; {hint}")
+        return found
+
+    def write(self, directory: Path) -> None:
+        write_json(directory / BASELINE_FILE, self.to_dict())
+
+
+def baselines(results: Results) -> dict[str, Baseline]:
+    """What a complete run of `fledge eval` says of each drafter, its rounds pooled over workloads."""
+    cells: dict[str, list[BaselineCell]] = {}
+    for one in results.contenders:
+        parts = (cell.acceptance_statistics for cell in results.cells if cell.contender == one.name)
+        pooled = AcceptanceStatistics.merge(parts)
+        if one.drafter is not None and one.speculation is not None and pooled.rounds:
+            depth = one.speculation["num_speculative_tokens"]
+            cell = BaselineCell.of(pooled, temperature=one.temperature or 0.0, depth=depth)
+            cells.setdefault(one.drafter, []).append(cell)
+    workloads = dict.fromkeys(cell.workload for cell in results.cells)
+    return {drafter: Baseline.of(found, workloads, results.provenance) for drafter, found in cells.items()}

@@ -263,14 +263,17 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
     return {"inputs": ids and list(ids), "outputs": ids and as_outputs(ids), "stated": stated}
 
 
+_KINDS = ("experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks", "qk_norm_whole")
+_ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
+
+
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
     """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
-    values, ordinary = asdict(layer), {"experts": None, "norm_placement": "pre", "qk_norm_whole": False}
+    values, ordinary = asdict(layer), {field: getattr(LayerConfig, field) for field in _KINDS}
     rope = {field: value for field, value in values.pop("rope").items() if value is not None}
     if rope["type"] == "default":
-        rope = {"theta": rope["theta"], "partial_factor": rope["partial_factor"], "type": "default"}
-    if rope["partial_factor"] == 1:
-        del rope["partial_factor"]
+        rope = {field: rope[field] for field in ("theta", "partial_factor", "interleaved", "type")}
+    rope = {field: value for field, value in rope.items() if (field, value) not in _ORDINARY_ROPE}
     kept = {field: value for field, value in values.items() if field not in ordinary or value != ordinary[field]}
     return {**kept, "rope": rope}
 

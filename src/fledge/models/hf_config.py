@@ -9,12 +9,17 @@ from typing import Any
 
 from fledge.errors import CheckpointError
 from fledge.files import parse_json
-from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.layers.config import Activation, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
 MAX_LAYERS, MAX_INTEGER = 1000, 2**31 - 1
 DTYPES = ("float32", "float16", "bfloat16")
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+}
 _ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -117,7 +122,7 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
     kind, original = scaling.text("rope_type", scaling.text("type", "default")), "original_max_position_embeddings"
     values: dict[str, Any] = {}
     match kind:
-        case "default":
+        case "default" | "mrope":  # the latter has three positions for a token, which are the same in text
             return rope
         case "linear":
             pass
@@ -143,6 +148,13 @@ def rope_holders(fields: ConfigFields) -> list[ConfigFields]:
     return [holder for holder in holders if holder is not None]
 
 
+def partial_rotary_of(fields: ConfigFields, *, default: float) -> ConfigFields:
+    """The config with the share of each head that rotates, where it does not say."""
+    partial = "partial_rotary_factor"
+    said = any(partial in holder for holder in rope_holders(fields))
+    return fields if said else ConfigFields({**fields.values, partial: default}, fields.where)
+
+
 def read_layer(
     fields: ConfigFields, *, default_head_dim: int | None = None, partial_rotary: bool = False, **kinds: Any
 ) -> LayerConfig:
@@ -150,9 +162,10 @@ def read_layer(
 
     A config that rotates a part of each head only is refused unless the family is `partial_rotary`.
     """
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", activation, "silu")
+    named = "hidden_activation" if "hidden_activation" in fields else "hidden_act"  # the former is Gemma's
+    activation = fields.text(named, "silu")
+    if activation not in _ACTIVATIONS:
+        raise fields.error(named, activation, "silu or gelu_pytorch_tanh")
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -177,6 +190,7 @@ def read_layer(
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
+        activation=_ACTIVATIONS[activation],
         **kinds,
     )
 
@@ -219,7 +233,7 @@ def write_layers(config: TargetConfig | DrafterConfig, model_type: str, *, tied_
         "num_key_value_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
         "rms_norm_eps": layer.norm_eps,
-        "hidden_act": "silu",
+        "hidden_act": layer.activation,
         "attention_bias": layer.qkv_bias,
         "mlp_bias": layer.mlp_bias,
         **write_rope(layer.rope),

@@ -74,4 +74,6 @@ def test_drafters_are_ordinary_whatever_the_target_is(name: str) -> None:
         False,
         1.0,
     )
+    kinds = (layer.norm_offset, layer.sinks, layer.query_scalar, layer.rope.interleaved, layer.activation)
+    assert kinds == (False, False, None, False, "silu")
     assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache

@@ -54,7 +54,7 @@ class Eagle3FirstLayer(nn.Module):
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
         self.self_attn = Attention(layer, layer=0, input_size=2 * layer.hidden_size)
         self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
-        self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
+        self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias, activation=layer.activation)
 
     def forward(
         self, tokens: Tensor, embed: nn.Module, feature: Tensor, rotation: Rotation, storage: KeyValueStorage

@@ -48,8 +48,7 @@ class TargetModel(nn.Module):
         """Tokens and positions [*lead]. Aux id k is the input of block k; `num_layers` the stream before the norm."""
         update: Tensor = self.embed_tokens(tokens)
         if self.config.embedding_scale != 1:
-            # Rounded first, as Gemma does: a number of the host, the same in every pass.
-            update = update * torch.tensor(self.config.embedding_scale, dtype=update.dtype, device="cpu").item()
+            update = update * update.new_full((), self.config.embedding_scale)  # rounded to the dtype, as Gemma does
         stream: Tensor | None = None
         rotation = self.rope(positions, update.dtype)
         local = rotation if self.local_rope is None else self.local_rope(positions, update.dtype)

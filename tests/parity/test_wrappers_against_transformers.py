@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from fledge.checkpoints.contract import describe_target
 from fledge.checkpoints.target import load_target, stop_ids
+from fledge.checkpoints.tensors import TensorFiles
 from fledge.layers.dense_cache import DenseCache
 from tests.tiny_models import randomise
 
@@ -62,4 +64,6 @@ def test_the_language_model_of_a_wrapper_is_read(name: str, tmp_path: Path) -> N
     tokens, positions = torch.randint(10, 60, (20,)), torch.arange(20)
     states = ours(tokens, positions, DenseCache(ours.config.num_layers).extend(positions))
     torch.testing.assert_close(ours.logits(states.final), theirs(tokens[None]).logits[0], atol=1e-4, rtol=1e-4)
+    described = describe_target(ours.config, TensorFiles(tmp_path))
+    assert described["size"]["parameters"] == sum(parameter.numel() for parameter in ours.parameters())
     assert stop_ids(tmp_path) == ours.config.eos_ids == (2,)

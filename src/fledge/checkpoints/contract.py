@@ -18,7 +18,7 @@ import torch
 from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.drafter_config import D2T, FLAGS, T2D, as_outputs, their_name
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
-from fledge.checkpoints.target import identify_target
+from fledge.checkpoints.target import identify_target, language_tensors
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import stored_shapes, without_weights
 from fledge.layers.config import LayerConfig, RopeConfig
@@ -242,7 +242,8 @@ def describe_drafter(
 
 
 def describe_target(config: TargetConfig, files: TensorFiles) -> dict[str, Any]:
-    names = ((name.removeprefix("model."), info) for name, info in files.infos.items())
+    stored = language_tensors(files.infos)
+    names = ((name.removeprefix("model."), files.infos[stored[name]]) for name in stored)
     return {
         "kind": "target",
         "directory": str(files.directory),

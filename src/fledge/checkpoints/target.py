@@ -47,24 +47,34 @@ def read_target_config(directory: Path) -> TargetConfig:
     fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
     if "eagle" in str(fields.values.get("architectures")).lower() or "speculators_model_type" in fields:
         raise CheckpointError(f"{directory}: is an EAGLE drafter, where a target model was expected")
-    family = _family_of(fields)
+    family, name = _family_of(fields), fields.text("model_type")
+    if family is None and _is_recurrent(fields):
+        raise CheckpointError(
+            f"{fields.where}: model_type '{name}' has layers with a recurrent state (linear attention, Mamba), which "
+            "Fledge does not run; vLLM serves it"
+        )
+    if family is None:
+        raise CheckpointError(
+            f"{fields.where}: model_type '{name}' is not a supported target.{nearest_name_hint(name, FAMILIES)}"
+        )
     weight_format(fields)
     return family.config_from_hf(fields)
 
 
-def _family_of(fields: ConfigFields) -> Family:
-    name, types = fields.text("model_type"), fields.values.get("layer_types")
-    if name in _RECURRENT or (isinstance(types, list) and "linear_attention" in types):
-        raise CheckpointError(
-            f"{fields.where}: model_type '{name}' has layers with a recurrent state (linear attention, Mamba), which "
-            "Fledge does not run; vLLM serves it, also with an EAGLE drafter"
-        )
-    for family in FAMILIES.values():
-        if name == family.name or name in family.aliases:
-            return family
-    raise CheckpointError(
-        f"{fields.where}: model_type '{name}' is not a supported target.{nearest_name_hint(name, FAMILIES)}"
-    )
+def is_supported_target(directory: Path) -> bool:
+    """Whether a model, or the language model in it, is of a family that Fledge runs."""
+    return _family_of(_language_fields(ConfigFields.from_file(directory / "config.json"))) is not None
+
+
+def _family_of(fields: ConfigFields) -> Family | None:
+    name = fields.text("model_type")
+    known = (family for family in FAMILIES.values() if name == family.name or name in family.aliases)
+    return None if _is_recurrent(fields) else next(known, None)
+
+
+def _is_recurrent(fields: ConfigFields) -> bool:
+    types = fields.values.get("layer_types")
+    return fields.text("model_type") in _RECURRENT or (isinstance(types, list) and "linear_attention" in types)
 
 
 def load_target(
@@ -89,7 +99,7 @@ def load_target(
     if (parts := sum(1 if experts is None else experts.num_experts for experts in layers)) > len(files.infos):
         what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
         raise CheckpointError(f"{directory}: {what}; fetch the complete checkpoint")
-    names = {family.our_name(name): stored for name, stored in _language_tensors(files.infos).items()}
+    names = {family.our_name(name): stored for name, stored in language_tensors(files.infos).items()}
     # Layers that predict further tokens are drafters of another kind, behind the last layer.
     extra = range(config.num_layers, config.num_layers + fields.integer("num_nextn_predict_layers", 0, minimum=0))
     ignored = tuple(f"layers.{i}." for i in extra)
@@ -222,7 +232,7 @@ def _language_fields(fields: ConfigFields) -> ConfigFields:
     return ConfigFields({**fields.values, **inner.values, **whole, "architectures": None}, fields.where)
 
 
-def _language_tensors(names: Iterable[str]) -> dict[str, str]:
+def language_tensors(names: Iterable[str]) -> dict[str, str]:
     """The tensors of the language model: their names in it, and as they are stored, in a wrapper perhaps."""
     stored = [name for name in names if _IGNORED_TENSOR not in name]
     if not any(_WRAPPED in name for name in stored):

@@ -106,15 +106,17 @@ class SparseMLP(nn.Module):
             scores = logits.sigmoid()
             liked = scores + self.e_score_correction_bias
             if config.n_group > 1:
-                groups = liked.unflatten(-1, (config.n_group, -1))
+                groups = liked.view(len(liked), config.n_group, -1)
                 best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
                 seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
                 liked = groups.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
             experts = liked.topk(config.num_experts_per_token).indices
-            weights = scores.gather(-1, experts)
+            weights = scores.gather(-1, experts) + 1e-20  # all of them may be nothing
         if config.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * config.routed_scaling_factor, experts
+            weights = weights / weights.sum(-1, keepdim=True)
+        if config.routed_scaling_factor != 1:
+            weights = weights * config.routed_scaling_factor
+        return weights, experts
 
     def _one_by_one(self, grouped: Tensor, ends: Tensor) -> Tensor:
         """grouped [rows * chosen, hidden], sorted by expert; ends [experts]: where the rows of each end."""

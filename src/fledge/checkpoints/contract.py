@@ -96,10 +96,10 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
         yield finding("rope-differs", found=_rope_difference(own, rope), target=_rope_difference(rope, own))
     if config.max_positions < target.max_positions:
         yield finding("max-positions-short", found=config.max_positions, target=target.max_positions)
-    architecture = FAMILIES[target.family].architecture
-    if reference and reference["architectures"] and architecture not in reference["architectures"]:
+    family = FAMILIES[target.family]
+    if reference and reference["architectures"] and not family.is_of(reference["architectures"]):
         found, made_for = reference["architectures"], reference["name_or_path"] or "another target"
-        yield finding("verifier-differs", found=found, expected=architecture, target=made_for)
+        yield finding("verifier-differs", found=found, expected=family.architecture, target=made_for)
 
 
 def identity_findings(checkpoint: DrafterCheckpoint, target: Path) -> Iterator[Finding]:

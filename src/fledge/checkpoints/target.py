@@ -87,7 +87,7 @@ def load_target(
     config = read_target_config(directory)
     fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
     family, declared = FAMILIES[config.family], fields.values.get("architectures")
-    if isinstance(declared, list) and declared and family.architecture not in declared:
+    if isinstance(declared, list) and declared and not family.is_of([str(name) for name in declared]):
         warnings.warn(
             f"{fields.where}: architectures: found {declared[0]}, expected {family.architecture} for this model_type; "
             "read as the latter, as its tensors fit",
@@ -223,13 +223,13 @@ def _optional_fields(path: Path) -> ConfigFields:
 def _language_fields(fields: ConfigFields) -> ConfigFields:
     """The fields of the language model, which multimodal models keep one level down.
 
-    What is said of answers, and of the head, holds for the whole; its class is not the language model's.
+    What is said of answers, and of the head, holds for the whole.
     """
     inner = fields.nested("text_config")
     if inner is None:
         return fields
     whole = {name: fields.values[name] for name in _OF_THE_WHOLE if name in fields}
-    return ConfigFields({**fields.values, **inner.values, **whole, "architectures": None}, fields.where)
+    return ConfigFields({**fields.values, **inner.values, **whole}, fields.where)
 
 
 def language_tensors(names: Iterable[str]) -> dict[str, str]:

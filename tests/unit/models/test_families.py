@@ -1,5 +1,6 @@
 """What a family file declares: names that go both ways, and configs that are read whole or refused."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints.target import hf_config, load_target, read_target_config, save_target
-from fledge.errors import CheckpointError
+from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.files import read_json, write_json
 from fledge.layers.config import RopeConfig
 from fledge.models.config import TargetConfig
@@ -99,6 +100,22 @@ def test_what_published_gemma_configs_leave_out_is_known(tmp_path: Path) -> None
     assert [config.sliding_window(i) for i in (0, 4, 5, 6, 33)] == [1024, 1024, None, 1024, 1024]
     assert (config.layer_at(5).rope.theta, config.layer_at(5).rope.factor) == (1e6, 8.0)
     assert config.layer_at(6).rope == RopeConfig(theta=10000.0)
+
+
+def test_a_flat_wrapper_and_one_of_another_class(tmp_path: Path) -> None:
+    """Qwen2.5-VL as it was published: the fields of the language model beside those of the whole."""
+    target = make_target(TARGET_CONFIGS["qwen2-window"])
+    save_target(target, tmp_path / "target")
+    file, config = tmp_path / "target" / "model.safetensors", tmp_path / "target" / "config.json"
+    save_file({**load_file(file), "visual.merger.mlp.0.weight": torch.ones(3)}, file)
+    changes = {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    changes |= {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 1}}
+    write_json(config, {**(read_json(config) or {}), **changes})
+    with warnings.catch_warnings(action="error"):
+        assert load_target(tmp_path / "target").config == target.config
+    write_json(config, {**(read_json(config) or {}), "architectures": ["LlamaForCausalLM"]})
+    with pytest.warns(CheckpointWarning, match="LlamaForCausalLM"):
+        load_target(tmp_path / "target")
 
 
 @pytest.mark.parametrize(

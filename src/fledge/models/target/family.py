@@ -1,6 +1,6 @@
 """What a family file declares, and the part of reading a config that all families share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ class Family:
 
     The first functions read a config.json: the layer, naming the kinds of parts that it has (`LayerConfig`), the
     sliding window of each layer, none by default, and all layers where they are not alike. `defaults` stand for fields
-    that a config leaves out, `aliases` are model types of wrappers' language models that are the same in text.
+    that a config leaves out. In multimodal models of the classes `wrappers` it is the language model, perhaps under a
+    model type of its own (`aliases`).
     `extra_fields` writes what the fields that all families share do not say. `tensor_names` are pieces of the names in
     Hugging Face's files and of ours, where they differ, applied in this order. `stores_joined` are the linears that are
     one tensor there: query, key and value, or gate and up. `stacks_experts`: so are all experts of a layer, transposed.
@@ -30,11 +31,16 @@ class Family:
     layers: Callable[[ConfigFields, LayerConfig], tuple[LayerConfig, ...]] = lambda _fields, _layer: ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
     scaled_embedding: bool = False  # by the root of the hidden size
     extra_fields: Callable[[TargetConfig], dict[str, Any]] = lambda _config: {}
     tensor_names: tuple[tuple[str, str], ...] = ()
     stores_joined: tuple[str, ...] = ()
     stacks_experts: bool = False
+
+    def is_of(self, architectures: Collection[str]) -> bool:
+        """Whether a class in `architectures` is this family's, or a wrapper's."""
+        return not {self.architecture, *self.wrappers}.isdisjoint(architectures)
 
     def config_from_hf(self, fields: ConfigFields) -> TargetConfig:
         fields = ConfigFields({**self.defaults, **fields.values}, fields.where)

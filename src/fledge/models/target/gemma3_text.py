@@ -86,6 +86,7 @@ FAMILY = Family(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    wrappers=("Gemma3ForConditionalGeneration",),
     scaled_embedding=True,
     extra_fields=extra_fields,
 )

@@ -10,5 +10,6 @@ FAMILY = Family(
     windows=window_of_all_layers,
     # A file that does not mention the window means that of version 0.1; one that says null means none.
     defaults={"sliding_window": 4096},
+    wrappers=("Mistral3ForConditionalGeneration",),
     extra_fields=lambda config: {"sliding_window": config.sliding_window(0)},
 )

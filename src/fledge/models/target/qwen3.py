@@ -16,5 +16,6 @@ FAMILY = Family(
     layer=layer,
     windows=windows_of_upper_layers,
     aliases=("qwen3_vl_text",),
+    wrappers=("Qwen3VLForConditionalGeneration",),
     extra_fields=window_fields,
 )

@@ -49,5 +49,6 @@ FAMILY = Family(
     layers=layers,
     windows=windows_of_upper_layers,
     aliases=("qwen3_vl_moe_text",),
+    wrappers=("Qwen3VLMoeForConditionalGeneration",),
     extra_fields=extra_fields,
 )

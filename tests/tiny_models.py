@@ -51,6 +51,7 @@ _GEMMA3_LAYER = replace(
     rope=RopeConfig(theta=1e6, type="linear", factor=4.0),
 )
 _GEMMA3_LOCAL = replace(_GEMMA3_LAYER, rope=RopeConfig(theta=5000.0))
+_GLM_LAYER = replace(TINY_LAYER, qkv_bias=True, rope=RopeConfig(partial_factor=0.5, interleaved=True))
 _GLM4_MOE_LAYER = replace(
     TINY_LAYER,
     qk_norm=True,
@@ -130,13 +131,8 @@ TARGET_CONFIGS = {
         ),
         sliding_windows=(6, None) * 4,
     ),
-    "glm4": replace(
-        TINY_TARGET,
-        family="glm4",
-        layer=replace(
-            TINY_LAYER, norm_placement="both", qkv_bias=True, rope=RopeConfig(partial_factor=0.5, interleaved=True)
-        ),
-    ),
+    "glm": replace(TINY_TARGET, family="glm", layer=_GLM_LAYER),
+    "glm4": replace(TINY_TARGET, family="glm4", layer=replace(_GLM_LAYER, norm_placement="both")),
     "glm4-moe": replace(
         TINY_TARGET,
         family="glm4_moe",

@@ -24,7 +24,7 @@ class StackedExpertFiles(TensorFiles):
         super().__init__(directory)
         self._places: dict[str, tuple[str, int]] = {}
         for stored, info in list(self.infos.items()):
-            if (match := _STACKED.fullmatch(stored)) is None or len(info.shape) < 2:
+            if (match := _STACKED.fullmatch(stored)) is None or len(info.shape) < 2 or 0 in info.shape:
                 continue
             experts, linear, bias = match.groups()
             del self.infos[stored]

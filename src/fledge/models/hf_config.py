@@ -9,7 +9,7 @@ from typing import Any
 
 from fledge.errors import CheckpointError
 from fledge.files import parse_json
-from fledge.layers.config import Activation, LayerConfig, RopeConfig
+from fledge.layers.config import Activation, ExpertsConfig, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
@@ -182,6 +182,8 @@ def read_layer(
         raise fields.error("partial_rotary_factor", rope.partial_factor, "1 (rotary on whole heads)")
     if rope.rotary_dim(head_dim) < 2 or rope.rotary_dim(head_dim) % 2:
         raise fields.error("partial_rotary_factor", rope.partial_factor, f"an even share of head_dim ({head_dim})")
+    if (experts := kinds.get("experts")) is not None:
+        _check_experts(fields, experts)
     return LayerConfig(
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
@@ -193,6 +195,17 @@ def read_layer(
         activation=_ACTIVATIONS[activation],
         **kinds,
     )
+
+
+def _check_experts(fields: ConfigFields, experts: ExpertsConfig) -> None:
+    """Refuse what a router cannot choose."""
+    size, rest = divmod(experts.num_experts, experts.n_group)
+    if rest or (size < 2 and experts.n_group > 1):
+        raise fields.error("n_group", experts.n_group, f"equal parts of {experts.num_experts} experts, of two or more")
+    if experts.topk_group > experts.n_group:
+        raise fields.error("topk_group", experts.topk_group, f"at most n_group ({experts.n_group})")
+    if experts.num_experts_per_token > (most := size * experts.topk_group):
+        raise fields.error("num_experts_per_tok", experts.num_experts_per_token, f"at most {most}, to choose from")
 
 
 def read_dtype(fields: ConfigFields) -> str:

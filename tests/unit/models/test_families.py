@@ -102,6 +102,24 @@ def test_what_published_gemma_configs_leave_out_is_known(tmp_path: Path) -> None
     assert config.layer_at(6).rope == RopeConfig(theta=10000.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}),
+        ("glm4-moe", {"n_group": 3}),
+        ("glm4-moe", {"n_group": 8}),
+        ("glm4-moe", {"topk_group": 5}),
+        ("glm4-moe", {"num_experts_per_tok": 5}),
+        ("gemma3", {"attn_logit_softcapping": 50.0}),
+        ("gemma3", {"layer_types": ["sliding_attention"]}),
+        ("gpt-oss", {"swiglu_alpha": 1.0}),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_named(name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"field '{next(iter(changes))}'"):
+        read(TARGET_CONFIGS[name], **changes)
+
+
 def test_a_flat_wrapper_and_one_of_another_class(tmp_path: Path) -> None:
     """Qwen2.5-VL as it was published: the fields of the language model beside those of the whole."""
     target = make_target(TARGET_CONFIGS["qwen2-window"])

@@ -22,8 +22,6 @@ def layer(fields: ConfigFields) -> LayerConfig:
         topk_group=fields.integer("topk_group", 1),
         routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
     )
-    if experts.num_experts % experts.n_group or experts.num_experts < 2 * experts.n_group:
-        raise fields.error("n_group", experts.n_group, f"equal parts of {experts.num_experts} experts, of two or more")
     return read_layer(
         partial_rotary_of(fields, default=0.5),
         partial_rotary=True,

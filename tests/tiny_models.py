@@ -40,6 +40,40 @@ _QWEN3_MOE_LAYER = replace(
     TINY_LAYER, qk_norm=True, experts=replace(_EXPERTS, intermediate_size=20, num_experts_per_token=3, normalised=False)
 )
 
+_LOCAL = (True, True, False, True, True, False, True, True)
+_GEMMA3_LAYER = replace(
+    TINY_LAYER,
+    qk_norm=True,
+    norm_placement="both",
+    norm_offset=True,
+    activation="gelu_pytorch_tanh",
+    query_scalar=20,
+    rope=RopeConfig(theta=1e6, type="linear", factor=4.0),
+)
+_GEMMA3_LOCAL = replace(_GEMMA3_LAYER, rope=RopeConfig(theta=5000.0))
+_GLM_LAYER = replace(TINY_LAYER, qkv_bias=True, rope=RopeConfig(partial_factor=0.5, interleaved=True))
+_GLM4_MOE_LAYER = replace(
+    TINY_LAYER,
+    qk_norm=True,
+    qkv_bias=True,
+    rope=RopeConfig(partial_factor=0.5),
+    experts=ExpertsConfig(
+        num_experts=8,
+        num_experts_per_token=3,
+        intermediate_size=20,
+        shared_size=40,
+        scoring_func="sigmoid",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+    ),
+)
+_QWEN2_MOE_LAYER = replace(
+    TINY_LAYER,
+    qkv_bias=True,
+    experts=replace(_EXPERTS, intermediate_size=20, normalised=False, shared_size=36, shared_gate=True),
+)
+
 TARGET_CONFIGS = {
     "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
     "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
@@ -72,6 +106,45 @@ TARGET_CONFIGS = {
         family="phi3",
         layer=replace(TINY_LAYER, rope=RopeConfig(partial_factor=0.5)),
         sliding_windows=(9,) * 8,
+    ),
+    "gemma3": replace(
+        TINY_TARGET,
+        family="gemma3_text",
+        layer=_GEMMA3_LAYER,
+        layers=tuple(
+            replace(_GEMMA3_LAYER, rope=RopeConfig(theta=5000.0)) if is_local else _GEMMA3_LAYER for is_local in _LOCAL
+        ),
+        sliding_windows=tuple(5 if is_local else None for is_local in _LOCAL),
+        tied_head=True,
+        embedding_scale=32**0.5,
+    ),
+    "gpt-oss": replace(
+        TINY_TARGET,
+        family="gpt_oss",
+        layer=replace(
+            TINY_LAYER,
+            qkv_bias=True,
+            output_bias=True,
+            sinks=True,
+            rope=replace(_YARN_ROPE, truncate=False),
+            experts=replace(_EXPERTS, bias=True, swiglu_limit=1.5),
+        ),
+        sliding_windows=(6, None) * 4,
+    ),
+    "glm": replace(TINY_TARGET, family="glm", layer=_GLM_LAYER),
+    "glm4": replace(TINY_TARGET, family="glm4", layer=replace(_GLM_LAYER, norm_placement="both")),
+    "glm4-moe": replace(
+        TINY_TARGET,
+        family="glm4_moe",
+        layer=_GLM4_MOE_LAYER,
+        layers=(*[replace(_GLM4_MOE_LAYER, experts=None)] * 2, *[_GLM4_MOE_LAYER] * 6),
+    ),
+    "qwen2-moe": replace(
+        TINY_TARGET,
+        family="qwen2_moe",
+        layer=_QWEN2_MOE_LAYER,
+        layers=(replace(_QWEN2_MOE_LAYER, experts=None), *[_QWEN2_MOE_LAYER] * 7),
+        sliding_windows=(7, None) * 4,
     ),
     "llama-linear-rope": replace(
         TINY_TARGET, layer=replace(TINY_LAYER, rope=RopeConfig(type="linear", factor=2.0, theta=20000.0))

@@ -35,7 +35,7 @@ from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
 from tests.engine_cases import AnyDepth, add_request, speculation
 from tests.gpu.script import run_checks
-from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
+from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 GPU = "cuda"
 LAYER = replace(TINY_LAYER, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32)
@@ -262,6 +262,28 @@ def graphs_change_no_token_and_no_acceptance() -> None:
         accepted = sum(sum(request.acceptance.accepted_by_depth) for request in requests)
         assert accepted > 10, "nothing was accepted, so little was tested"
     assert found[0] == found[1]
+
+
+@check
+def every_family_answers_what_float64_says() -> None:
+    """Captured or not. No token is behind the best by more than float32 may be wrong."""
+    for name, config in TARGET_CONFIGS.items():
+        plain = make_target(config)
+        target, drafter = on_gpu(plain, make_drafter(drafter_configs(config)["eagle3.1"], plain), torch.float32)
+        exact = copy.deepcopy(plain).double()
+        for eager in (False, True):
+            engine = make_engine(target, drafter, lambda _: 3, enforce_eager=eager)
+            params = SamplingParams(temperature=0, max_tokens=24)
+            requests = [add_request(engine, str(i), [i, 7, 9, 11, 2, 3], params) for i in range(5)]
+            while engine.has_unfinished:
+                engine.step()
+            for request in requests:
+                text = torch.tensor([*request.prompt, *request.output])
+                positions = torch.arange(len(text) - 1)
+                states = exact(text[:-1], positions, DenseCache(config.num_layers).extend(positions))
+                logits = exact.logits(states.final)[len(request.prompt) - 1 :]
+                behind = logits.amax(-1) - logits.gather(1, text[len(request.prompt) :, None])[:, 0]
+                assert float(behind.max()) < 1e-3, (name, eager, float(behind.max()))
 
 
 @check

@@ -102,6 +102,8 @@ def paged_attention_shapes() -> None:
     cases.paged_attention(contexts, 16, 28, 4, 128, BF16, GPU, block_size=64)
     cases.paged_attention(contexts, 7, 16, 8, 256, BF16, GPU)
     cases.paged_attention(contexts, 3, 12, 12, 80, FP16, GPU)
+    cases.paged_attention(contexts, 4, 64, 8, 64, BF16, GPU, window=128, with_sinks=True)
+    cases.paged_attention(contexts, 4, 64, 8, 64, BF16, GPU, max_context=131072, with_sinks=True)
 
 
 @check
@@ -142,6 +144,7 @@ def prefill() -> None:
     cases.prefill_attention([(0, 300), (5, 3)], 16, 8, 256, BF16, GPU, block_size=64)
     cases.prefill_attention([(0, 300), (5, 3)], 12, 12, 80, FP16, GPU)
     cases.prefill_attention([(0, 10)], 12, 4, 128, BF16, GPU)
+    cases.prefill_attention([(0, 700), (300, 1)], 64, 8, 64, BF16, GPU, window=128, with_sinks=True)
 
 
 @check

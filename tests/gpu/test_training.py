@@ -50,6 +50,7 @@ class FinishedHeads:
     query: Tensor
     key: Tensor
     value: Tensor
+    sinks: Tensor | None = None
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value

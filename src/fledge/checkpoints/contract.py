@@ -18,7 +18,7 @@ import torch
 from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.drafter_config import D2T, FLAGS, T2D, as_outputs, their_name
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
-from fledge.checkpoints.target import identify_target
+from fledge.checkpoints.target import identify_target, language_tensors
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.checkpoints.weights import stored_shapes, without_weights
 from fledge.layers.config import LayerConfig, RopeConfig
@@ -98,10 +98,10 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
         yield finding("rope-differs", found=_rope_difference(own, rope), target=_rope_difference(rope, own))
     if config.max_positions < target.max_positions:
         yield finding("max-positions-short", found=config.max_positions, target=target.max_positions)
-    architecture = FAMILIES[target.family].architecture if target.family in FAMILIES else None
-    if reference and architecture and reference["architectures"] and architecture not in reference["architectures"]:
+    family = FAMILIES.get(target.family)
+    if family and reference and reference["architectures"] and not family.is_of(reference["architectures"]):
         found, made_for = reference["architectures"], reference["name_or_path"] or "another target"
-        yield finding("verifier-differs", found=found, expected=architecture, target=made_for)
+        yield finding("verifier-differs", found=found, expected=family.architecture, target=made_for)
 
 
 def identity_findings(checkpoint: DrafterCheckpoint, target: Path) -> Iterator[Finding]:
@@ -245,7 +245,8 @@ def describe_drafter(
 
 def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None = None) -> dict[str, Any]:
     """`reason`: why the engine cannot run it, as `sketch_target_config` gives it."""
-    names = ((name.removeprefix("model."), info) for name, info in files.infos.items())
+    stored = language_tensors(files.infos)
+    names = ((name.removeprefix("model."), files.infos[stored[name]]) for name in stored)
     layer = _describe_layer(config.layer)
     verbs: tuple[str, ...] = (*_ENGINE_VERBS, *_ANY_VERBS)
     if reason is not None:
@@ -273,15 +274,17 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
     return {"inputs": ids and list(ids), "outputs": ids and as_outputs(ids), "stated": stated}
 
 
+_KINDS = ("experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks", "qk_norm_whole")
+_ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
+
+
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
     """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
-    values, ordinary = asdict(layer), {"experts": None, "norm_placement": "pre", "qk_norm_whole": False}
-    ordinary["activation"] = "silu"
+    values, ordinary = asdict(layer), {field: getattr(LayerConfig, field) for field in _KINDS}
     rope = {field: value for field, value in values.pop("rope").items() if value is not None}
     if rope["type"] == "default":
-        rope = {"theta": rope["theta"], "partial_factor": rope["partial_factor"], "type": "default"}
-    if rope["partial_factor"] == 1:
-        del rope["partial_factor"]
+        rope = {field: rope[field] for field in ("theta", "partial_factor", "interleaved", "type")}
+    rope = {field: value for field, value in rope.items() if (field, value) not in _ORDINARY_ROPE}
     kept = {field: value for field, value in values.items() if field not in ordinary or value != ordinary[field]}
     return {**kept, "rope": rope}
 

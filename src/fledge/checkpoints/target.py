@@ -2,13 +2,14 @@
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fledge.checkpoints.formats.dense import Placement
+from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
 from fledge.checkpoints.tensors import TensorFiles, write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format, without_weights
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
@@ -18,6 +19,7 @@ from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_rope, write_layers
 from fledge.models.target import FAMILIES
 from fledge.models.target.decoder import TargetModel
+from fledge.models.target.family import Family
 
 # Older checkpoints store the rope frequencies, which follow from the config.
 _IGNORED_TENSOR = "rotary_emb.inv_freq"
@@ -34,22 +36,48 @@ _TOKENIZER_FILES = (
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SAMPLE_BYTES = 1 << 20
+_WRAPPED = "language_model."  # in the names of tensors
+_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
+_RECURRENT = {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"}
+_RECURRENT |= {"mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+_RECURRENT |= {"qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2"}
 
 
 def read_target_config(directory: Path) -> TargetConfig:
     """Read what a target is, from config.json alone. Raises for a drafter, an unknown family, unknown weights."""
     fields = _target_fields(directory)
-    family = fields.text("model_type")
-    if family not in FAMILIES:
+    family, name = _family_of(fields), fields.text("model_type")
+    if family is None and _is_recurrent(fields):
         raise CheckpointError(
-            f"{fields.where}: model_type '{family}' is not a supported target.{nearest_name_hint(family, FAMILIES)}"
+            f"{fields.where}: model_type '{name}' has layers with a recurrent state (linear attention, Mamba), which "
+            "Fledge does not run; vLLM serves it"
+        )
+    if family is None:
+        raise CheckpointError(
+            f"{fields.where}: model_type '{name}' is not a supported target.{nearest_name_hint(name, FAMILIES)}"
         )
     weight_format(fields)
-    return FAMILIES[family].config_from_hf(fields)
+    return family.config_from_hf(fields)
+
+
+def is_supported_target(directory: Path) -> bool:
+    """Whether a model, or the language model in it, is of a family that Fledge runs."""
+    return _family_of(_language_fields(ConfigFields.from_file(directory / "config.json"))) is not None
+
+
+def _family_of(fields: ConfigFields) -> Family | None:
+    name = fields.text("model_type")
+    known = (family for family in FAMILIES.values() if name == family.name or name in family.aliases)
+    return None if _is_recurrent(fields) else next(known, None)
+
+
+def _is_recurrent(fields: ConfigFields) -> bool:
+    types = fields.values.get("layer_types")
+    return fields.text("model_type") in _RECURRENT or (isinstance(types, list) and "linear_attention" in types)
 
 
 def _target_fields(directory: Path) -> ConfigFields:
-    fields = ConfigFields.from_file(directory / "config.json")
+    fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
     if "eagle" in str(fields.values.get("architectures")).lower() or "speculators_model_type" in fields:
         raise CheckpointError(f"{directory}: is an EAGLE drafter, where a target model was expected")
     return fields
@@ -66,7 +94,6 @@ def sketch_target_config(directory: Path) -> tuple[TargetConfig, str | None]:
         return read_target_config(directory), None
     except CheckpointError as error:
         reason = str(error).removeprefix(f"{fields.where}: ")
-    fields = _language_fields(directory / "config.json")
     hidden_size = fields.integer("hidden_size")
     layer = LayerConfig(
         hidden_size=hidden_size,
@@ -113,21 +140,25 @@ def load_target(
     A class that is not its family's is a `CheckpointWarning`.
     """
     config = read_target_config(directory)
-    fields = ConfigFields.from_file(directory / "config.json")
+    fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
     family, declared = FAMILIES[config.family], fields.values.get("architectures")
-    if isinstance(declared, list) and declared and family.architecture not in declared:
+    if isinstance(declared, list) and declared and not family.is_of([str(name) for name in declared]):
         warnings.warn(
             f"{fields.where}: architectures: found {declared[0]}, expected {family.architecture} for this model_type; "
             "read as the latter, as its tensors fit",
             CheckpointWarning,
             stacklevel=2,
         )
-    files = TensorFiles(directory)
+    files = StackedExpertFiles(directory) if family.stacks_experts else TensorFiles(directory)
     layers = (config.layer_at(i).experts for i in range(config.num_layers))
     if (parts := sum(1 if experts is None else experts.num_experts for experts in layers)) > len(files.infos):
         what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
         raise CheckpointError(f"{directory}: {what}; fetch the complete checkpoint")
-    names = {family.our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
+    names = {family.our_name(name): stored for name, stored in language_tensors(files.infos).items()}
+    # Layers that predict further tokens are drafters of another kind, behind the last layer.
+    extra = range(config.num_layers, config.num_layers + fields.integer("num_nextn_predict_layers", 0, minimum=0))
+    ignored = tuple(f"layers.{i}." for i in extra)
+    names = {name: stored for name, stored in names.items() if not name.startswith(ignored)}
     if config.tied_head:
         names.pop("lm_head.weight", None)
     with without_weights():
@@ -158,11 +189,12 @@ def _check_finite(model: TargetModel, directory: Path) -> None:
 def save_target(model: TargetModel, directory: Path) -> None:
     """Write a directory that transformers, vLLM and SGLang load. Refuses an existing destination."""
     family = FAMILIES[model.config.family]
-    tensors = model.state_dict() if family.stores_joined else stored_tensors(model)
+    tensors = stored_tensors(model, joined=family.stores_joined)
     if model.config.tied_head:
         del tensors["lm_head.weight"]
     fields = hf_config(model.config, str(next(model.parameters()).dtype))
-    write_model(directory, {family.stored_name(n): t for n, t in tensors.items()}, {"config.json": fields})
+    tensors = {family.stored_name(name): tensor for name, tensor in tensors.items()}
+    write_model(directory, stack_experts(tensors) if family.stacks_experts else tensors, {"config.json": fields})
 
 
 def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
@@ -181,7 +213,7 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
 
 def tokenizer_digests(directory: Path) -> dict[str, str]:
     """Sixteen hex digits each for the tokenizer's files and for the chat template's."""
-    config = _language_fields(directory / "tokenizer_config.json").values
+    config = _optional_fields(directory / "tokenizer_config.json").values
     template = [file_digest(directory / name) for name in _TEMPLATE_FILES if (directory / name).is_file()]
     files = {name: file_digest(directory / name) for name in _TOKENIZER_FILES if (directory / name).is_file()}
     return {"tokenizer": digest(files), "chat_template": digest([config.get("chat_template"), template])}
@@ -226,7 +258,9 @@ def _vocabulary_digest(file: Path) -> str | None:
 def stop_ids(directory: Path, tokenizer: Any = None) -> tuple[int, ...]:
     """Return the ids that end an answer: those of the config and the generation config, and the tokenizer's own."""
     own = set() if tokenizer is None or tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    configs = [_language_fields(directory / name) for name in ("config.json", "generation_config.json")]
+    configs = [
+        _language_fields(_optional_fields(directory / name)) for name in ("config.json", "generation_config.json")
+    ]
     return tuple(sorted({token for config in configs for token in config.integers("eos_token_id") or ()} | own))
 
 
@@ -234,11 +268,29 @@ def vocab_size(directory: Path) -> int:
     """Return the size of the target's vocabulary (its head's rows, which may be more than the tokenizer's tokens)."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: has no config.json; target.path must name a model's directory")
-    return _language_fields(directory / "config.json").integer("vocab_size")
+    return _language_fields(ConfigFields.from_file(directory / "config.json")).integer("vocab_size")
 
 
-def _language_fields(path: Path) -> ConfigFields:
-    """The fields of the language model, which multimodal models keep one level down; none if there is no such file."""
-    fields = ConfigFields.from_file(path) if path.is_file() else ConfigFields({}, str(path))
+def _optional_fields(path: Path) -> ConfigFields:
+    return ConfigFields.from_file(path) if path.is_file() else ConfigFields({}, str(path))
+
+
+def _language_fields(fields: ConfigFields) -> ConfigFields:
+    """The fields of the language model, which multimodal models keep one level down.
+
+    What is said of answers, and of the head, holds for the whole.
+    """
     inner = fields.nested("text_config")
-    return fields if inner is None else ConfigFields({**inner.values, **fields.values}, fields.where)
+    if inner is None:
+        return fields
+    whole = {name: fields.values[name] for name in _OF_THE_WHOLE if name in fields}
+    return ConfigFields({**fields.values, **inner.values, **whole}, fields.where)
+
+
+def language_tensors(names: Iterable[str]) -> dict[str, str]:
+    """The tensors of the language model: their names in it, and as they are stored, in a wrapper perhaps."""
+    stored = [name for name in names if _IGNORED_TENSOR not in name]
+    if not any(_WRAPPED in name for name in stored):
+        return {name: name for name in stored if not name.removeprefix("model.").startswith("visual.")}
+    found = {name.partition(_WRAPPED)[2]: name for name in stored if _WRAPPED in name}
+    return found | {name: name for name in stored if name.startswith("lm_head.")}

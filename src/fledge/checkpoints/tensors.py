@@ -54,7 +54,9 @@ class TensorFiles:
                 self.infos[name] = TensorInfo(file, dtype, tuple(shape))
 
     def read(self, name: str) -> Tensor:
-        file = self.infos[name].file
+        return self._read(self.infos[name].file, name)
+
+    def _read(self, file: Path, name: str) -> Tensor:
         with _errors_of(file):
             return self._readers[file](name)
 

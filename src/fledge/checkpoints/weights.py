@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
 
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PRECISE = "e_score_correction_bias"  # decides between experts that are all but equal: float32 whatever the model is in
 
 
 class _Uninitialized(TorchFunctionMode):
@@ -116,8 +118,9 @@ def load_weights(
     _check_names(files, names, stored_shapes(model, form, stored=names, tied=tied))
     parts = _parts(model, names)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
+    precise = replace(placement, dtype=torch.float32)
     others = {
-        name: dense_tensor([files.read(names[name])], like, placement)
+        name: dense_tensor([files.read(names[name])], like, precise if name.endswith(_PRECISE) else placement)
         for name, like in model.state_dict().items()
         if name not in parts
     }
@@ -132,10 +135,13 @@ def load_weights(
             model.set_submodule(name, filled)
 
 
-def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a dense model as a checkpoint stores them: what our layers join comes apart, bit for bit."""
+def stored_tensors(model: nn.Module, *, joined: Collection[str] = ()) -> dict[str, Tensor]:
+    """The tensors of a dense model as a checkpoint stores them: what our layers join comes apart, bit for bit.
+
+    `joined` are the linears that stay as they are: `qkv_proj`, `gate_up_proj`.
+    """
     out: dict[str, Tensor] = {}
-    parts = _parts(model)
+    parts = _parts(model, [name for name in model.state_dict() if name.split(".")[-2] in joined])
     for name, tensor in model.state_dict().items():
         if name not in parts:
             out[name] = tensor

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fledge.drift.prompts import Segment
 from fledge.kernels.argmax import argmax_rows
+from fledge.kernels.paged_attention import masked_attention
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetModel
@@ -43,7 +44,7 @@ class CausalPass:
     """`KeyValueStorage` for one pass of a target over one sequence. Keeps nothing, forms no square matrix."""
 
     def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
-        return causal_attention(*heads.finished(), scale=spec.scale, window=spec.sliding_window)
+        return causal_attention(*heads.finished(), scale=spec.scale, window=spec.sliding_window, sinks=heads.sinks)
 
 
 class VerifiedRows:
@@ -143,14 +144,20 @@ class DraftedRows:
         return mixed
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None) -> Tensor:
-    """Attention of all rows of one sequence. query [n, heads, head_dim], key and value [n, kv_heads, head_dim]."""
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of all rows of one sequence. query [n, heads, head_dim], key and value [n, kv_heads, head_dim].
+
+    `sinks` [heads]: as of `paged_attention`.
+    """
     group, rows = query.shape[1] // key.shape[1], len(query)
     # Heads first, [1, heads, n, head_dim]. Keys and values are repeated, because not every backend that avoids the
     # square matrix takes grouped heads.
     query = query.transpose(0, 1)[None]
     key, value = (side.repeat_interleave(group, dim=1).transpose(0, 1)[None] for side in (key, value))
-    if window is None or window >= rows:
+    window = rows if window is None else window
+    if window >= rows and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[0].transpose(0, 1)
     parts = []
     for low in range(0, rows, _WINDOW_CHUNK):
@@ -159,7 +166,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float,
         distance = places[low - start :, None] - places
         visible = (distance >= 0) & (distance < window)
         queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
-        parts.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
+        parts.append(masked_attention(queries, keys, values, visible, scale, None if sinks is None else sinks[:, None]))
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 

@@ -8,7 +8,7 @@ results, which a second kernel combines in a fixed order: results do not vary fr
 """
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
-from fledge.kernels._triton import softmax_step, tl, triton
+from fledge.kernels._triton import sink_weight, softmax_step, tl, triton
 
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "num_keys", "slots", "min_split", "row_blocks"])
@@ -16,6 +16,7 @@ def piece_kernel(
     attended,
     results,
     sequences,
+    sinks_ptr,
     tree_ptr,
     depths_ptr,
     scale,
@@ -41,6 +42,7 @@ def piece_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     TREE: tl.constexpr,
     DIRECT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -126,6 +128,8 @@ def piece_kernel(
         peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, True)
 
     let_successor_in(OVERLAP)
+    if SINKS and (DIRECT or pieces == 1):  # else it is for the combination to add, once
+        total += sink_weight(sinks_ptr, head, row_inside, peak)
     mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if DIRECT or pieces == 1:
         out_at = ((sequence * num_queries + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
@@ -139,6 +143,7 @@ def piece_kernel(
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "num_keys", "slots", "min_split", "num_rows"])
 def combine_kernel(
     results,
+    sinks_ptr,
     lengths_ptr,
     window,
     batch,
@@ -156,6 +161,7 @@ def combine_kernel(
     PIECES: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
@@ -191,8 +197,10 @@ def combine_kernel(
         acc = acc * decay[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
         peak = new_peak
     let_successor_in(OVERLAP)
-    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     head = kv_head * GROUP + row % GROUP
+    if SINKS:
+        total += sink_weight(sinks_ptr, head, row < num_rows, peak)
+    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = ((sequence.to(tl.int64) * num_queries + row // GROUP) * (KV_HEADS * GROUP) + head) * HEAD_DIM
     tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=row_inside)
 

@@ -91,6 +91,13 @@ def processors(device: torch.device) -> int:
 
 
 @triton.jit
+def sink_weight(sinks_ptr, head, inside, peak):
+    """What a head's sink, a score without a value, adds to the total of `softmax_step`. head, inside, peak [rows]."""
+    sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+    return tl.exp2(sink - peak)
+
+
+@triton.jit
 def softmax_step(scores, scale, value, peak, total, acc, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     """Take scores [rows, keys] and value [keys, dim] of a block of keys into a running softmax (peak, total, acc).
 

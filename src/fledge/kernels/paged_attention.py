@@ -44,6 +44,7 @@ def paged_attention(
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
     key_depths: Tensor | None = None,
+    sinks: Tensor | None = None,
     launch: SplitLaunch | None = None,
 ) -> Tensor:
     """Return the attention [batch, queries, heads, head_dim] of new tokens whose keys and values are stored already.
@@ -56,7 +57,7 @@ def paged_attention(
     own; it sees the context, and key context_len + j if bit j of its `tree_mask` [batch or 1, queries] int64 is set.
     `key_depths` [batch or 1, keys] are their positions less the context. With a `sliding_window`, of those only keys
     at positions above its own minus the window. A query that sees nothing (a context_len below zero says "no row
-    here") gets zeros.
+    here") gets zeros. `sinks` [heads] are scores of something that every query sees and that adds nothing.
 
     `max_context` bounds `context_lens` on the host, by default by the width of the block table. Triton's only: on a CPU
     a storage uses `attend_blocks`, with a mask that is the same for all layers.
@@ -97,12 +98,14 @@ def paged_attention(
         "BLOCK_B": block_b,
         "BLOCK_N": launch.block_n,
         "WINDOW": sliding_window is not None,
+        "SINKS": sinks is not None,
         **overlapping(query.device),
     }
     piece_kernel[(kv_heads * row_blocks, units)](
         (query, key_cache, value_cache),
         (out, partial, partial_lse),
         (block_tables, context_lens),
+        query if sinks is None else sinks,
         query if tree_mask is None else tree_mask,
         query if key_depths is None else key_depths,
         scale / math.log(2),
@@ -132,6 +135,7 @@ def paged_attention(
         at_once = 64 if combined == 1 else 32 // combined
         combine_kernel[(-(-rows // combined), kv_heads, batch)](
             (out, partial, partial_lse),
+            query if sinks is None else sinks,
             context_lens,
             *cut,
             rows,
@@ -145,7 +149,13 @@ def paged_attention(
 
 
 def attend_blocks(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, blocks: Tensor, mask: Tensor, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    blocks: Tensor,
+    mask: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Gather the keys in `blocks` [batch, n] side by side and attend to those in `mask`, [batch, rows, keys].
 
@@ -159,9 +169,27 @@ def attend_blocks(
         for side in (key_cache, value_cache)
     )
     packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
-    mixed = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask[:, None], scale=scale)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, 1, group).expand(-1, queries, -1).flatten(1)  # [kv_heads, rows]
+    mixed = masked_attention(packed, keys, values, mask[:, None], scale, sinks)
     out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(query.shape)
     return out
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of query [..., rows, dim] to the keys that are `visible`, bool [..., rows, keys].
+
+    `sinks` [heads, rows or 1] are scores of one more key, of which nothing comes. That key is there: its score is a
+    product, as the others are, of one more dimension, which it alone has.
+    """
+    if sinks is not None:
+        query = torch.cat([query, (sinks / scale).to(query.dtype)[..., None].expand_as(query[..., :1])], dim=-1)
+        key, value, visible = F.pad(key, (0, 1, 1, 0)), F.pad(value, (0, 0, 1, 0)), F.pad(visible, (1, 0), value=True)
+        key[..., 0, -1] = 1
+    grouped = query.shape[-3] != key.shape[-3]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
 
 
 def visible_keys(

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fledge.kernels._triton import next_power_of_two, runs_triton, softmax_step, tl, triton
+from fledge.kernels._triton import next_power_of_two, runs_triton, sink_weight, softmax_step, tl, triton
 from fledge.kernels.paged_attention import attend_blocks, visible_keys
 
 
@@ -27,6 +27,7 @@ def paged_prefill_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of chunks whose keys and values are stored already.
 
@@ -35,12 +36,13 @@ def paged_prefill_attention(
     `context_lens[b]` + i and sees the keys up to its own; with a `sliding_window` only those above its position
     minus the window. Key n of a sequence lives in block `block_tables[b, n // block_size]` of the caches
     [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that belong to no chunk get zeros.
+    `sinks` [heads] are scores of something that every token sees and that adds nothing.
     """
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
     if not runs_triton(query, key_cache, value_cache):
         chunks = (block_tables, query_starts, context_lens)
-        return _attend_chunks(query, key_cache, value_cache, chunks, scale, sliding_window)
+        return _attend_chunks(query, key_cache, value_cache, chunks, scale, sliding_window, sinks)
     _, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
@@ -53,6 +55,7 @@ def paged_prefill_attention(
         return out
     _prefill_kernel[grid](
         (query, key_cache, value_cache),
+        query if sinks is None else sinks,
         out,
         (block_tables, query_starts, context_lens),
         scale / math.log(2),
@@ -67,6 +70,7 @@ def paged_prefill_attention(
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_D=max(16, next_power_of_two(head_dim)),
         WINDOW=sliding_window is not None,
+        SINKS=sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **launch,
     )
@@ -80,6 +84,7 @@ def _attend_chunks(
     chunks: tuple[Tensor, Tensor, Tensor],
     scale: float,
     sliding_window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One chunk after the other. Reads the lengths on the host, which costs nothing on a CPU."""
     block_tables, query_starts, context_lens = chunks
@@ -93,7 +98,8 @@ def _attend_chunks(
         blocks = block_tables[row : row + 1, : -(-(int(context) + stop - start) // block_size)]
         keys = blocks.shape[1] * block_size
         visible = visible_keys(context, stop - start, keys, sliding_window, None, None).repeat_interleave(group, dim=1)
-        out[start:stop] = attend_blocks(query[None, start:stop], key_cache, value_cache, blocks, visible, scale)[0]
+        rows = query[None, start:stop]
+        out[start:stop] = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, sinks)[0]
     return out
 
 
@@ -120,6 +126,7 @@ def choose_launch(*, rows: int, head_dim: int, element_size: int) -> dict[str, i
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
     attended,
+    sinks_ptr,
     out_ptr,
     chunks,
     scale,
@@ -136,6 +143,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (KV head and tile of rows, chunk). The last tiles, which see most keys, start first."""
@@ -217,6 +225,8 @@ def _prefill_kernel(
         scores = tl.where(visible, scores, float("-inf"))
         peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, WINDOW)
 
+    if SINKS:
+        total += sink_weight(sinks_ptr, head, token < num_tokens, peak)
     mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = (at * (KV_HEADS * GROUP) + head) * HEAD_DIM
     tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.layers.config import LayerConfig
-from fledge.layers.linear import Linear, RMSNorm
+from fledge.layers.linear import Linear, RMSNorm, norm_of
 from fledge.layers.rope import Rotation
 
 
@@ -37,11 +37,14 @@ class ProjectedHeads:
     config: LayerConfig
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
+    sinks: Tensor | None = None  # [heads]: a score of each head for seeing nothing
 
     @property
     def is_ordinary(self) -> bool:
         """Whether heads are normed one by one, if at all, and rotate as a whole: what fused kernels take."""
-        return not self.config.qk_norm_whole and self.config.rope.partial_factor == 1
+        config, rope = self.config, self.config.rope
+        is_plain_norm = not config.qk_norm_whole and not (config.qk_norm and config.norm_offset)
+        return is_plain_norm and rope.partial_factor == 1 and not rope.interleaved
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [*lead, heads, head_dim], key and value [*lead, kv_heads, head_dim], normed and rotated."""
@@ -86,7 +89,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.spec = AttentionSpec(layer=layer, scale=config.head_dim**-0.5, sliding_window=sliding_window)
+        scale = (config.query_scalar or config.head_dim) ** -0.5
+        self.spec = AttentionSpec(layer=layer, scale=scale, sliding_window=sliding_window)
         self.qkv_proj = Linear(
             input_size or config.hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias
         )
@@ -94,13 +98,19 @@ class Attention(nn.Module):
         query_norm, key_norm = (
             (config.query_size, config.kv_size) if config.qk_norm_whole else (config.head_dim, config.head_dim)
         )
-        self.q_norm = RMSNorm(query_norm, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(key_norm, config.norm_eps) if config.qk_norm else None
+        self.q_norm = norm_of(config, query_norm) if config.qk_norm else None
+        self.k_norm = norm_of(config, key_norm) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""
         heads = ProjectedHeads(
-            qkv=self.qkv_proj(x), rotation=rotation, config=self.config, q_norm=self.q_norm, k_norm=self.k_norm
+            qkv=self.qkv_proj(x),
+            rotation=rotation,
+            config=self.config,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            sinks=self.sinks,
         )
         out: Tensor = self.o_proj(storage.attend(heads, self.spec).flatten(-2))
         return out

@@ -19,6 +19,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     partial_factor: float = 1.0  # the share of each head, from its first dimension on, that rotates
+    interleaved: bool = False  # neighbouring dimensions are a pair (GLM-4), not those half of them apart
     type: RopeType = "default"
     factor: float = 1.0
     original_max_positions: int | None = None  # llama3, yarn
@@ -38,12 +39,23 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts in place of one MLP: each token goes to the few that its router likes best."""
+    """A mixture of experts in place of one MLP: each token goes to the few that its router likes best.
+
+    Fields from `scoring_func` on are called as in the configs of the field.
+    """
 
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int  # of one expert
     normalised: bool = True  # the weights of the chosen experts are made to sum to 1
+    bias: bool = False  # of the router and of the experts
+    swiglu_limit: float | None = None  # gpt-oss: gate and up are clamped, and the gate is steeper
+    shared_size: int = 0  # of an expert that sees every token; 0: there is none
+    shared_gate: bool = False  # and is weighted by a router of its own (Qwen2-MoE)
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with a bias on the choice, not on the weights
+    n_group: int = 1  # groups of experts, of which only
+    topk_group: int = 1  # the best are looked at
+    routed_scaling_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +86,13 @@ class LayerConfig:
     norm_eps: float
     rope: RopeConfig
     experts: ExpertsConfig | None = None  # None: a dense MLP
-    norm_placement: Literal["pre", "post"] = "pre"  # before attention and MLP, or after them and before the residual
+    norm_placement: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, or after, or both
+    norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
+    activation: Activation = "silu"
+    query_scalar: int | None = None  # queries are divided by its square root; None: `head_dim`
+    sinks: bool = False  # every head has a learnt score that takes part in the softmax and adds nothing (gpt-oss)
     qk_norm: bool = False  # RMSNorm on queries and keys: on every head (Qwen3) or
     qk_norm_whole: bool = False  # on all heads together (OLMo 2)
-    activation: Activation = "silu"  # of the MLP's gate
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -96,8 +111,16 @@ class LayerConfig:
 
     @property
     def as_drafter(self) -> "LayerConfig":
-        """The pre-norm layer with a dense MLP of this shape, and of no kind that only some engines have in drafters."""
-        norms = self.qk_norm and not self.qk_norm_whole
-        rope = replace(self.rope, partial_factor=1.0)
-        plain = replace(self, experts=None, norm_placement="pre", activation="silu", rope=rope)
-        return replace(plain, qk_norm=norms, qk_norm_whole=False)
+        """The pre-norm layer with a dense MLP of this shape: the only kind that drafters have."""
+        return replace(
+            self,
+            experts=None,
+            norm_placement="pre",
+            norm_offset=False,
+            activation="silu",
+            query_scalar=None,
+            sinks=False,
+            qk_norm=self.qk_norm and not self.qk_norm_whole,
+            qk_norm_whole=False,
+            rope=replace(self.rope, partial_factor=1.0, interleaved=False),
+        )

@@ -7,9 +7,9 @@ and draft trees are the same few lines, and a faster storage can be checked agai
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.paged_attention import masked_attention
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 
 
@@ -72,9 +72,6 @@ class DensePass:
         visible = self.visible
         if spec.sliding_window is not None:
             visible = visible & (self.distance < spec.sliding_window)
-        grouped = query.shape[-2] != key.shape[-2]
         query, keys, values = (side.transpose(0, 1)[None] for side in (query, keys, values))  # [1, heads, rows, dim]
-        mixed = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=visible, scale=spec.scale, enable_gqa=grouped
-        )
-        return mixed[0].transpose(0, 1)
+        sinks = None if heads.sinks is None else heads.sinks[:, None]
+        return masked_attention(query, keys, values, visible, spec.scale, sinks)[0].transpose(0, 1)

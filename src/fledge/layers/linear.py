@@ -5,10 +5,12 @@ many. Models construct `Linear` and nothing else: whoever has the weights in ano
 layout for CPUs) puts a module with the same `forward` in its place.
 """
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels.rms_norm import add_rms_norm, rms_norm
 from fledge.kernels.skinny_linear import linear
+from fledge.layers.config import LayerConfig
 
 
 class Linear(nn.Linear):
@@ -29,6 +31,23 @@ class RMSNorm(nn.RMSNorm):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual): on a GPU one kernel instead of two."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """`x / rms(x) * (1 + weight)`, all in float32 and rounded once (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self(total), total
+
+
+def norm_of(config: LayerConfig, size: int) -> RMSNorm:
+    """Return a norm over `size` numbers of the kind that a layer's norms are."""
+    kind = OffsetRMSNorm if config.norm_offset else RMSNorm
+    return kind(size, config.norm_eps)
 
 
 def compute_weight(model: nn.Module) -> Tensor:

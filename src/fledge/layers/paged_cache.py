@@ -115,7 +115,9 @@ class RoundPass(PagedPass):
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
             mask = self._mask(spec.sliding_window, group=query.shape[2] // keys.shape[2])
-            return attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale).view(stored.shape)
+            return attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale, heads.sinks).view(
+                stored.shape
+            )
         mixed = paged_attention(
             query,
             keys,
@@ -127,6 +129,7 @@ class RoundPass(PagedPass):
             sliding_window=spec.sliding_window,
             tree_mask=self.tree_mask,
             key_depths=self.depths,
+            sinks=heads.sinks,
         )
         return mixed.view(stored.shape)
 
@@ -169,4 +172,5 @@ class ChunkPass(PagedPass):
             self.max_chunk,
             scale=spec.scale,
             sliding_window=spec.sliding_window,
+            sinks=heads.sinks,
         )

@@ -21,6 +21,7 @@ class TargetConfig:
     tied_head: bool  # the output head is the embedding matrix
     layers: tuple[LayerConfig, ...] = ()  # per layer; empty: all are `layer`
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
+    embedding_scale: float = 1.0  # on what the first layer reads (Gemma); drafters read embeddings as they are
     dtype: str = "float32"  # as stored
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from fledge.errors import CheckpointError
 from fledge.files import parse_json
-from fledge.layers.config import Activation, LayerConfig, RopeConfig
+from fledge.layers.config import Activation, ExpertsConfig, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
@@ -153,6 +153,13 @@ def rope_holders(fields: ConfigFields) -> list[ConfigFields]:
     return [holder for holder in holders if holder is not None]
 
 
+def partial_rotary_of(fields: ConfigFields, *, default: float) -> ConfigFields:
+    """The config with the share of each head that rotates, where it does not say."""
+    partial = "partial_rotary_factor"
+    said = any(partial in holder for holder in rope_holders(fields))
+    return fields if said else ConfigFields({**fields.values, partial: default}, fields.where)
+
+
 def read_layer(
     fields: ConfigFields, *, default_head_dim: int | None = None, partial_rotary: bool = False, **kinds: Any
 ) -> LayerConfig:
@@ -160,10 +167,11 @@ def read_layer(
 
     A config that rotates a part of each head only is refused unless the family is `partial_rotary`.
     """
-    activation = _ACTIVATIONS.get(spelled := fields.text("hidden_act", "silu"))
+    named = "hidden_activation" if "hidden_activation" in fields else "hidden_act"  # the former is Gemma's
+    activation = _ACTIVATIONS.get(spelled := fields.text(named, "silu"))
     if activation is None or (activation != "silu" and "experts" in kinds):
         known = "silu" if "experts" in kinds else "one of " + ", ".join(_ACTIVATIONS)
-        raise fields.error("hidden_act", spelled, known)
+        raise fields.error(named, spelled, known)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -180,6 +188,8 @@ def read_layer(
         raise fields.error("partial_rotary_factor", rope.partial_factor, "1 (rotary on whole heads)")
     if rope.rotary_dim(head_dim) < 2 or rope.rotary_dim(head_dim) % 2:
         raise fields.error("partial_rotary_factor", rope.partial_factor, f"an even share of head_dim ({head_dim})")
+    if (experts := kinds.get("experts")) is not None:
+        _check_experts(fields, experts)
     return LayerConfig(
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
@@ -191,6 +201,17 @@ def read_layer(
         activation=activation,
         **kinds,
     )
+
+
+def _check_experts(fields: ConfigFields, experts: ExpertsConfig) -> None:
+    """Refuse what a router cannot choose."""
+    size, rest = divmod(experts.num_experts, experts.n_group)
+    if rest or (size < 2 and experts.n_group > 1):
+        raise fields.error("n_group", experts.n_group, f"equal parts of {experts.num_experts} experts, of two or more")
+    if experts.topk_group > experts.n_group:
+        raise fields.error("topk_group", experts.topk_group, f"at most n_group ({experts.n_group})")
+    if experts.num_experts_per_token > (most := size * experts.topk_group):
+        raise fields.error("num_experts_per_tok", experts.num_experts_per_token, f"at most {most}, to choose from")
 
 
 def read_dtype(fields: ConfigFields) -> str:

@@ -34,7 +34,8 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
     pack_linears(*(model for model in (target, drafter) if model is not None))
     loaded = compiled.library()
     register_cpu_kernels({} if loaded is None else kernels_of(loaded))
-    layers = lower_layers(target.layers) if type(target) is TargetModel else None
+    is_uniform = type(target) is TargetModel and target.local_rope is None and target.config.embedding_scale == 1
+    layers = lower_layers(target.layers) if is_uniform else None
     if layers is not None:
         target = NativeTarget(target, layers)
     if drafter is not None:

@@ -56,7 +56,7 @@ def _lower_layer(layer: nn.Module) -> Any:
     if not isinstance(layer, DecoderLayer | Eagle3FirstLayer) or type(layer) not in (DecoderLayer, Eagle3FirstLayer):
         return None  # a layer of somebody's own runs as it is
     attention, mlp = layer.self_attn, layer.mlp
-    if not isinstance(attention, Attention) or not isinstance(mlp, SwiGLU) or mlp.activation != "silu":
+    if not isinstance(attention, Attention) or not isinstance(mlp, SwiGLU) or not mlp.is_plain:
         return None
     config = attention.config
     before = layer.input_layernorm if isinstance(layer, DecoderLayer) else None
@@ -67,6 +67,9 @@ def _lower_layer(layer: nn.Module) -> Any:
     if (
         config.norm_placement != "pre"
         or config.qk_norm_whole
+        or config.norm_offset
+        or config.sinks
+        or config.rope.interleaved
         or not are_lowerable(*norms.values(), *head_norms.values())
         or not all(isinstance(matrix, PackedLinear) for matrix in matrices.values())
     ):

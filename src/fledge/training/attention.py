@@ -171,6 +171,8 @@ class TttStorage:
         else:
             first = self.layout.first_visible(window)
             mixed, lse = document_attention(query, keys[0], values[0], first, spec.scale)
+        if heads.sinks is not None:  # its share of the softmax is lost to the keys; only targets have one
+            mixed = mixed * torch.sigmoid(lse - heads.sinks.to(lse.dtype))[..., None].to(mixed.dtype)
         if len(blocks) > 1:
             merge = compiled(merge_own) if uses_flex else merge_own
             mixed, lse = merge(query, mixed, lse, list(keys[1:]), list(values[1:]), spec.scale)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import load_target, read_target_config, rope_of_any
+from fledge.checkpoints.target import is_supported_target, load_target, read_target_config, rope_of_any
 from fledge.devices import DTYPES
 from fledge.errors import CheckpointError, describe
 from fledge.layers.config import LayerConfig
@@ -152,10 +152,10 @@ CaptureModel = FledgeCapture | TransformersCapture
 def target_config(section: TargetSection) -> TargetConfig:
     """What the target is, without its weights. `dtype` is that of the run."""
     directory = resolve(section.path)
-    model_type = ConfigFields.from_file(directory / "config.json").text("model_type")
-    if model_type in FAMILIES:
+    if is_supported_target(directory):
         config = read_target_config(directory)
     elif section.backend == "fledge":
+        model_type = ConfigFields.from_file(directory / "config.json").text("model_type")
         what = f"model_type '{model_type}' is not one of {', '.join(FAMILIES)}"
         raise CheckpointError(f"{directory}: {what}; set target.backend to auto or transformers")
     else:

@@ -179,6 +179,7 @@ def paged_attention(
     tree: str | None = None,
     before: int = 0,
     max_context: int | None = None,
+    with_sinks: bool = False,
     launch: SplitLaunch | None = None,
 ) -> None:
     """`tree` is None, "shared" (one tree for the batch) or "each"; `before` of its rows are stored already.
@@ -194,6 +195,7 @@ def paged_attention(
         trees = [random_tree(stored) for _ in range(len(contexts) if tree == "each" else 1)]
         mask, depths = (torch.stack(side).to(device) for side in zip(*trees, strict=True))
         mask = mask[:, before:].contiguous()
+    sinks = randn(heads, dtype=dtype, device=device) * 3 if with_sinks else None
     bound = max(0, *contexts) if max_context is None else max_context
     scale = 1 / math.sqrt(head_dim)
     actual = paged_attention_triton(
@@ -207,6 +209,7 @@ def paged_attention(
         sliding_window=window,
         tree_mask=mask,
         key_depths=depths,
+        sinks=sinks,
         launch=launch,
     )
     expected = paged_attention_reference(
@@ -220,6 +223,7 @@ def paged_attention(
         sliding_window=window,
         tree_mask=mask,
         key_depths=depths,
+        sinks=None if sinks is None else sinks.float(),
     )
     close(actual, expected.to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))
     for row, context in enumerate(contexts):
@@ -237,6 +241,7 @@ def prefill_attention(
     *,
     block_size: int = 16,
     window: int | None = None,
+    with_sinks: bool = False,
 ) -> None:
     """`chunks` are (context, new tokens)."""
     contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
@@ -244,9 +249,10 @@ def prefill_attention(
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(sum(lengths), heads, head_dim, dtype=dtype, device=device)
+    sinks = randn(heads, dtype=dtype, device=device) * 3 if with_sinks else None
     scale = 1 / math.sqrt(head_dim)
     actual = paged_prefill_attention_triton(
-        query, keys, values, tables, starts, context_lens, max(lengths), scale=scale, sliding_window=window
+        query, keys, values, tables, starts, context_lens, max(lengths), scale=scale, sliding_window=window, sinks=sinks
     )
     expected = in_plain_torch(paged_prefill_attention)(
         query.float(),
@@ -258,6 +264,7 @@ def prefill_attention(
         max(lengths),
         scale=scale,
         sliding_window=window,
+        sinks=None if sinks is None else sinks.float(),
     )
     close(actual, expected.to(dtype), 1, size=float(expected.abs().max()))
 

@@ -47,6 +47,7 @@ def paged_attention_reference(
     sliding_window: int | None = None,
     tree_mask: Tensor | None = None,
     key_depths: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     queries = query.shape[1]
     stored = queries if key_depths is None else key_depths.shape[1]
@@ -54,5 +55,5 @@ def paged_attention_reference(
     keys = blocks.shape[1] * key_cache.shape[1]
     visible = visible_keys(context_lens, queries, keys, sliding_window, tree_mask, key_depths)
     mask = visible.repeat_interleave(query.shape[2] // key_cache.shape[2], dim=1)
-    mixed = attend_blocks(query, key_cache, value_cache, blocks, mask, scale)
+    mixed = attend_blocks(query, key_cache, value_cache, blocks, mask, scale, sinks)
     return mixed.masked_fill(~visible.any(-1)[..., None, None], 0.0)

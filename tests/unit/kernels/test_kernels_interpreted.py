@@ -85,6 +85,13 @@ def test_paged_attention_spreads_a_long_sequence_among_short_ones():
     cases.paged_attention(contexts, 2, 4, 2, 16, torch.float32, CPU, launch=MANY_SPLITS)
 
 
+@pytest.mark.parametrize("launch", [None, MANY_SPLITS])
+def test_paged_attention_with_sinks(launch):
+    """In one piece, and in several, of which the combination adds it once."""
+    cases.paged_attention([75, 3, -4], 4, 6, 2, 24, torch.float32, CPU, window=30, with_sinks=True, launch=launch)
+    cases.prefill_attention([(0, 37), (21, 1)], 6, 2, 24, torch.float32, CPU, window=30, with_sinks=True)
+
+
 def test_paged_attention_rows_that_are_not_there():
     cases.paged_attention([-3, 20], 3, 4, 2, 16, torch.float32, CPU, launch=MANY_SPLITS)
     cases.paged_attention([-3, 20], 3, 4, 2, 16, torch.float32, CPU)

@@ -1,5 +1,7 @@
 """Experts against their definition, row by row."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,15 +26,17 @@ def test_a_row_is_the_weighted_sum_of_its_experts(normalised: bool) -> None:
         torch.testing.assert_close(found[lead], expected)
 
 
+@pytest.mark.parametrize("kind", [{}, {"bias": True, "swiglu_limit": 1.0}])
 @torch.no_grad()
-def test_all_experts_at_once_are_what_they_are_one_by_one() -> None:
+def test_all_experts_at_once_are_what_they_are_one_by_one(kind: dict[str, Any]) -> None:
     """What a captured round runs on a GPU, here on a CPU; an expert without rows is among them."""
-    mlp = SparseMLP(8, ExpertsConfig(num_experts=4, num_experts_per_token=1, intermediate_size=16))
+    mlp = SparseMLP(8, ExpertsConfig(num_experts=4, num_experts_per_token=1, intermediate_size=16, **kind))
     randomise(mlp, seed=3)
     grouped, ends = torch.randn(9, 8), torch.tensor([3, 3, 8, 9])
+    numbers = torch.tensor([0, 0, 0, 2, 2, 2, 2, 2, 3])
     expected = mlp._one_by_one(grouped, ends)
     before = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
-    torch.testing.assert_close(mlp._each_on_all(grouped, torch.tensor([0, 0, 0, 2, 2, 2, 2, 2, 3])), expected)
-    torch.testing.assert_close(mlp._all_at_once(grouped, ends), expected)
+    torch.testing.assert_close(mlp._each_on_all(grouped, numbers), expected)
+    torch.testing.assert_close(mlp._all_at_once(grouped, numbers, ends), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
-    assert mlp.experts[2].down_proj.weight.data_ptr() == mlp._stacked[1][2].data_ptr(), "no second copy"
+    assert mlp.experts[2].down_proj.weight.data_ptr() == mlp._stacked["down_proj"][0][2].data_ptr(), "no second copy"

@@ -1,13 +1,17 @@
 """What a family file declares: names that go both ways, and configs that are read whole or refused."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from fledge.checkpoints.target import hf_config, read_target_config
-from fledge.errors import CheckpointError
-from fledge.files import write_json
+from fledge.checkpoints.target import hf_config, load_target, read_target_config, save_target
+from fledge.errors import CheckpointError, CheckpointWarning
+from fledge.files import read_json, write_json
+from fledge.layers.config import RopeConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target import FAMILIES
@@ -74,4 +78,93 @@ def test_drafters_are_ordinary_whatever_the_target_is(name: str) -> None:
         False,
         1.0,
     )
+    kinds = (layer.norm_offset, layer.sinks, layer.query_scalar, layer.rope.interleaved, layer.activation)
+    assert kinds == (False, False, None, False, "silu")
     assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache
+
+
+def test_what_published_gemma_configs_leave_out_is_known(tmp_path: Path) -> None:
+    """The text_config of gemma-3-4b-it: transformers 4 fills in the rest by itself."""
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    inner |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024}
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"}
+    write_json(tmp_path / "config.json", {**outer, "eos_token_id": [1, 106], "text_config": inner})
+    config = read_target_config(tmp_path)
+    assert (config.family, config.dtype, config.eos_ids, config.tied_head) == (
+        "gemma3_text",
+        "bfloat16",
+        (1, 106),
+        True,
+    )
+    assert (config.layer.num_heads, config.layer.num_kv_heads, config.layer.head_dim) == (8, 4, 256)
+    assert [config.sliding_window(i) for i in (0, 4, 5, 6, 33)] == [1024, 1024, None, 1024, 1024]
+    assert (config.layer_at(5).rope.theta, config.layer_at(5).rope.factor) == (1e6, 8.0)
+    assert config.layer_at(6).rope == RopeConfig(theta=10000.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral", {"num_experts_per_tok": 7}),
+        ("glm4-moe", {"n_group": 3}),
+        ("glm4-moe", {"n_group": 8}),
+        ("glm4-moe", {"topk_group": 5}),
+        ("glm4-moe", {"num_experts_per_tok": 5}),
+        ("gemma3", {"attn_logit_softcapping": 50.0}),
+        ("gemma3", {"layer_types": ["sliding_attention"]}),
+        ("gpt-oss", {"swiglu_alpha": 1.0}),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_named(name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"field '{next(iter(changes))}'"):
+        read(TARGET_CONFIGS[name], **changes)
+
+
+def test_a_flat_wrapper_and_one_of_another_class(tmp_path: Path) -> None:
+    """Qwen2.5-VL as it was published: the fields of the language model beside those of the whole."""
+    target = make_target(TARGET_CONFIGS["qwen2-window"])
+    save_target(target, tmp_path / "target")
+    file, config = tmp_path / "target" / "model.safetensors", tmp_path / "target" / "config.json"
+    save_file({**load_file(file), "visual.merger.mlp.0.weight": torch.ones(3)}, file)
+    changes = {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    changes |= {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 1}}
+    write_json(config, {**(read_json(config) or {}), **changes})
+    with warnings.catch_warnings(action="error"):
+        assert load_target(tmp_path / "target").config == target.config
+    write_json(config, {**(read_json(config) or {}), "architectures": ["LlamaForCausalLM"]})
+    with pytest.warns(CheckpointWarning, match="LlamaForCausalLM"):
+        load_target(tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model_type": "qwen3_next"}, "recurrent state.*vLLM serves it"),
+        ({"model_type": "new_hybrid", "layer_types": ["linear_attention", "full_attention"]}, "vLLM serves it"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "quantised with mxfp4"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(values: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", values)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        read_target_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_predict_further_tokens_are_left_in_the_file(tmp_path: Path) -> None:
+    target = make_target(TARGET_CONFIGS["glm4-moe"])
+    save_target(target, tmp_path / "target")
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    save_file({**tensors, "model.layers.8.eh_proj.weight": torch.ones(3)}, tmp_path / "target" / "model.safetensors")
+    config = tmp_path / "target" / "config.json"
+    with pytest.raises(CheckpointError, match=r"unexpected tensor 'model\.layers\.8"):
+        load_target(tmp_path / "target")
+    write_json(config, {**(read_json(config) or {}), "num_nextn_predict_layers": 1})
+    assert load_target(tmp_path / "target").config == target.config
+
+
+def test_a_bias_that_chooses_between_experts_stays_in_float32(tmp_path: Path) -> None:
+    save_target(make_target(TARGET_CONFIGS["glm4-moe"]), tmp_path / "target")
+    mlp = load_target(tmp_path / "target", dtype=torch.bfloat16).get_submodule("layers.2.mlp")
+    assert mlp.e_score_correction_bias.dtype == torch.float32
+    assert mlp.gate.weight.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.layers.block import DecoderLayer
-from fledge.layers.config import ExpertsConfig
+from fledge.layers.config import ExpertsConfig, RopeConfig
 from fledge.layers.rope import Rotation
 from fledge.native import team
 from fledge.native.decoder import lower_layers
@@ -149,6 +149,11 @@ def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
     "kind",
     [
         {"norm_placement": "post"},
+        {"norm_placement": "both"},
+        {"norm_offset": True},
+        {"activation": "gelu_pytorch_tanh"},
+        {"sinks": True},
+        {"rope": RopeConfig(interleaved=True)},
         {"qk_norm": True, "qk_norm_whole": True},
         {"experts": ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=8)},
     ],

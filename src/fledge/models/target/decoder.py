@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.block import DecoderLayer
-from fledge.layers.linear import Linear, RMSNorm
+from fledge.layers.linear import Linear, norm_of
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import TargetConfig
 
@@ -31,8 +31,13 @@ class TargetModel(nn.Module):
             DecoderLayer(config.layer_at(i), layer=i, sliding_window=config.sliding_window(i))
             for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.layer.norm_eps)
+        self.norm = norm_of(config.layer, config.hidden_size)
         self.rope = RotaryEmbedding(config.layer.rope, config.layer.head_dim)
+        # Some layers may rotate in another way: Gemma's local ones.
+        self.is_local = [config.layer_at(i).rope != config.layer.rope for i in range(config.num_layers)]
+        others = {config.layer_at(i).rope for i in range(config.num_layers)} - {config.layer.rope}
+        assert len(others) <= 1
+        self.local_rope = RotaryEmbedding(others.pop(), config.layer.head_dim) if others else None
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.embed_tokens.weight
@@ -42,13 +47,16 @@ class TargetModel(nn.Module):
     ) -> TargetStates:
         """Tokens and positions [*lead]. Aux id k is the input of block k; `num_layers` the stream before the norm."""
         update: Tensor = self.embed_tokens(tokens)
+        if self.config.embedding_scale != 1:
+            update = update * update.new_full((), self.config.embedding_scale)  # rounded to the dtype, as Gemma does
         stream: Tensor | None = None
         rotation = self.rope(positions, update.dtype)
+        local = rotation if self.local_rope is None else self.local_rope(positions, update.dtype)
         inputs: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in aux_layer_ids:
                 inputs[i] = update if stream is None else stream + update
-            update, stream = layer(update, stream, rotation, storage)
+            update, stream = layer(update, stream, local if self.is_local[i] else rotation, storage)
         assert stream is not None
         final, inputs[len(self.layers)] = self.norm.add(update, stream)
         aux = torch.cat([inputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else None

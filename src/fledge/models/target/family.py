@@ -1,7 +1,7 @@
 """What a family file declares, and the part of reading a config that all families share."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fledge.layers.config import LayerConfig
@@ -16,9 +16,12 @@ class Family:
     """What differs from family to family. A file of this folder that declares a `FAMILY` is all that one takes.
 
     The first functions read a config.json: the layer, naming the kinds of parts that it has (`LayerConfig`), the
-    sliding window of each layer, none by default, and all layers where they are not alike. `extra_fields` writes what
-    the fields that all families share do not say. `tensor_names` are pieces of the names in Hugging Face's files and of
-    ours, where they differ; `stores_joined`: query, key and value are one tensor there, and gate and up.
+    sliding window of each layer, none by default, and all layers where they are not alike. `defaults` stand for fields
+    that a config leaves out. In multimodal models of the classes `wrappers` it is the language model, perhaps under a
+    model type of its own (`aliases`).
+    `extra_fields` writes what the fields that all families share do not say. `tensor_names` are pieces of the names in
+    Hugging Face's files and of ours, where they differ, applied in this order. `stores_joined` are the linears that are
+    one tensor there: query, key and value, or gate and up. `stacks_experts`: so are all experts of a layer, transposed.
     """
 
     name: str  # `model_type`
@@ -26,11 +29,21 @@ class Family:
     layer: Callable[[ConfigFields], LayerConfig]
     windows: Callable[[ConfigFields], Windows] = lambda _fields: ()
     layers: Callable[[ConfigFields, LayerConfig], tuple[LayerConfig, ...]] = lambda _fields, _layer: ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    scaled_embedding: bool = False  # by the root of the hidden size
     extra_fields: Callable[[TargetConfig], dict[str, Any]] = lambda _config: {}
     tensor_names: tuple[tuple[str, str], ...] = ()
-    stores_joined: bool = False
+    stores_joined: tuple[str, ...] = ()
+    stacks_experts: bool = False
+
+    def is_of(self, architectures: Collection[str]) -> bool:
+        """Whether a class in `architectures` is this family's, or a wrapper's."""
+        return not {self.architecture, *self.wrappers}.isdisjoint(architectures)
 
     def config_from_hf(self, fields: ConfigFields) -> TargetConfig:
+        fields = ConfigFields({**self.defaults, **fields.values}, fields.where)
         layer = self.layer(fields)
         return TargetConfig(
             family=self.name,
@@ -41,6 +54,7 @@ class Family:
             max_positions=fields.integer("max_position_embeddings"),
             tied_head=fields.flag("tie_word_embeddings", False),
             sliding_windows=self.windows(fields),
+            embedding_scale=layer.hidden_size**0.5 if self.scaled_embedding else 1.0,
             dtype=read_dtype(fields),
             bos_id=fields.integer("bos_token_id", minimum=0) if "bos_token_id" in fields else None,
             eos_ids=fields.integers("eos_token_id") or (),
@@ -55,7 +69,7 @@ class Family:
 
     def stored_name(self, name: str) -> str:
         """The inverse of `our_name`."""
-        for theirs, ours in self.tensor_names:
+        for theirs, ours in reversed(self.tensor_names):
             name = name.replace(ours, theirs)
         return name if name.startswith("lm_head.") else f"model.{name}"
 
@@ -68,22 +82,30 @@ def window_of_all_layers(fields: ConfigFields) -> Windows:
 
 
 def windows_of_upper_layers(fields: ConfigFields) -> Windows:
-    """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on have the window.
+    """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on have the window."""
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    first = fields.integer("max_window_layers", 28, minimum=0)
+    return windows_by_type(fields, lambda i: i >= first)
 
-    transformers 5 writes the result out as `layer_types`, which then decides.
+
+def windows_by_type(fields: ConfigFields, is_local: Callable[[int], bool]) -> Windows:
+    """The window in the layers that `layer_types` calls sliding; where a config has no such list, that are local.
+
+    transformers 5 writes the list for every family.
     """
-    if not fields.flag("use_sliding_window", False) or "sliding_window" not in fields:
+    if "sliding_window" not in fields:
         return ()
     window, layers = fields.integer("sliding_window"), fields.layers()
     types = fields.values.get("layer_types")
     if types is None:
-        first = fields.integer("max_window_layers", 28, minimum=0)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        types = ["sliding_attention" if is_local(i) else "full_attention" for i in range(layers)]
     if not isinstance(types, list) or len(types) != layers:
         raise fields.error("layer_types", types, f"a list of {layers} names, one for each layer")
     if unknown := set(types) - {"sliding_attention", "full_attention"}:
         raise fields.error("layer_types", sorted(map(str, unknown)), "sliding_attention or full_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
+    return windows if any(windows) else ()
 
 
 def window_fields(config: TargetConfig | DrafterConfig) -> dict[str, Any]:

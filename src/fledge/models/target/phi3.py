@@ -11,5 +11,5 @@ FAMILY = Family(
     layer=partial(read_layer, partial_rotary=True),
     windows=window_of_all_layers,
     extra_fields=lambda config: {"sliding_window": config.sliding_window(0), "pad_token_id": None},
-    stores_joined=True,
+    stores_joined=("qkv_proj", "gate_up_proj"),
 )

@@ -10,5 +10,7 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     layer=partial(read_layer, qkv_bias=True),
     windows=windows_of_upper_layers,
+    aliases=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+    wrappers=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     extra_fields=window_fields,
 )

@@ -15,5 +15,7 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     layer=layer,
     windows=windows_of_upper_layers,
+    aliases=("qwen3_vl_text",),
+    wrappers=("Qwen3VLForConditionalGeneration",),
     extra_fields=window_fields,
 )

@@ -9,15 +9,18 @@ from fledge.models.hf_config import ConfigFields, read_layer
 from fledge.models.target.family import Family, window_fields, windows_of_upper_layers
 
 
-def layer(fields: ConfigFields) -> LayerConfig:
-    experts = ExpertsConfig(
+def experts(fields: ConfigFields) -> ExpertsConfig:
+    return ExpertsConfig(
         num_experts=fields.integer("num_experts"),
         num_experts_per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),
         normalised=fields.flag("norm_topk_prob", False),
     )
+
+
+def layer(fields: ConfigFields) -> LayerConfig:
     bias = fields.flag("attention_bias", False)
-    return read_layer(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts)
+    return read_layer(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts(fields))
 
 
 def layers(fields: ConfigFields, layer: LayerConfig) -> tuple[LayerConfig, ...]:
@@ -45,5 +48,7 @@ FAMILY = Family(
     layer=layer,
     layers=layers,
     windows=windows_of_upper_layers,
+    aliases=("qwen3_vl_moe_text",),
+    wrappers=("Qwen3VLMoeForConditionalGeneration",),
     extra_fields=extra_fields,
 )

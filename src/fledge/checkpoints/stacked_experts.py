@@ -1,0 +1,55 @@
+"""Experts stored as one tensor for all of a layer, as gpt-oss does, read and written as those of each expert.
+
+stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [experts, out]; gate and up in turns
+here        experts.3.gate_up_proj.weight [out, in], experts.3.gate_up_proj.bias [out]; all of gate before up
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fledge.checkpoints.tensors import TensorFiles, TensorInfo
+
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|bias)")
+
+
+class StackedExpertFiles(TensorFiles):
+    """`TensorFiles` in which every expert has tensors of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._places: dict[str, tuple[str, int]] = {}
+        for stored, info in list(self.infos.items()):
+            if (match := _STACKED.fullmatch(stored)) is None or len(info.shape) < 2 or 0 in info.shape:
+                continue
+            experts, linear, bias = match.groups()
+            del self.infos[stored]
+            for i in range(info.shape[0]):
+                name = f"{experts}.{i}.{linear}.{'bias' if bias else 'weight'}"
+                self.infos[name] = TensorInfo(info.file, info.dtype, info.shape[:0:-1])
+                self._places[name] = stored, i
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._places:
+            return super().read(name)
+        stored, i = self._places[name]
+        rows = self._read(self.infos[name].file, stored)[i].t()
+        return torch.cat([rows[::2], rows[1::2]]) if ".gate_up_proj." in name else rows
+
+
+def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The way back, for names as they are stored."""
+    out: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (match := _SINGLE.fullmatch(name)) is None:
+            out[name] = tensor
+            continue
+        experts, _, linear, kind = match.groups()
+        rows = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1) if linear == "gate_up_proj" else tensor
+        stacks.setdefault(f"{experts}.{linear}{'_bias' if kind == 'bias' else ''}", []).append(rows.t())
+    return out | {name: torch.stack(parts) for name, parts in stacks.items()}

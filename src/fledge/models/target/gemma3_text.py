@@ -1,0 +1,92 @@
+"""Gemma 3, text: five local layers to a global one, norms on both sides of attention and MLP, and of queries and keys.
+
+The local layers have a window and a rope of their own; norms multiply by 1 + weight; embeddings are scaled.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.models.config import TargetConfig
+from fledge.models.hf_config import ConfigFields, read_layer, read_rope
+from fledge.models.target.family import Family, Windows, window_fields, windows_by_type
+
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def layer(fields: ConfigFields) -> LayerConfig:
+    for capped in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        if fields.values.get(capped):
+            raise fields.error(capped, fields.values[capped], "null: Gemma 3 as it was published has none")
+    bias = fields.flag("attention_bias", False)
+    return read_layer(
+        _rope_fields(fields, "full_attention", _THETA),
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        norm_placement="both",
+        norm_offset=True,
+        query_scalar=fields.integer("query_pre_attn_scalar"),
+    )
+
+
+def layers(fields: ConfigFields, layer: LayerConfig) -> tuple[LayerConfig, ...]:
+    local = replace(layer, rope=_local_rope(fields))
+    is_local = [window is not None for window in windows(fields)]
+    return tuple(local if here else layer for here in is_local) if local != layer else ()
+
+
+def windows(fields: ConfigFields) -> Windows:
+    pattern = fields.integer("sliding_window_pattern", 6)
+    return windows_by_type(fields, lambda i: (i + 1) % pattern != 0)
+
+
+def _local_rope(fields: ConfigFields) -> RopeConfig:
+    """Of the local layers: not scaled, and with a base of its own, where transformers 5 does not say otherwise."""
+    if (by_type := fields.nested("rope_parameters")) is not None and "sliding_attention" in by_type:
+        return read_rope(_rope_fields(fields, "sliding_attention", _LOCAL_THETA))
+    return RopeConfig(theta=fields.number("rope_local_base_freq", _LOCAL_THETA))
+
+
+def _rope_fields(fields: ConfigFields, kind: str, theta: float) -> ConfigFields:
+    """The config with the rope of one kind of layers: transformers 5 has one for each."""
+    values, by_type = dict(fields.values), fields.nested("rope_parameters")
+    if by_type is not None and (own := by_type.nested(kind)) is not None:
+        values = {**values, "rope_parameters": own.values, "rope_theta": None, "rope_scaling": None}
+        return ConfigFields(values if "rope_theta" in own else {**values, "rope_theta": theta}, fields.where)
+    return ConfigFields({"rope_theta": theta, **values}, fields.where)
+
+
+def extra_fields(config: TargetConfig) -> dict[str, Any]:
+    local = config.layers[0].rope if config.layers else config.layer.rope
+    return {
+        "hidden_activation": config.layer.activation,
+        "query_pre_attn_scalar": config.layer.query_scalar,
+        "rope_local_base_freq": local.theta,
+        "pad_token_id": None,
+        **window_fields(config),
+    }
+
+
+FAMILY = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    layer=layer,
+    layers=layers,
+    windows=windows,
+    # Published configs leave out what is as in the first of these models.
+    defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    wrappers=("Gemma3ForConditionalGeneration",),
+    scaled_embedding=True,
+    extra_fields=extra_fields,
+)

@@ -1,0 +1,54 @@
+"""gpt-oss: attention sinks, a window in every other layer, and experts with biases and a clamped gate.
+
+Published weights are MXFP4, which is refused where weights are read; here are checkpoints in bfloat16.
+"""
+
+from typing import Any
+
+from fledge.layers.config import ExpertsConfig, LayerConfig
+from fledge.models.config import TargetConfig
+from fledge.models.hf_config import ConfigFields, read_layer
+from fledge.models.target.family import Family, Windows, window_fields, windows_by_type
+
+_SLOPE = 1.702
+
+
+def layer(fields: ConfigFields) -> LayerConfig:
+    if fields.number("swiglu_alpha", _SLOPE) != _SLOPE:
+        raise fields.error("swiglu_alpha", fields.values["swiglu_alpha"], f"{_SLOPE}")
+    experts = ExpertsConfig(
+        num_experts=fields.integer("num_local_experts"),
+        num_experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        bias=True,
+        swiglu_limit=fields.number("swiglu_limit", 7.0),
+    )
+    bias = fields.flag("attention_bias", True)
+    return read_layer(fields, qkv_bias=bias, output_bias=bias, sinks=True, experts=experts)
+
+
+def windows(fields: ConfigFields) -> Windows:
+    return windows_by_type(fields, lambda i: i % 2 == 0)
+
+
+def extra_fields(config: TargetConfig) -> dict[str, Any]:
+    experts = config.layer.experts
+    assert experts is not None
+    return {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "swiglu_limit": experts.swiglu_limit,
+        **window_fields(config),
+    }
+
+
+FAMILY = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    layer=layer,
+    windows=windows,
+    extra_fields=extra_fields,
+    tensor_names=((".router.", ".gate."),),
+    stores_joined=("gate_up_proj",),
+    stacks_experts=True,
+)

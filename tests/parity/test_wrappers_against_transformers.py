@@ -1,0 +1,69 @@
+"""The language models of multimodal checkpoints, as transformers writes them, against the whole models on text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from fledge.checkpoints.contract import describe_target
+from fledge.checkpoints.target import load_target, stop_ids
+from fledge.checkpoints.tensors import TensorFiles
+from fledge.layers.dense_cache import DenseCache
+from tests.tiny_models import randomise
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOWER |= {"image_size": 28, "patch_size": 14}
+VISUAL = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+VISUAL |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+# Where the names of tensors have the language model: in front, in front of nothing, and behind `model.`.
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**TEXT, "query_pre_attn_scalar": 16, "sliding_window": 5, "sliding_window_pattern": 2},
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 1,
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
+        "vision_config": {**TOWER, "model_type": "pixtral"},
+        "tie_word_embeddings": False,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+        "vision_config": VISUAL,
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        "vision_config": VISUAL,
+    },
+}
+
+
+@pytest.mark.filterwarnings("error::fledge.errors.CheckpointWarning")
+@pytest.mark.parametrize("name", WRAPPERS)
+@torch.no_grad()
+def test_the_language_model_of_a_wrapper_is_read(name: str, tmp_path: Path) -> None:
+    theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **WRAPPERS[name])).eval()
+    randomise(theirs, seed=2)
+    theirs.save_pretrained(tmp_path)
+    ours = load_target(tmp_path)
+    tokens, positions = torch.randint(10, 60, (20,)), torch.arange(20)
+    states = ours(tokens, positions, DenseCache(ours.config.num_layers).extend(positions))
+    torch.testing.assert_close(ours.logits(states.final), theirs(tokens[None]).logits[0], atol=1e-4, rtol=1e-4)
+    described = describe_target(ours.config, TensorFiles(tmp_path))
+    assert described["size"]["parameters"] == sum(parameter.numel() for parameter in ours.parameters())
+    assert stop_ids(tmp_path) == ours.config.eos_ids == (2,)

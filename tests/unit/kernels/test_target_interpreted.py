@@ -1,0 +1,41 @@
+"""Targets over blocks as a GPU runs them, under Triton's interpreter, against the dense cache in torch."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
+
+from fledge.layers.dense_cache import DenseCache
+from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
+from tests.tiny_models import TARGET_CONFIGS, make_target
+from tests.unit.kernels.interpreter import in_triton
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3"])
+@torch.no_grad()
+def test_a_prompt_and_a_round(name: str) -> None:
+    """Sinks, heads that only torch finishes, ropes and windows of some layers: all reach the kernels."""
+    config = TARGET_CONFIGS[name]
+    target = make_target(
+        replace(config, num_layers=3, layers=config.layers[:3], sliding_windows=config.sliding_windows[:3])
+    )
+    tokens, positions = torch.randint(0, config.vocab_size, (14,)), torch.arange(14)
+    expected = target(tokens, positions, DenseCache(3).extend(positions)).final
+
+    cache = PagedCache(
+        config.layer.kv_cache, num_layers=3, num_blocks=6, block_size=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    tables = torch.tensor([[5, 2, 4, 1]], dtype=torch.int32)
+    slots = tables[0, positions // 4].long() * 4 + positions % 4
+    common = {"cache": cache, "block_tables": tables, "max_context": 16}
+    prompt = ChunkPass(
+        context_lens=torch.tensor([0]), slots=slots[:11], query_starts=torch.tensor([0, 11]), max_chunk=11, **common
+    )
+    round_ = RoundPass(context_lens=torch.tensor([11]), slots=slots[11:], rows=3, **common)
+    for part, storage in ((slice(0, 11), prompt), (slice(11, 14), round_)):
+        found = in_triton(target)(tokens[part], positions[part], storage).final
+        torch.testing.assert_close(found, expected[part], atol=1e-4, rtol=1e-4)

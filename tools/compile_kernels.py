@@ -1,0 +1,114 @@
+"""Compile the Triton kernels for a data-centre GPU on a machine that has none.
+
+    python tools/compile_kernels.py [part of a name ...]
+
+Triton's interpreter, under which the tests run kernels without a GPU, takes code that the compiler refuses. Here the
+compiler runs down to the binary, with shapes that models have, and nothing is launched: results are not looked at.
+Prints what each kernel takes of shared memory, of which an H100 has 227 KiB for a program.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import jit
+from triton.runtime.driver import driver
+
+from fledge.kernels import _overlap
+from tests.unit.kernels import cases, tree_cases
+from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
+
+BF16, CPU = torch.bfloat16, "cpu"
+CASES: dict[str, Callable[[], None]] = {
+    "uniforms": partial(cases.uniforms, 7, 4, CPU),
+    "sample": partial(cases.sample, 12, 9001, BF16, CPU),
+    "argmax": partial(cases.argmax, 4, 9001, BF16, CPU),
+    "accept": partial(cases.accept, 7, 3, 5000, BF16, CPU),
+    "swiglu": partial(cases.swiglu, 3, 4096, BF16, CPU),
+    "rms_norm": partial(cases.rms_norm, 3, 4096, BF16, CPU),
+    "round_ends": partial(round_ends, 3, 2, 4),
+    "top_rows": partial(tree_cases.top_rows, 4, 9001, 8, BF16, CPU),
+    "trees": partial(tree_cases.trees, 8, 32, 5, 9001, CPU),
+    "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
+}
+for norm in (False, True):
+    CASES[f"rope_store {norm=}"] = partial(cases.rope_store, 18, 32, 8, 128, BF16, CPU, norm=norm)
+for head_dim in (64, 128):
+    paged = partial(cases.paged_attention, [300, 5, 70], 4, 32, 8, head_dim, BF16, CPU, block_size=64)
+    prefill = partial(cases.prefill_attention, [(0, 300), (5, 70)], 32, 8, head_dim, BF16, CPU, block_size=64)
+    for name, options in {
+        "": {},
+        " sinks": {"with_sinks": True},
+        " sinks window": {"with_sinks": True, "window": 128},
+    }.items():
+        CASES[f"paged_attention {head_dim}{name}"] = partial(paged, **options)
+        CASES[f"prefill_attention {head_dim}{name}"] = partial(prefill, **options)
+    CASES[f"paged_attention {head_dim} tree"] = partial(paged, tree="each")
+
+
+class NoGPU:
+    """What the compiler asks a driver."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def main(parts: list[str]) -> int:
+    compiled: list[str] = []
+
+    def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **settings: Any) -> None:
+            found = kernel.warmup(*args, grid=grid, **settings)
+            compiled.append(f"{kernel.fn.__name__} {found.metadata.shared / 1024:.0f} KiB")
+
+        return run
+
+    def overlapping(_device: torch.device) -> dict[str, Any]:
+        return {"OVERLAP": True, "launch_pdl": True}
+
+    driver.set_active(NoGPU())
+    failed = 0
+    users = [module for name, module in sys.modules.items() if name.startswith("fledge.kernels.")]
+    patches = [
+        mock.patch.object(module, "overlapping", overlapping) for module in users if hasattr(module, "overlapping")
+    ]
+    patches.append(mock.patch.object(jit.JITFunction, "__getitem__", compile_only))
+    patches.append(mock.patch("fledge.kernels._triton.is_on_gpu", return_value=True))
+    for patch in patches:
+        patch.start()
+    for name, case in CASES.items():
+        if parts and not any(part in name for part in parts):
+            continue
+        begin, problem = time.time(), ""
+        compiled.clear()
+        try:
+            with torch.no_grad():
+                case()
+        except AssertionError:  # nothing was computed
+            pass
+        except Exception as error:
+            failed += 1
+            problem = f"FAILED: {error}"
+        print(f"{name}: {problem or ', '.join(dict.fromkeys(compiled))} ({time.time() - begin:.1f} s)", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    assert _overlap.HAS_TRITON, "needs Triton"
+    sys.exit(main(sys.argv[1:]))

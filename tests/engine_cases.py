@@ -52,11 +52,13 @@ DRAFTERS = _drafters()
 
 
 @functools.cache
+@torch.inference_mode(False)  # whoever asks first: tests change these weights
 def target() -> TargetModel:
     return make_target(TARGET).double()
 
 
 @functools.cache
+@torch.inference_mode(False)
 def drafter(name: str = "eagle3.1", max_positions: int = MAX_LENGTH) -> Drafter:
     made = make_drafter(replace(DRAFTERS[name], max_positions=max_positions), make_target(TARGET), seed=2).double()
     made.share_with(target())

@@ -105,8 +105,9 @@ def test_distribution_against_the_reference(params, seed, use_mask):
     for row, p in enumerate(params):
         expected = reference(logits[row], p, prompts[row], outputs[row], forbidden[row])
         np.testing.assert_allclose(probs[row].numpy(), expected, atol=2e-6)
-        # float32 underflows where float64 does not; a token that was cut is exactly zero in both.
-        assert ((probs[row].numpy() > 0) == (expected > 1e-40)).all()
+        # float32 underflows where float64 does not, in steps; a token that was cut is exactly zero in both.
+        assert (probs[row].numpy()[expected > 1e-37] > 0).all()
+        assert (probs[row].numpy()[expected < 1e-46] == 0).all()
     assert torch.equal(given_logits, torch.from_numpy(logits)), "the caller's logits are left alone"
 
 

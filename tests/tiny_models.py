@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
+from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
@@ -40,6 +40,34 @@ _QWEN3_MOE_LAYER = replace(
     TINY_LAYER, qk_norm=True, experts=replace(_EXPERTS, intermediate_size=20, num_experts_per_token=3, normalised=False)
 )
 
+# The two ways to attend to latents change over at 10 and at 25 rows.
+_DEEPSEEK_V2_LAYER = replace(
+    TINY_LAYER,
+    num_kv_heads=4,
+    head_dim=4,
+    latent=LatentConfig(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=4),
+    rope=replace(_YARN_ROPE, mscale=0.7, mscale_all_dim=0.5, interleaved=True),
+    experts=replace(_EXPERTS, intermediate_size=20, normalised=False, n_group=3, topk_group=2, n_shared_experts=2),
+    mlp_bias=False,
+)
+_DEEPSEEK_V3_LAYER = replace(
+    TINY_LAYER,
+    num_kv_heads=4,
+    latent=LatentConfig(q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=10),
+    rope=replace(_YARN_ROPE, mscale=1.0, mscale_all_dim=1.0, interleaved=True),
+    experts=replace(
+        _EXPERTS,
+        intermediate_size=20,
+        scoring_func="sigmoid",
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        n_shared_experts=1,
+    ),
+    qkv_bias=True,
+    output_bias=True,
+)
+
 TARGET_CONFIGS = {
     "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
     "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
@@ -61,6 +89,29 @@ TARGET_CONFIGS = {
         family="qwen3_moe",
         layer=_QWEN3_MOE_LAYER,
         layers=(*[_QWEN3_MOE_LAYER] * 3, replace(_QWEN3_MOE_LAYER, experts=None), *[_QWEN3_MOE_LAYER] * 4),
+    ),
+    "deepseek-v2": replace(
+        TINY_TARGET,
+        family="deepseek_v2",
+        layer=_DEEPSEEK_V2_LAYER,
+        layers=(replace(_DEEPSEEK_V2_LAYER, experts=None),) + (_DEEPSEEK_V2_LAYER,) * 7,
+    ),
+    "deepseek-v3": replace(
+        TINY_TARGET,
+        family="deepseek_v3",
+        layer=_DEEPSEEK_V3_LAYER,
+        layers=(replace(_DEEPSEEK_V3_LAYER, experts=None),) * 3 + (_DEEPSEEK_V3_LAYER,) * 5,
+    ),
+    "kimi-k2": replace(
+        TINY_TARGET,
+        family="kimi_k2",
+        layer=replace(
+            _DEEPSEEK_V3_LAYER,
+            rope=RopeConfig(theta=50000.0),
+            experts=replace(_EXPERTS, scoring_func="sigmoid", normalised=False, n_shared_experts=1),
+            qkv_bias=False,
+            output_bias=False,
+        ),
     ),
     "olmo2": replace(
         TINY_TARGET,

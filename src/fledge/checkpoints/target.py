@@ -1,6 +1,7 @@
 """Target models from Hugging Face directories, and back; and what is read there without loading the model."""
 
 import hashlib
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def load_target(
         what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
         raise CheckpointError(f"{directory}: {what}; fetch the complete checkpoint")
     names = {family.our_name(name): name for name in files.infos if _IGNORED_TENSOR not in name}
+    if family.stores_mtp:
+        names = {ours: stored for ours, stored in names.items() if not _is_past(ours, config.num_layers)}
     if config.tied_head:
         names.pop("lm_head.weight", None)
     with without_weights():
@@ -82,6 +85,12 @@ def load_target(
         model.lm_head.weight = model.embed_tokens.weight
     _check_finite(model, directory)
     return model.to(device=device).eval()
+
+
+def _is_past(name: str, num_layers: int) -> bool:
+    """Whether a tensor is of a layer after the last."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= num_layers
 
 
 def _check_finite(model: TargetModel, directory: Path) -> None:

@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
 
+_FLOAT32 = ("e_score_correction_bias",)  # whatever the dtype: rounded, routers choose other experts
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -116,8 +118,9 @@ def load_weights(
     _check_names(files, names, stored_shapes(model, form, stored=names, tied=tied))
     parts = _parts(model, names)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
+    precise = replace(placement, dtype=torch.float32)
     others = {
-        name: dense_tensor([files.read(names[name])], like, placement)
+        name: dense_tensor([files.read(names[name])], like, precise if name.endswith(_FLOAT32) else placement)
         for name, like in model.state_dict().items()
         if name not in parts
     }

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import ExpertsConfig, LayerConfig
+from fledge.layers.latent_attention import LatentAttention
 from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
 
@@ -25,7 +26,9 @@ class SwiGLU(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's probabilities.
+    """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's scores.
+
+    Experts that all rows share are one MLP beside them.
 
     Rows are grouped by expert, and each expert that has rows is run. The host must look at the groups for that; on a
     GPU in bfloat16 all experts are one grouped product, which needs no look, so that a round can be captured.
@@ -35,15 +38,18 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.config = config
         self.gate = Linear(hidden_size, config.num_experts, bias=False)
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.zeros(config.num_experts)) if config.scoring_func == "sigmoid" else None
+        )
         self.experts = nn.ModuleList(SwiGLU(hidden_size, config.intermediate_size) for _ in range(config.num_experts))
+        shared = config.n_shared_experts
+        self.shared_experts = SwiGLU(hidden_size, shared * config.intermediate_size) if shared else None
         self._stacked: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, hidden]."""
         rows, chosen = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_token
-        weights, experts = self.gate(rows).float().softmax(-1).topk(chosen)  # each [rows, chosen]
-        if self.config.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, experts = self._route(rows)
         numbers, order = experts.flatten().sort(stable=True)  # (row, choice) pairs, by expert
         ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=x.device), right=True)
         grouped = rows[order // chosen]
@@ -55,7 +61,27 @@ class SparseMLP(nn.Module):
             out = self._one_by_one(grouped, ends)
         out = out[order.argsort()].view(-1, chosen, x.shape[-1]) * weights[..., None].to(out.dtype)
         mixed: Tensor = out.sum(1).view(x.shape)
-        return mixed
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+
+    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of each row's experts, [rows, chosen] both."""
+        config, logits = self.config, self.gate(rows).float()
+        if self.e_score_correction_bias is None:
+            scores = preference = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            preference = scores + self.e_score_correction_bias
+        if config.n_group > 1:
+            groups = preference.unflatten(-1, (config.n_group, -1))
+            # DeepSeek V2 judges a group by its best expert, V3 by its best two.
+            best = groups.topk(1 if config.scoring_func == "softmax" else 2).values.sum(-1)
+            out = torch.ones_like(best, dtype=torch.bool).scatter(-1, best.topk(config.topk_group).indices, False)
+            preference = groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
+        experts = preference.topk(config.num_experts_per_token).indices
+        weights = scores.gather(-1, experts)
+        if config.normalised:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)  # sigmoids can all be zero
+        return weights * config.routed_scaling_factor, experts
 
     def _one_by_one(self, grouped: Tensor, ends: Tensor) -> Tensor:
         """grouped [rows * chosen, hidden], sorted by expert; ends [experts]: where the rows of each end."""
@@ -111,7 +137,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         is_pre, hidden = config.norm_placement == "pre", config.hidden_size
         self.input_layernorm = RMSNorm(hidden, config.norm_eps) if input_norm and is_pre else None
-        self.self_attn = Attention(config, layer=layer, sliding_window=sliding_window)
+        self.self_attn = (
+            Attention(config, layer=layer, sliding_window=sliding_window)
+            if config.latent is None
+            else LatentAttention(config, layer=layer)
+        )
         self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps)
         self.mlp: SwiGLU | SparseMLP = (
             SparseMLP(hidden, config.experts)

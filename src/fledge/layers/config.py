@@ -25,8 +25,11 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: None means 0.1 ln(factor) + 1
+    attention_factor: float | None = None  # yarn: None means what follows from the two below
+    mscale: float | None = None  # yarn: with both, the factor on cos and sin is a quotient; see `magnitude`
+    mscale_all_dim: float | None = None  # yarn: and latent attention sharpens its scores by it
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    interleaved: bool = False  # dimension 2i pairs with 2i + 1, not with one half a head away
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many dimensions of a head rotate."""
@@ -41,11 +44,42 @@ class ExpertsConfig:
     num_experts_per_token: int
     intermediate_size: int  # of one expert
     normalised: bool = True  # the weights of the chosen experts are made to sum to 1
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: chosen by score plus a learnt correction
+    n_group: int = 1  # experts come in groups,
+    topk_group: int = 1  # of which only the best are chosen from
+    routed_scaling_factor: float = 1.0  # on the weights of the chosen experts
+    n_shared_experts: int = 0  # that every token goes to besides; one MLP of as many times the size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention (MLA): the keys and values of all heads come from one short row for each token."""
+
+    q_lora_rank: int | None  # None: queries are projected in one step
+    kv_lora_rank: int
+    qk_nope_head_dim: int  # of a query or key head, the part that does not rotate
+    qk_rope_head_dim: int  # the part that does, and that all keys share
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def expands(self, rows: int) -> bool:
+        """Whether `rows` queries over a context are less work with all its keys and values made from its rows.
+
+        That costs something for each row of the context; attending to the rows as they are costs more for each pair.
+        """
+        head = self.qk_nope_head_dim + self.v_head_dim
+        return rows * (2 * self.kv_lora_rank - head) > self.kv_lora_rank * head
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """What a cache keeps for one token in one layer: a key and a value for each KV head."""
+    """What a cache keeps for one token in one layer: a key and a value for each KV head.
+
+    Values of no width: they are the first dimensions of the keys, as latent attention has them.
+    """
 
     num_kv_heads: int
     key_dim: int
@@ -61,15 +95,16 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One decoder layer: grouped-query attention, an MLP or experts, and norms around them."""
+    """One decoder layer: grouped-query or latent attention, an MLP or experts, and norms around them."""
 
     hidden_size: int
     intermediate_size: int  # of the MLP; `experts` have their own
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # with `latent`, of the part that rotates
     norm_eps: float
     rope: RopeConfig
+    latent: LatentConfig | None = None  # None: grouped-query attention
     experts: ExpertsConfig | None = None  # None: a dense MLP
     norm_placement: Literal["pre", "post"] = "pre"  # before attention and MLP, or after them and before the residual
     qk_norm: bool = False  # RMSNorm on queries and keys: on every head (Qwen3) or
@@ -80,7 +115,7 @@ class LayerConfig:
 
     @property
     def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.qk_head_dim)
 
     @property
     def kv_size(self) -> int:
@@ -88,11 +123,15 @@ class LayerConfig:
 
     @property
     def kv_cache(self) -> KVCacheSpec:
+        if (latent := self.latent) is not None:
+            return KVCacheSpec(num_kv_heads=1, key_dim=latent.kv_lora_rank + latent.qk_rope_head_dim, value_dim=0)
         return KVCacheSpec(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
     @property
     def as_drafter(self) -> "LayerConfig":
-        """The pre-norm layer with a dense MLP of this shape: the only kind that drafters have."""
+        """The pre-norm layer of grouped-query attention and a dense MLP of this shape: the only kind drafters have."""
         norms = self.qk_norm and not self.qk_norm_whole
-        rope = replace(self.rope, partial_factor=1.0)
-        return replace(self, experts=None, norm_placement="pre", qk_norm=norms, qk_norm_whole=False, rope=rope)
+        rope = replace(self.rope, partial_factor=1.0, interleaved=False)
+        head_dim = self.head_dim if self.latent is None else self.latent.v_head_dim
+        plain = replace(self, latent=None, head_dim=head_dim, experts=None, rope=rope)
+        return replace(plain, norm_placement="pre", qk_norm=norms, qk_norm_whole=False)

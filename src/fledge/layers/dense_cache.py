@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.attention import AttentionSpec, Heads
 
 
 class DenseCache:
@@ -66,15 +66,15 @@ class DensePass:
     visible: Tensor  # bool [rows, cache length]
     distance: Tensor  # query position - key position [rows, cache length]
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
-        query, key, value = heads.finished()
-        keys, values = self.cache.write(spec.layer, self.start, key, value)
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        cached = heads.for_cache(len(self.visible))
+        keys, values = cached.read(*self.cache.write(spec.layer, self.start, *cached.rows))
         visible = self.visible
         if spec.sliding_window is not None:
             visible = visible & (self.distance < spec.sliding_window)
-        grouped = query.shape[-2] != key.shape[-2]
-        query, keys, values = (side.transpose(0, 1)[None] for side in (query, keys, values))  # [1, heads, rows, dim]
+        grouped = cached.query.shape[-2] != keys.shape[-2]
+        query, keys, values = (x.transpose(0, 1)[None] for x in (cached.query, keys, values))  # [1, heads, rows, dim]
         mixed = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=visible, scale=spec.scale, enable_gqa=grouped
         )
-        return mixed[0].transpose(0, 1)
+        return cached.leave(mixed[0].transpose(0, 1))

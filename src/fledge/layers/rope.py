@@ -16,16 +16,28 @@ class Rotation:
     sin once and keeps them.
     """
 
-    def __init__(self, positions: Tensor, inverse_frequencies: Tensor, magnitude: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        positions: Tensor,
+        inverse_frequencies: Tensor,
+        magnitude: float,
+        dtype: torch.dtype,
+        *,
+        interleaved: bool = False,
+    ) -> None:
         self.positions = positions  # [*lead] int64
         self.inverse_frequencies = inverse_frequencies  # [rotary_dim / 2] float32
         self.magnitude = magnitude
         self.dtype = dtype
+        self.interleaved = interleaved
         # Not a cached_property: that takes a lock on Python 3.11, which torch.compile cannot follow.
         self._cos_sin: tuple[Tensor, Tensor] | None = None  # [*lead, 1, rotary_dim], ready to broadcast over heads
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotate every head of x [*lead, heads, head_dim], or as many of its first dimensions as have a frequency."""
+        """Rotate every head of x [*lead, heads, head_dim], or as many of its first dimensions as have a frequency.
+
+        Interleaved pairs leave with their halves apart: queries and keys alike, so that their products are the same.
+        """
         if self._cos_sin is None:
             angles = self.positions.unsqueeze(-1).float() * self.inverse_frequencies
             angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
@@ -33,9 +45,11 @@ class Rotation:
             self._cos_sin = cos.to(self.dtype), sin.to(self.dtype)
         cos, sin = self._cos_sin
         rotary_dim = cos.shape[-1]
-        if rotary_dim == x.shape[-1]:
-            return rotate(x, cos, sin)
-        return torch.cat([rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]], dim=-1)
+        turned = x[..., :rotary_dim]
+        if self.interleaved:
+            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned = rotate(turned, cos, sin)
+        return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 
 
 class RotaryEmbedding(nn.Module):
@@ -46,10 +60,11 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         super().__init__()
         frequencies, self.magnitude = inverse_frequencies(config, head_dim)
+        self.interleaved = config.interleaved
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        return Rotation(positions, self.inverse_frequencies, self.magnitude, dtype)
+        return Rotation(positions, self.inverse_frequencies, self.magnitude, dtype, interleaved=self.interleaved)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Follow the model to its device, but keep float32: rounding would shift every distant position."""
@@ -74,9 +89,16 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
             return _llama3(plain, config), 1.0
         case "yarn":
             magnitude = config.attention_factor
-            if magnitude is None:
-                magnitude = 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
-            return _yarn(plain, config, head_dim), magnitude
+            if magnitude is None and config.mscale and config.mscale_all_dim:
+                magnitude = yarn_mscale(config.factor, config.mscale) / yarn_mscale(
+                    config.factor, config.mscale_all_dim
+                )
+            return _yarn(plain, config, head_dim), magnitude or yarn_mscale(config.factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """By how much yarn sharpens attention over a context that is `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:

@@ -18,7 +18,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 _ROPE_FIELDS = {  # of `RopeConfig`, by the types that have them, besides the factor
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
 }
 
 
@@ -125,13 +125,12 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
             values = {field: scaling.number(field) for field in ("low_freq_factor", "high_freq_factor")}
             values["original_max_positions"] = scaling.integer(original)
         case "yarn":
-            if "mscale" in scaling or "mscale_all_dim" in scaling:
-                raise fields.error("rope_scaling", dict(scaling.values), "yarn without mscale (a DeepSeek extension)")
             holder, field = (scaling, original) if original in scaling else (fields, "max_position_embeddings")
             values = {"original_max_positions": holder.integer(field), "truncate": scaling.flag("truncate", True)}
             values |= {field: scaling.number(field, getattr(rope, field)) for field in ("beta_fast", "beta_slow")}
-            if "attention_factor" in scaling:
-                values["attention_factor"] = scaling.number("attention_factor")
+            for field in ("attention_factor", "mscale", "mscale_all_dim"):
+                if scaling.values.get(field):  # zero stands for none
+                    values[field] = scaling.number(field)
         case _:
             raise fields.error("rope_type", kind, "default, linear, llama3 or yarn")
     return replace(rope, type=kind, factor=scaling.number("factor"), **values)

@@ -66,6 +66,7 @@ def _lower_layer(layer: nn.Module) -> Any:
     if (
         config.norm_placement != "pre"
         or config.qk_norm_whole
+        or config.rope.interleaved
         or not are_lowerable(*norms.values(), *head_norms.values())
         or not all(isinstance(matrix, PackedLinear) for matrix in matrices.values())
     ):

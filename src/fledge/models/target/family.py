@@ -18,7 +18,9 @@ class Family:
     The first functions read a config.json: the layer, naming the kinds of parts that it has (`LayerConfig`), the
     sliding window of each layer, none by default, and all layers where they are not alike. `extra_fields` writes what
     the fields that all families share do not say. `tensor_names` are pieces of the names in Hugging Face's files and of
-    ours, where they differ; `stores_joined`: query, key and value are one tensor there, and gate and up.
+    ours, where they differ; `stores_joined`: query, key and value are one tensor there, and gate and up;
+    `stores_mtp`: after the layers that `num_hidden_layers` counts there are some that predict several tokens at once,
+    which are left out.
     """
 
     name: str  # `model_type`
@@ -29,6 +31,7 @@ class Family:
     extra_fields: Callable[[TargetConfig], dict[str, Any]] = lambda _config: {}
     tensor_names: tuple[tuple[str, str], ...] = ()
     stores_joined: bool = False
+    stores_mtp: bool = False
 
     def config_from_hf(self, fields: ConfigFields) -> TargetConfig:
         layer = self.layer(fields)

@@ -1,0 +1,38 @@
+"""DeepSeek V3, V3.1 and R1: V2 with experts chosen by sigmoid scores and a learnt correction.
+
+Checkpoints have a layer more than the config counts, which predicts a further token; it is left out.
+"""
+
+from typing import Any
+
+from fledge.layers.config import LayerConfig
+from fledge.models.config import TargetConfig
+from fledge.models.hf_config import ConfigFields
+from fledge.models.target import deepseek_v2
+from fledge.models.target.deepseek_v2 import dense_first, read_experts, read_latent_layer
+from fledge.models.target.family import Family
+
+
+def layer(fields: ConfigFields) -> LayerConfig:
+    for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if (found := fields.text(field, only)) != only:
+            raise fields.error(field, found, only)
+    normalised = fields.flag("norm_topk_prob", True)
+    experts = read_experts(fields, scoring_func="sigmoid", normalised=normalised)
+    return read_latent_layer(fields, experts, interleaved=fields.flag("rope_interleave", True))
+
+
+def extra_fields(config: TargetConfig) -> dict[str, Any]:
+    more = {"topk_method": "noaux_tc", "rope_interleave": config.layer.rope.interleaved, "num_nextn_predict_layers": 0}
+    return deepseek_v2.extra_fields(config) | more
+
+
+FAMILY = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    layer=layer,
+    layers=dense_first,
+    extra_fields=extra_fields,
+    tensor_names=((".gate.e_score_correction_bias", ".e_score_correction_bias"),),
+    stores_mtp=True,
+)

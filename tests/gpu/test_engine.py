@@ -35,7 +35,7 @@ from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
 from tests.engine_cases import AnyDepth, add_request, speculation
 from tests.gpu.script import run_checks
-from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
+from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 GPU = "cuda"
 LAYER = replace(TINY_LAYER, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32)
@@ -212,6 +212,16 @@ def mixes(**settings: object) -> None:
         ended, parted = ended + some[0], parted + some[1]
         assert parted <= 2, f"too many near-ties to be chance ({name})"
     print(f"  {ended} requests, {parted} of them parted from the reference at a near-tie")
+
+
+@check
+def mixes_over_latent_rows() -> None:
+    for number, name in enumerate(("deepseek-v2", "deepseek-v3")):
+        cpu = make_target(replace(TARGET_CONFIGS[name], vocab_size=24, max_positions=512))
+        drafter = make_drafter(drafter_configs(cpu.config)["eagle3.1"], cpu, seed=2)
+        for tree in (None, TREE):
+            pair, exact = on_gpu(cpu, drafter, torch.float32), copy.deepcopy(cpu).double()
+            assert random_mix(*pair, exact, number, 12, tree=tree)[1] <= 2, "too many near-ties to be chance"
 
 
 @check

@@ -132,6 +132,15 @@ def paged_attention_windows_and_trees() -> None:
 
 
 @check
+def attention_to_latent_rows() -> None:
+    for dtype in cases.DTYPES:
+        for heads in (16, 128):  # DeepSeek V2 Lite and V3
+            cases.paged_attention([3000, 0, 17, 1023], 4, heads, 1, 576, dtype, GPU, latent=True)
+            cases.prefill_attention([(0, 300), (300, 1), (1000, 129)], heads, 1, 576, dtype, GPU, latent=True)
+    cases.paged_attention([3000, 0, 17, 1023], 16, 16, 1, 576, BF16, GPU, tree="each", block_size=64, latent=True)
+
+
+@check
 def prefill() -> None:
     for dtype in cases.DTYPES:
         cases.prefill_attention([(0, 700), (300, 1), (1000, 129)], 32, 8, 128, dtype, GPU)

@@ -48,7 +48,7 @@ class Heads(Protocol):
     """Queries, keys and values of some tokens, of whatever kind of attention."""
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [*lead, heads, dim], key [*lead, kv_heads, dim], value [*lead, kv_heads, value_dim], ready to attend."""
+        """Query [*lead, heads, dim], key [*lead, kv_heads, dim], value [*lead, kv_heads, value_dim], ready."""
         ...
 
     def for_cache(self, rows: int) -> CachedHeads:

@@ -180,13 +180,15 @@ def paged_attention(
     before: int = 0,
     max_context: int | None = None,
     launch: SplitLaunch | None = None,
+    latent: bool = False,
 ) -> None:
     """`tree` is None, "shared" (one tree for the batch) or "each"; `before` of its rows are stored already.
 
-    A context of -queries says "no row here".
+    A context of -queries says "no row here". `latent`: the keys are the values too.
     """
     stored = before + queries
     keys, values, tables = paged_cache([c + stored for c in contexts], kv_heads, head_dim, block_size, dtype, device)
+    values = keys if latent else values
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(len(contexts), queries, heads, head_dim, dtype=dtype, device=device)
     mask = depths = None
@@ -199,7 +201,7 @@ def paged_attention(
     actual = paged_attention_triton(
         query,
         keys,
-        values,
+        values[..., :0] if latent else values,
         tables,
         lengths,
         scale=scale,
@@ -237,16 +239,18 @@ def prefill_attention(
     *,
     block_size: int = 16,
     window: int | None = None,
+    latent: bool = False,
 ) -> None:
-    """`chunks` are (context, new tokens)."""
+    """`chunks` are (context, new tokens). `latent`: the keys are the values too."""
     contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
     keys, values, tables = paged_cache([c + n for c, n in chunks], kv_heads, head_dim, block_size, dtype, device)
+    values, given = (keys, keys[..., :0]) if latent else (values, values)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(sum(lengths), heads, head_dim, dtype=dtype, device=device)
     scale = 1 / math.sqrt(head_dim)
     actual = paged_prefill_attention_triton(
-        query, keys, values, tables, starts, context_lens, max(lengths), scale=scale, sliding_window=window
+        query, keys, given, tables, starts, context_lens, max(lengths), scale=scale, sliding_window=window
     )
     expected = in_plain_torch(paged_prefill_attention)(
         query.float(),

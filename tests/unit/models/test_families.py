@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from fledge.checkpoints.target import hf_config, read_target_config
+from fledge.checkpoints.target import hf_config, load_target, read_target_config, save_target
 from fledge.errors import CheckpointError
 from fledge.files import write_json
 from fledge.models.config import TargetConfig
@@ -78,3 +80,45 @@ def test_drafters_are_ordinary_whatever_the_target_is(name: str) -> None:
         assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache
     assert layer.kv_cache.value_dim == layer.head_dim
     assert not layer.rope.interleaved
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method.*greedy or group_limited_greedy"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob.*false"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func.*sigmoid"),
+        ("deepseek-v3", {"n_group": 4}, "n_group.*equal groups of the 6 experts"),
+        ("deepseek-v3", {"n_group": 6}, "n_group.*equal groups"),
+        ("deepseek-v3", {"topk_group": 4}, "topk_group.*at most n_group"),
+        ("deepseek-v3", {"num_experts_per_tok": 5}, "num_experts_per_tok.*at most the 4 to choose from"),
+        ("deepseek-v3", {"num_key_value_heads": 2}, r"num_key_value_heads.*num_attention_heads \(4\)"),
+        ("deepseek-v3", {"qk_rope_head_dim": 3}, "head_dim.*even"),
+        ("kimi-k2", {"moe_layer_freq": 2}, "moe_layer_freq.*1"),
+    ],
+)
+def test_deepseek_configs_that_mean_something_else_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        read(TARGET_CONFIGS[name], **changes)
+
+
+def test_fields_of_older_configs_may_be_missing() -> None:
+    """Real configs have no head_dim, no rope_interleave, and groups only where experts are chosen by them."""
+    missing = {"head_dim": None, "rope_interleave": None, "norm_topk_prob": None, "scoring_func": None}
+    assert read(TARGET_CONFIGS["deepseek-v3"], **missing) == TARGET_CONFIGS["deepseek-v3"]
+    lite = read(TARGET_CONFIGS["deepseek-v2"], topk_method="greedy", n_group=None, topk_group=None)
+    assert lite.layer.experts is not None
+    assert lite.layer.experts.n_group == 1
+
+
+def test_layers_that_predict_several_tokens_are_left_out_and_router_biases_stay_precise(tmp_path: Path) -> None:
+    target = make_target(TARGET_CONFIGS["deepseek-v3"])
+    save_target(target, tmp_path / "target")
+    file = tmp_path / "target" / "model.safetensors"
+    tensors = load_file(file)
+    more = {name.replace(".7.", ".8."): tensor.clone() for name, tensor in tensors.items() if ".layers.7." in name}
+    save_file(tensors | more | {"model.layers.8.eh_proj.weight": torch.ones(32, 64)}, file)
+    loaded = load_target(tmp_path / "target", dtype=torch.bfloat16)
+    assert len(loaded.layers) == 8
+    assert loaded.layers[7].mlp.gate.weight.dtype == torch.bfloat16
+    assert torch.equal(loaded.layers[7].mlp.e_score_correction_bias, target.layers[7].mlp.e_score_correction_bias)

@@ -78,6 +78,7 @@ def test_every_target_answers_as_by_torch(name: str, without_native: Callable[[]
     native = make_engine(TARGET_CONFIGS[name], drafter)
     assert isinstance(native.runner.state.target, NativeTarget) == (name not in NOT_LOWERED)
     found = watched(native, ASKS)
+    assert found[0] == answers(make_engine(TARGET_CONFIGS[name], None), ASKS), "and as without speculation"
     without_native()
     by_torch = make_engine(TARGET_CONFIGS[name], drafter)
     assert not isinstance(by_torch.runner.state.target, NativeTarget)

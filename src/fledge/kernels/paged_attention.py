@@ -179,7 +179,8 @@ def attend_blocks(
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
     mixed = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask[:, None], scale=scale)
-    return mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(batch, queries, heads, -1)
+    out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(batch, queries, heads, -1)
+    return out
 
 
 def visible_keys(

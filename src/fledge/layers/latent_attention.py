@@ -40,7 +40,7 @@ class LatentHeads:
         kept = (self.row, self.row[..., :0])
         if self.config.expands(rows):
             return CachedHeads(query=self.query, rows=kept, read=self._expand)
-        plain, turned = self.query.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        plain, turned = torch.split(self.query, [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
         absorbed = torch.einsum("...hd,hdr->...hr", plain, self._matrices()[0])
         return CachedHeads(
             query=torch.cat([absorbed, turned], dim=-1), rows=kept, read=self._as_one_head, leave=self._take_values
@@ -48,9 +48,9 @@ class LatentHeads:
 
     def _expand(self, row: Tensor, _no_value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows [..., 1, size] -> key [..., heads, qk_head_dim] and value [..., heads, v_head_dim]."""
-        latent, shared = row.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
-        made = self.kv_b_proj(latent.squeeze(-2)).unflatten(-1, (self.query.shape[-2], -1))
-        plain, value = made.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=-1)
+        latent, shared = torch.split(row, [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        made = self.kv_b_proj(latent.squeeze(-2)).view(*row.shape[:-2], self.query.shape[-2], -1)
+        plain, value = torch.split(made, [self.config.qk_nope_head_dim, self.config.v_head_dim], dim=-1)
         return torch.cat([plain, shared.expand(*plain.shape[:-1], -1)], dim=-1), value
 
     def _as_one_head(self, row: Tensor, _no_value: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,8 +62,8 @@ class LatentHeads:
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """W_k [heads, qk_nope_head_dim, kv_lora_rank] and W_v [heads, v_head_dim, kv_lora_rank]."""
-        stacked = self.kv_b_proj.weight.unflatten(0, (self.query.shape[-2], -1))
-        key, value = stacked.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
+        stacked = self.kv_b_proj.weight.view(self.query.shape[-2], -1, self.config.kv_lora_rank)
+        key, value = torch.split(stacked, [self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
         return key, value
 
 
@@ -95,9 +95,10 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""
         latent = self.latent
-        query = self._queries(x).unflatten(-1, (self.num_heads, -1))
-        plain, turned = query.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=-1)
-        row, shared = self.kv_a_proj_with_mqa(x).split([latent.kv_lora_rank, latent.qk_rope_head_dim], dim=-1)
+        query = self._queries(x).view(*x.shape[:-1], self.num_heads, -1)
+        plain, turned = torch.split(query, [latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=-1)
+        projected = self.kv_a_proj_with_mqa(x)
+        row, shared = torch.split(projected, [latent.kv_lora_rank, latent.qk_rope_head_dim], dim=-1)
         turned = rotation.apply(torch.cat([turned, shared.unsqueeze(-2)], dim=-2))  # queries and the key at once
         heads = LatentHeads(
             query=torch.cat([plain, turned[..., :-1, :]], dim=-1),

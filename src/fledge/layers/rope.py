@@ -47,7 +47,7 @@ class Rotation:
         rotary_dim = cos.shape[-1]
         turned = x[..., :rotary_dim]
         if self.interleaved:
-            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            turned = turned.reshape(*turned.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
         turned = rotate(turned, cos, sin)
         return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 

@@ -145,6 +145,18 @@ def drafter_configs(target: TargetConfig = TINY_TARGET) -> dict[str, DrafterConf
         "two-layers": replace(EAGLE_3_1.config_for(target), num_layers=2),
         "qwen3-style": replace(EAGLE_3_1.config_for(target), layer=replace(target.layer, qk_norm=True)),
         "four-aux-states": replace(EAGLE_3_1.config_for(target), aux_layer_ids=(0, 2, 4, 6), num_aux_states=4),
+        "latent": replace(
+            EAGLE_3_1.config_for(target),
+            layer=replace(
+                target.layer.as_drafter,
+                num_kv_heads=target.layer.num_heads,
+                head_dim=4,
+                latent=LatentConfig(
+                    q_lora_rank=10, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+                ),
+                rope=replace(target.layer.as_drafter.rope, interleaved=True),
+            ),
+        ),
         "narrow": replace(
             EAGLE_3_1.config_for(target),
             layer=replace(target.layer, hidden_size=16, intermediate_size=24),

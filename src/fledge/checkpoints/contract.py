@@ -8,7 +8,7 @@ drafter that accepts less than it should. Here each of them is a finding with a 
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
     if (width := config.target_hidden_size) != target.hidden_size:
         field = "target_hidden_size" if "target_hidden_size" in checkpoint.fields else "hidden_size"
         yield finding("target-hidden-size", field=field, found=width, target=target.hidden_size)
-    own, rope = config.layer.rope, target.layer.as_drafter.rope
+    own, rope = replace(config.layer.rope, interleaved=False), target.layer.as_drafter.rope
     if own != rope:
         yield finding("rope-differs", found=_rope_difference(own, rope), target=_rope_difference(rope, own))
     if config.max_positions < target.max_positions:

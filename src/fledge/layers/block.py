@@ -121,6 +121,16 @@ class SparseMLP(nn.Module):
         return stacked
 
 
+def attention_of(
+    config: LayerConfig, *, layer: int, input_size: int | None = None, sliding_window: int | None = None
+) -> Attention | LatentAttention:
+    """The attention of a layer, of the kind that its config says."""
+    if config.latent is None:
+        return Attention(config, layer=layer, input_size=input_size, sliding_window=sliding_window)
+    assert sliding_window is None, "latent attention has no windows"
+    return LatentAttention(config, layer=layer, input_size=input_size)
+
+
 class DecoderLayer(nn.Module):
     """Attention and an MLP, each added to the residual stream; the config says of what kind, and where the norms are.
 
@@ -137,11 +147,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         is_pre, hidden = config.norm_placement == "pre", config.hidden_size
         self.input_layernorm = RMSNorm(hidden, config.norm_eps) if input_norm and is_pre else None
-        self.self_attn = (
-            Attention(config, layer=layer, sliding_window=sliding_window)
-            if config.latent is None
-            else LatentAttention(config, layer=layer)
-        )
+        self.self_attn = attention_of(config, layer=layer, sliding_window=sliding_window)
         self.post_attention_layernorm = RMSNorm(hidden, config.norm_eps)
         self.mlp: SwiGLU | SparseMLP = (
             SparseMLP(hidden, config.experts)

@@ -23,6 +23,7 @@ from fledge.models.drafter.variants import EAGLE_3 as EAGLE_3_VARIANT
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from tests.checkpoint_fixtures import (
     DRAFT_VOCAB,
+    LATENT_LAYER,
     LAYER,
     TARGET,
     draft_logits,
@@ -59,6 +60,27 @@ def write_foreign(
     (directory / "config.json").write_text(json.dumps(fields))
     rename_tensors(directory, lambda name: name.replace("midlayer.", layer_zero))
     return draft_logits(drafter, make_target(TARGET))
+
+
+def test_a_latent_drafter_as_kimi_spells_it(tmp_path: Path) -> None:
+    """model_type kimi_k2 and the class of vLLM; no head_dim, and layer 0 under its number."""
+    latent = {"q_lora_rank": 10, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    fields = llama_fields(**latent, num_key_value_heads=4, model_type="kimi_k2", draft_vocab_size=64)
+    fields |= {"fc_norm": True, "norm_output": True, AUX_IDS: [2, 4, 5]}
+    config = replace(EAGLE31, layer=LATENT_LAYER)
+    kimi = {**fields, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+    expected = write_foreign(tmp_path / "drafter", config, kimi, layer_zero="layers.0.")
+    target = make_target(TARGET)
+    loaded = load_drafter(tmp_path / "drafter", target)
+    assert loaded.config == config
+    assert torch.equal(draft_logits(loaded, target), expected)
+    with pytest.raises(CheckpointError, match="latent attention: only"):
+        save_drafter(loaded, tmp_path / "speculators", to="speculators")
+    write_foreign(
+        tmp_path / "llama", config, {**fields, "architectures": ["LlamaForCausalLMEagle3"]}, layer_zero="layers.0."
+    )
+    with pytest.raises(CheckpointError, match="a class with latent attention, as there is a"):
+        load_drafter(tmp_path / "llama", target)
 
 
 def llama_fields(**more: object) -> dict[str, object]:

@@ -27,7 +27,7 @@ from fledge.checkpoints.finding import Finding, finding
 from fledge.errors import CheckpointError
 from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig
-from fledge.models.hf_config import ConfigFields, read_layer, rope_holders, write_layers
+from fledge.models.hf_config import ConfigFields, read_latent_layer, read_layer, rope_holders, write_layers
 
 Format = Literal["vllm", "speculators"]
 
@@ -43,7 +43,10 @@ _KNOWN_CLASSES = (
     "Eagle3MiniMaxM2ForCausalLM",
     "Eagle3Speculator",  # the speculators format, old and new
     "Eagle3DraftModel",
+    "Eagle3DeepseekV2ForCausalLM",  # latent attention; both are the same
+    "Eagle3DeepseekV3ForCausalLM",
 )
+_LATENT_CLASS, _LATENT_TENSOR = "Eagle3Deepseek", "self_attn.kv_a_proj_with_mqa"
 _PLAIN_CLASS = "LlamaForCausalLM"  # what EAGLE's own drafters say they are
 _NUM_AUX = "num_aux_hidden_states"
 _DEFAULT_NUM_AUX = 3  # what every engine assumes when a config does not say
@@ -69,11 +72,13 @@ def check_class(fields: ConfigFields, names: Collection[str], notes: list[Findin
     A class nobody here has met may compute something else than its tensors suggest: that is noted.
     """
     declared = architecture_names(fields)
-    if "deepseek" in " ".join(declared).lower() or any("kv_a_proj_with_mqa" in name for name in names):
-        raise CheckpointError(
-            f"{fields.where}: an MLA drafter (DeepSeek or Kimi style attention), which Fledge does not support yet; "
-            "vLLM serves it"
+    latent_class = any(name.startswith(_LATENT_CLASS) for name in declared)
+    if latent_class != any(_LATENT_TENSOR in name for name in names):
+        has = "no" if latent_class else "a"
+        expected = (
+            f"a class {'without' if latent_class else 'with'} latent attention, as there is {has} {_LATENT_TENSOR}"
         )
+        raise fields.error("architectures", declared, expected)
     unknown = [name for name in declared if name not in (*_KNOWN_CLASSES, _PLAIN_CLASS)]
     for name in unknown:
         if "Eagle" in name:
@@ -169,8 +174,10 @@ def _read_layer(
         raise fields.error("layer_types", types, "full_attention only (sliding windows are not supported)")
     attention_bias = fields.flag("attention_bias", False)
     biases = {}
+    is_latent = any(_LATENT_TENSOR in name for name in names)
+    projection = _LATENT_TENSOR if is_latent else "self_attn.q_proj"
     for part, flag, value in (
-        ("self_attn.q_proj", "attention_bias", attention_bias),
+        (projection, "attention_bias", attention_bias),
         ("self_attn.o_proj", "attention_bias", attention_bias and not qwen3),
         ("mlp.gate_proj", "mlp_bias", fields.flag("mlp_bias", False)),
     ):
@@ -191,10 +198,10 @@ def _read_layer(
         defaults["max_position_embeddings"] = _LLAMA_MAX_POSITIONS
         notes.append(finding("max-positions-omitted", default=_LLAMA_MAX_POSITIONS))
     fields = ConfigFields({**fields.values, **defaults}, fields.where)
-    layer = read_layer(
+    layer = (read_latent_layer if is_latent else read_layer)(
         fields,
         qk_norm=qwen3 or qk_norm,
-        qkv_bias=biases["self_attn.q_proj"],
+        qkv_bias=biases[projection],
         output_bias=biases["self_attn.o_proj"],
         mlp_bias=biases["mlp.gate_proj"],
     )
@@ -257,7 +264,11 @@ def write_config(
         raise CheckpointError("the speculators format has no EAGLE-1 that vLLM reads; write it with --to vllm")
     if eagle1 and config.layer.qk_norm:
         raise CheckpointError("an EAGLE-1 drafter with q/k norms has no class in vLLM or SGLang; nothing written")
-    layers = write_layers(config, "qwen3" if config.layer.qk_norm else "llama", tied_head=False)
+    latent = config.layer.latent is not None
+    if latent and (eagle1 or to == "speculators"):
+        raise CheckpointError("latent attention: only an EAGLE-3 drafter has a class, and --to vllm; nothing written")
+    family = "deepseek_v3" if latent else "qwen3" if config.layer.qk_norm else "llama"
+    layers = write_layers(config, family, tied_head=False)
     if eagle1:
         # Not "bias", EAGLE's own name for fc's bias: vLLM takes it for attention biases that are not there.
         return {"architectures": ["EagleLlamaForCausalLM"], **layers, "torch_dtype": config.dtype}
@@ -273,6 +284,7 @@ def write_config(
         if config.aux_layer_ids is not None and (outputs := as_outputs(config.aux_layer_ids)) is not None:
             fields["eagle_config"] = {"use_aux_hidden_state": True, AUX_IDS: outputs}
         name = "Eagle3Qwen3ForCausalLM" if config.layer.qk_norm else "LlamaForCausalLMEagle3"
+        name = "Eagle3DeepseekV2ForCausalLM" if latent else name
         return {"architectures": [name], **layers, _NUM_AUX: config.num_aux_states, **fields}
     return {
         "architectures": ["Eagle3Speculator"],

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig
+from fledge.layers.config import ExpertsConfig, LayerConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields, read_layer
+from fledge.models.hf_config import ConfigFields, read_latent_layer
 from fledge.models.target.family import Family
 
 
@@ -16,24 +16,8 @@ def layer(fields: ConfigFields) -> LayerConfig:
     if fields.flag("norm_topk_prob", False):
         raise fields.error("norm_topk_prob", True, "false for this model_type")
     experts = read_experts(fields, scoring_func="softmax", grouped=method != "greedy", normalised=False)
-    return read_latent_layer(fields, experts, interleaved=True, mlp_bias=fields.flag("mlp_bias", False))
-
-
-def read_latent_layer(fields: ConfigFields, experts: ExpertsConfig, *, interleaved: bool, **kinds: Any) -> LayerConfig:
-    """A layer with latent attention. Of its heads only the part that rotates counts as `head_dim`."""
-    latent = LatentConfig(
-        q_lora_rank=fields.integer("q_lora_rank") if "q_lora_rank" in fields else None,
-        kv_lora_rank=fields.integer("kv_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        v_head_dim=fields.integer("v_head_dim"),
-    )
-    bias, width = fields.flag("attention_bias", False), latent.qk_rope_head_dim
-    told = ConfigFields({**fields.values, "head_dim": width}, fields.where)
-    found = read_layer(told, latent=latent, experts=experts, qkv_bias=bias, output_bias=bias, **kinds)
-    if found.num_kv_heads != found.num_heads:
-        raise fields.error("num_key_value_heads", found.num_kv_heads, f"num_attention_heads ({found.num_heads})")
-    return replace(found, rope=replace(found.rope, interleaved=interleaved))
+    bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    return read_latent_layer(fields, experts=experts, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
 def read_experts(fields: ConfigFields, *, grouped: bool = True, **kinds: Any) -> ExpertsConfig:
@@ -68,11 +52,9 @@ def dense_first(fields: ConfigFields, layer: LayerConfig) -> tuple[LayerConfig, 
 
 
 def extra_fields(config: TargetConfig) -> dict[str, Any]:
-    latent, experts = config.layer.latent, config.layer.experts
-    assert latent is not None
+    experts = config.layer.experts
     assert experts is not None
     return {
-        **{name: getattr(latent, name) for name in LatentConfig.__dataclass_fields__},
         "n_routed_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_token,
         "moe_intermediate_size": experts.intermediate_size,

@@ -3,13 +3,14 @@
 Checkpoints have a layer more than the config counts, which predicts a further token; it is left out.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from fledge.layers.config import LayerConfig
 from fledge.models.config import TargetConfig
-from fledge.models.hf_config import ConfigFields
+from fledge.models.hf_config import ConfigFields, read_latent_layer
 from fledge.models.target import deepseek_v2
-from fledge.models.target.deepseek_v2 import dense_first, read_experts, read_latent_layer
+from fledge.models.target.deepseek_v2 import dense_first, read_experts
 from fledge.models.target.family import Family
 
 
@@ -17,9 +18,10 @@ def layer(fields: ConfigFields) -> LayerConfig:
     for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if (found := fields.text(field, only)) != only:
             raise fields.error(field, found, only)
-    normalised = fields.flag("norm_topk_prob", True)
-    experts = read_experts(fields, scoring_func="sigmoid", normalised=normalised)
-    return read_latent_layer(fields, experts, interleaved=fields.flag("rope_interleave", True))
+    experts = read_experts(fields, scoring_func="sigmoid", normalised=fields.flag("norm_topk_prob", True))
+    bias = fields.flag("attention_bias", False)
+    found = read_latent_layer(fields, experts=experts, qkv_bias=bias, output_bias=bias)
+    return replace(found, rope=replace(found.rope, interleaved=fields.flag("rope_interleave", True)))
 
 
 def extra_fields(config: TargetConfig) -> dict[str, Any]:

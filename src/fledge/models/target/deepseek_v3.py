@@ -20,8 +20,8 @@ def layer(fields: ConfigFields) -> LayerConfig:
             raise fields.error(field, found, only)
     experts = read_experts(fields, scoring_func="sigmoid", normalised=fields.flag("norm_topk_prob", True))
     bias = fields.flag("attention_bias", False)
-    found = read_latent_layer(fields, experts=experts, qkv_bias=bias, output_bias=bias)
-    return replace(found, rope=replace(found.rope, interleaved=fields.flag("rope_interleave", True)))
+    plain = read_latent_layer(fields, experts=experts, qkv_bias=bias, output_bias=bias)
+    return replace(plain, rope=replace(plain.rope, interleaved=fields.flag("rope_interleave", True)))
 
 
 def extra_fields(config: TargetConfig) -> dict[str, Any]:

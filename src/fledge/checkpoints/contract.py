@@ -265,12 +265,14 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
 
 def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
     """Shapes and switches; the kinds of parts only where they are not the ordinary ones."""
-    values, ordinary = asdict(layer), {"experts": None, "norm_placement": "pre", "qk_norm_whole": False}
+    values = asdict(layer)
+    ordinary = {"latent": None, "experts": None, "norm_placement": "pre", "qk_norm_whole": False}
     rope = {field: value for field, value in values.pop("rope").items() if value is not None}
     if rope["type"] == "default":
-        rope = {"theta": rope["theta"], "partial_factor": rope["partial_factor"], "type": "default"}
-    if rope["partial_factor"] == 1:
-        del rope["partial_factor"]
+        rope = {field: rope[field] for field in ("theta", "partial_factor", "type", "interleaved")}
+    for field, usual in (("partial_factor", 1), ("interleaved", False)):
+        if rope[field] == usual:
+            del rope[field]
     kept = {field: value for field, value in values.items() if field not in ordinary or value != ordinary[field]}
     return {**kept, "rope": rope}
 

@@ -21,7 +21,6 @@ from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.drafter.variants import EAGLE_3, build
 from tests.checkpoint_fixtures import (
     DRAFT_VOCAB,
-    LATENT_LAYER,
     TARGET,
     draft_logits,
     drafter_configs,
@@ -42,28 +41,6 @@ def test_name_tables_invert(config: DrafterConfig) -> None:
         theirs = [their_name(name, midlayer=midlayer) for name in ours]
         assert [our_name(name, config.architecture) for name in theirs] == ours
         assert len(set(theirs)) == len(ours)
-
-
-def test_a_latent_drafter_as_kimi_spells_it(tmp_path: Path) -> None:
-    """model_type kimi_k2 and the class of vLLM; no head_dim, and layer 0 under its number."""
-    latent = {"q_lora_rank": 10, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    fields = llama_fields(**latent, num_key_value_heads=4, model_type="kimi_k2", draft_vocab_size=64)
-    fields |= {"fc_norm": True, "norm_output": True, AUX_IDS: [2, 4, 5]}
-    fields["architectures"] = ["Eagle3DeepseekV2ForCausalLM"]
-    spelling = Spelling(config=replace(EAGLE31, layer=LATENT_LAYER), fields=fields, layer_zero="layers.0.")
-    target = make_target(TARGET)
-    expected = draft_logits(spelling.write(tmp_path / "drafter"), target)
-    loaded = load_drafter(tmp_path / "drafter", target)
-    assert loaded.config == spelling.config
-    assert torch.equal(draft_logits(loaded, target), expected)
-    with pytest.raises(CheckpointError, match="latent attention: only"):
-        save_drafter(loaded, tmp_path / "speculators", to="speculators")
-    edit_config(tmp_path / "drafter", layer_types=["sliding_attention"], sliding_window=8)
-    with pytest.raises(CheckpointError, match="none with latent attention"):
-        load_drafter(tmp_path / "drafter", target)
-    edit_config(tmp_path / "drafter", architectures=["LlamaForCausalLMEagle3"])
-    with pytest.raises(CheckpointError, match="a class with latent attention, as there is a"):
-        load_drafter(tmp_path / "drafter", target)
 
 
 def to_pickle(directory: Path) -> None:
@@ -100,6 +77,18 @@ def test_spellings(name: str, repack: Callable[[Path], None] | None, tmp_path: P
     _, remaining = convert_drafter(foreign, tmp_path / "out", to="vllm", target=tmp_path / "target")
     assert {finding.name for finding in remaining} == spelling.findings & {"fc-bias", "rope-differs"}
     assert torch.equal(draft_logits(load_drafter(tmp_path / "out", target), target), expected)
+
+
+def test_a_latent_drafter_has_one_class_and_no_window(tmp_path: Path) -> None:
+    save_drafter(SPELLINGS["kimi"].write(tmp_path / "drafter"), tmp_path / "vllm")
+    with pytest.raises(CheckpointError, match="latent attention: only"):
+        convert_drafter(tmp_path / "vllm", tmp_path / "speculators", to="speculators")
+    edit_config(tmp_path / "vllm", layer_types=["sliding_attention"], sliding_window=8)
+    with pytest.raises(CheckpointError, match="'sliding_window' is 8, expected none with latent attention"):
+        read_drafter(tmp_path / "vllm")
+    edit_config(tmp_path / "drafter", architectures=["LlamaForCausalLMEagle3"])
+    with pytest.raises(CheckpointError, match="a class with latent attention, as there is a"):
+        read_drafter(tmp_path / "drafter")
 
 
 def test_speculators_as_published(tmp_path: Path) -> None:

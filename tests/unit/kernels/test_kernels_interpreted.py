@@ -120,9 +120,11 @@ def test_prefill_attention(window, dtype):
     cases.prefill_attention([(0, 37), (21, 1), (40, 20)], 6, 2, 24, dtype, CPU, window=window)
 
 
-def test_attention_to_latent_rows_as_wide_as_they_come():
-    cases.paged_attention([37, 0], 3, 6, 1, 288, torch.float32, CPU, tree="each", latent=True)
-    cases.prefill_attention([(0, 7), (21, 1)], 6, 1, 288, torch.float32, CPU, latent=True)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_to_latent_rows_as_wide_as_they_come(with_sinks):
+    kinds = {"latent": True, "with_sinks": with_sinks}
+    cases.paged_attention([37, 0], 3, 6, 1, 288, torch.float32, CPU, tree="each", **kinds)
+    cases.prefill_attention([(0, 7), (21, 1)], 6, 1, 288, torch.float32, CPU, **kinds)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])

@@ -152,7 +152,11 @@ UNREADABLE = (
         spoil=_tensors(lambda tensors: {**tensors, "model.norm.weight": tensors["norm.weight"].clone()}),
         says="two spellings of the same",
     ),
-    Trap(name="mla", spoil=_config(architectures=["Eagle3DeepseekV2ForCausalLM"]), says="an MLA drafter"),
+    Trap(
+        name="latent-class",
+        spoil=_config(architectures=["Eagle3DeepseekV2ForCausalLM"]),
+        says="a class without latent attention, as there is no self_attn.kv_a_proj_with_mqa",
+    ),
     Trap(
         name="unknown-class",
         spoil=_config(architectures=["EagleCohereForCausalLM"]),

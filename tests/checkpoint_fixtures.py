@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fledge.layers.config import RopeConfig
+from fledge.layers.config import LatentConfig, RopeConfig
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
@@ -24,6 +24,8 @@ DRAFT_VOCAB = 24
 
 _LLAMA3_ROPE = RopeConfig(theta=500000.0, type="llama3", factor=8.0, original_max_positions=64)
 _YARN_ROPE = RopeConfig(theta=1e6, type="yarn", factor=4.0, original_max_positions=32, truncate=False)
+_LATENT = LatentConfig(q_lora_rank=10, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+LATENT_LAYER = replace(LAYER, num_kv_heads=4, head_dim=4, latent=_LATENT, rope=RopeConfig(interleaved=True))
 
 
 def drafter_configs() -> dict[str, DrafterConfig]:
@@ -53,6 +55,7 @@ def drafter_configs() -> dict[str, DrafterConfig]:
         ),
         "qwen3": replace(eagle31, layer=qwen3),
         "biases": replace(eagle31, layer=biased),
+        "latent": replace(eagle31, layer=LATENT_LAYER),
         "llama3-rope": replace(eagle31, layer=replace(LAYER, rope=_LLAMA3_ROPE)),
         "yarn-rope": replace(eagle31, layer=replace(LAYER, rope=_YARN_ROPE)),
         "yarn-mscale": replace(eagle31, layer=replace(LAYER, rope=replace(_YARN_ROPE, mscale=1.0, mscale_all_dim=0.5))),

@@ -18,7 +18,16 @@ from fledge.layers.config import RopeConfig
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
-from tests.checkpoint_fixtures import DRAFT_VOCAB, LAYER, TARGET, edit_tensors, make_drafter, rename_tensors, without
+from tests.checkpoint_fixtures import (
+    DRAFT_VOCAB,
+    LATENT_LAYER,
+    LAYER,
+    TARGET,
+    edit_tensors,
+    make_drafter,
+    rename_tensors,
+    without,
+)
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE31 = EAGLE_3_1.config_for(TARGET)
@@ -69,6 +78,8 @@ def llama_fields(**more: Any) -> dict[str, Any]:
 _BIASED = replace(LAYER, qkv_bias=True)
 _NORMED = replace(LAYER, qk_norm=True)
 _YARN = RopeConfig(type="yarn", factor=64.0, original_max_positions=4, mscale=1.0, mscale_all_dim=0.8)
+_KIMI = {"q_lora_rank": 10, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_KIMI |= {"num_key_value_heads": 4}
 _PARTIAL = RopeConfig(partial_factor=0.25)
 
 
@@ -270,6 +281,12 @@ SPELLINGS = {
         fields=eagle3(
             "Eagle3Qwen3ForCausalLM", **_FLAGS, head_dim=8, use_sliding_window=True, sliding_window=5, **_IDS
         ),
+    ),
+    # latent attention, as Kimi's are spelled: no head_dim, and layer 0 under its number
+    "kimi": Spelling(
+        config=replace(EAGLE31, layer=LATENT_LAYER),
+        fields=eagle3("Eagle3DeepseekV2ForCausalLM", **_FLAGS, model_type="kimi_k2", **_KIMI, **_IDS),
+        layer_zero="layers.0.",
     ),
     # speculators: layer fields apart; four ids and no number of them, which vLLM takes for three
     "speculators-four-aux": Spelling(

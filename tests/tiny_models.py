@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
+from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
@@ -74,6 +74,34 @@ _QWEN2_MOE_LAYER = replace(
     experts=replace(_EXPERTS, intermediate_size=20, normalised=False, shared_size=36, shared_gate=True),
 )
 
+# The two ways to attend to latents change over at 10 and at 25 rows.
+_DEEPSEEK_V2_LAYER = replace(
+    TINY_LAYER,
+    num_kv_heads=4,
+    head_dim=4,
+    latent=LatentConfig(q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=4),
+    rope=replace(_YARN_ROPE, mscale=0.7, mscale_all_dim=0.5, interleaved=True),
+    experts=replace(_EXPERTS, intermediate_size=20, normalised=False, n_group=3, topk_group=2, shared_size=40),
+    mlp_bias=False,
+)
+_DEEPSEEK_V3_LAYER = replace(
+    TINY_LAYER,
+    num_kv_heads=4,
+    latent=LatentConfig(q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=10),
+    rope=replace(_YARN_ROPE, mscale=1.0, mscale_all_dim=1.0, interleaved=True),
+    experts=replace(
+        _EXPERTS,
+        intermediate_size=20,
+        scoring_func="sigmoid",
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        shared_size=20,
+    ),
+    qkv_bias=True,
+    output_bias=True,
+)
+
 TARGET_CONFIGS = {
     "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
     "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
@@ -95,6 +123,29 @@ TARGET_CONFIGS = {
         family="qwen3_moe",
         layer=_QWEN3_MOE_LAYER,
         layers=(*[_QWEN3_MOE_LAYER] * 3, replace(_QWEN3_MOE_LAYER, experts=None), *[_QWEN3_MOE_LAYER] * 4),
+    ),
+    "deepseek-v2": replace(
+        TINY_TARGET,
+        family="deepseek_v2",
+        layer=_DEEPSEEK_V2_LAYER,
+        layers=(replace(_DEEPSEEK_V2_LAYER, experts=None),) + (_DEEPSEEK_V2_LAYER,) * 7,
+    ),
+    "deepseek-v3": replace(
+        TINY_TARGET,
+        family="deepseek_v3",
+        layer=_DEEPSEEK_V3_LAYER,
+        layers=(replace(_DEEPSEEK_V3_LAYER, experts=None),) * 3 + (_DEEPSEEK_V3_LAYER,) * 5,
+    ),
+    "kimi-k2": replace(
+        TINY_TARGET,
+        family="kimi_k2",
+        layer=replace(
+            _DEEPSEEK_V3_LAYER,
+            rope=RopeConfig(theta=50000.0),
+            experts=replace(_EXPERTS, scoring_func="sigmoid", normalised=False, shared_size=48),
+            qkv_bias=False,
+            output_bias=False,
+        ),
     ),
     "olmo2": replace(
         TINY_TARGET,
@@ -168,6 +219,18 @@ def drafter_configs(target: TargetConfig = TINY_TARGET) -> dict[str, DrafterConf
         "windows": replace(EAGLE_3_1.config_for(target), num_layers=2, sliding_windows=(5, 4)),
         "qwen3-style": replace(EAGLE_3_1.config_for(target), layer=replace(target.layer, qk_norm=True)),
         "four-aux-states": replace(EAGLE_3_1.config_for(target), aux_layer_ids=(0, 2, 4, 6), num_aux_states=4),
+        "latent": replace(
+            EAGLE_3_1.config_for(target),
+            layer=replace(
+                target.layer.as_drafter,
+                num_kv_heads=target.layer.num_heads,
+                head_dim=4,
+                latent=LatentConfig(
+                    q_lora_rank=10, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+                ),
+                rope=replace(target.layer.as_drafter.rope, interleaved=True),
+            ),
+        ),
         "narrow": replace(
             EAGLE_3_1.config_for(target),
             layer=replace(target.layer, hidden_size=16, intermediate_size=24),

@@ -215,6 +215,16 @@ def mixes(**settings: object) -> None:
 
 
 @check
+def mixes_over_latent_rows() -> None:
+    for number, name in enumerate(("deepseek-v2", "deepseek-v3")):
+        cpu = make_target(replace(TARGET_CONFIGS[name], vocab_size=24, max_positions=512))
+        drafter = make_drafter(drafter_configs(cpu.config)["eagle3.1"], cpu, seed=2)
+        for tree in (None, TREE):
+            pair, exact = on_gpu(cpu, drafter, torch.float32), copy.deepcopy(cpu).double()
+            assert random_mix(*pair, exact, number, 12, tree=tree)[1] <= 2, "too many near-ties to be chance"
+
+
+@check
 def mixes_with_graphs() -> None:
     mixes()
 

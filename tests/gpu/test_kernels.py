@@ -134,6 +134,15 @@ def paged_attention_windows_and_trees() -> None:
 
 
 @check
+def attention_to_latent_rows() -> None:
+    for dtype in cases.DTYPES:
+        for heads in (16, 128):  # DeepSeek V2 Lite and V3
+            cases.paged_attention([3000, 0, 17, 1023], 4, heads, 1, 576, dtype, GPU, latent=True)
+            cases.prefill_attention([(0, 300), (300, 1), (1000, 129)], heads, 1, 576, dtype, GPU, latent=True)
+    cases.paged_attention([3000, 0, 17, 1023], 16, 16, 1, 576, BF16, GPU, tree="each", block_size=64, latent=True)
+
+
+@check
 def prefill() -> None:
     for dtype in cases.DTYPES:
         cases.prefill_attention([(0, 700), (300, 1), (1000, 129)], 32, 8, 128, dtype, GPU)
@@ -253,7 +262,7 @@ def heads_that_rotate_in_part_are_stored() -> None:
         rope = RotaryEmbedding(config.rope, config.head_dim).to(device)
         rotation = rope(positions.to(device), FP32)
         heads = ProjectedHeads(qkv=qkv.to(device), rotation=rotation, config=config, q_norm=None, k_norm=None)
-        queries.append(cache.store(heads, spec, slots.to(device)).cpu())
+        queries.append(cache.store(heads, spec, slots.to(device), rows=1).query.cpu())
     torch.testing.assert_close(queries[1], queries[0])
     torch.testing.assert_close(caches[1].keys.cpu(), caches[0].keys)
     assert torch.equal(queries[0].flatten(1)[:, 32:64], qkv[:, 32:64]), "the second half of a head stays as it is"

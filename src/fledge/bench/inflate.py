@@ -170,6 +170,7 @@ def _large_layer(small: LayerConfig, shape: LayerConfig, *, constant: float = 0.
     biased = small.qk_norm or small.qkv_bias or small.output_bias or small.mlp_bias
     _refuse(biased, "layers with biases or with norms on queries and keys cannot be enlarged")
     _refuse(small.activation != shape.activation, f"layers with {small.activation} cannot be enlarged")
+    _refuse(small.latent, "layers with latent attention cannot be enlarged")
     _refuse(
         shape.head_dim % small.head_dim,
         f"heads of {small.head_dim} dimensions cannot become heads of {shape.head_dim}: "

@@ -82,7 +82,7 @@ def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50) 
     parts: list[tuple[TargetModel | Drafter, int]] = [(pair[0], 1), (pair[1], depth)]
     for model, times in parts:
         weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-        cached = 2 * model.config.num_layers * model.config.layer.kv_size * tokens
+        cached = model.config.num_layers * model.config.layer.kv_cache.numbers_per_token * tokens
         size += times * (weights + cached * pair[0].lm_head.weight.element_size())
     return {
         "prefill_seconds": prefill,

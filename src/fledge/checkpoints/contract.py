@@ -8,7 +8,7 @@ drafter that accepts less than it should. Here each of them is a finding with a 
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ def _target_findings(checkpoint: DrafterCheckpoint, target: TargetConfig) -> Ite
     if (width := config.target_hidden_size) != target.hidden_size:
         field = "target_hidden_size" if "target_hidden_size" in checkpoint.fields else "hidden_size"
         yield finding("target-hidden-size", field=field, found=width, target=target.hidden_size)
-    own, rope = config.layer.rope, target.layer.as_drafter.rope
-    if own not in (rope, target.layer.rope):
+    own, rope = replace(config.layer.rope, interleaved=False), target.layer.as_drafter.rope
+    if own not in (rope, replace(target.layer.rope, interleaved=False)):
         yield finding("rope-differs", found=_rope_difference(own, rope), target=_rope_difference(rope, own))
     if config.max_positions < target.max_positions:
         yield finding("max-positions-short", found=config.max_positions, target=target.max_positions)
@@ -274,7 +274,7 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
     return {"inputs": ids and list(ids), "outputs": ids and as_outputs(ids), "stated": stated}
 
 
-_KINDS = ("experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks", "qk_norm_whole")
+_KINDS = ("latent", "experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks", "qk_norm_whole")
 _ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
 
 

@@ -79,7 +79,7 @@ def save_drafter(
     speculators format, which names the target and a default draft length; `provenance` goes beside the weights.
     """
     tensors = stored_tensors(drafter)
-    dtype = str(tensors["layers.0.self_attn.q_proj.weight"].dtype).removeprefix("torch.")
+    dtype = str(tensors["layers.0.self_attn.o_proj.weight"].dtype).removeprefix("torch.")
     config = replace(drafter.config, dtype=dtype)
     shared = ([] if config.own_embedding else ["embed_tokens."]) + ([] if config.own_head else ["lm_head."])
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(shared))}

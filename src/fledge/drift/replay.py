@@ -31,7 +31,7 @@ from torch import Tensor
 from fledge.drift.prompts import Segment
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.paged_attention import masked_attention
-from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.attention import AttentionSpec, Heads
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetModel
 
@@ -43,7 +43,7 @@ _WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are comput
 class CausalPass:
     """`KeyValueStorage` for one pass of a target over one sequence. Keeps nothing, forms no square matrix."""
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         return causal_attention(*heads.finished(), scale=spec.scale, window=spec.sliding_window, sinks=heads.sinks)
 
 
@@ -65,7 +65,7 @@ class VerifiedRows:
         self._last = len(segments) - 1
         self._summary = torch.cat([F.one_hot(segments, len(Segment)), (self._last - places)[:, None]], dim=1)
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         assert spec.layer == len(self.layers), "one pass, layer by layer"
         query, key, value = heads.finished()
         keys, values = (_wide(side).transpose(0, 1).contiguous() for side in (key, value))
@@ -134,7 +134,7 @@ class DraftedRows:
         # The first draft comes from the verified text alone.
         self.records = [verified.look(i, rounds, kept[1][rounds])[1] for i, kept in enumerate(verified.layers)]
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         query, key, value = heads.finished()
         several = self._own.setdefault(spec.layer, [])
         several.append((key, value))

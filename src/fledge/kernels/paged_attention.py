@@ -8,6 +8,7 @@ How the keys are cut into pieces, and why one captured grid serves all lengths, 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor
 from fledge.kernels._overlap import overlapping
 from fledge.kernels._paged_pieces import combine_kernel, piece_kernel
 from fledge.kernels._triton import next_power_of_two, processors
+
+ReadRows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+WIDE_HEAD = 256  # a tile of wider rows has 16 of them, whatever else is asked for: no more fit a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,14 @@ def paged_attention(
     own; it sees the context, and key context_len + j if bit j of its `tree_mask` [batch or 1, queries] int64 is set.
     `key_depths` [batch or 1, keys] are their positions less the context. With a `sliding_window`, of those only keys
     at positions above its own minus the window. A query that sees nothing (a context_len below zero says "no row
-    here") gets zeros. `sinks` [heads] are scores of something that every query sees and that adds nothing.
+    here") gets zeros. `sinks` [heads] are scores of something that every query sees and that adds nothing. Where the
+    value cache has no width, keys are values too.
 
     `max_context` bounds `context_lens` on the host, by default by the width of the block table. Triton's only: on a CPU
     a storage uses `attend_blocks`, with a mask that is the same for all layers.
     """
     batch, queries, heads, head_dim = query.shape
+    value_cache = value_cache if value_cache.shape[-1] else key_cache
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     rows = queries * group
@@ -156,23 +162,32 @@ def attend_blocks(
     mask: Tensor,
     scale: float,
     sinks: Tensor | None = None,
+    read: ReadRows | None = None,
 ) -> Tensor:
-    """Gather the keys in `blocks` [batch, n] side by side and attend to those in `mask`, [batch, rows, keys].
+    """Gather the rows in `blocks` [batch, n] side by side and attend to those in `mask`, [batch, rows, keys].
 
-    The heads that share a KV head become rows beside the queries, [queries * group]: keys are never repeated.
+    The heads that share a KV head become rows beside the queries, [queries * group], in the mask too unless it has one
+    for each query: keys are never repeated. `read` makes keys and values, [batch, keys, kv_heads, dim] each, of what
+    both caches have there, if these are none yet.
     """
     batch, queries, heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    group = heads // kv_heads
+    length = blocks.shape[1] * key_cache.shape[1]
     keys, values = (
-        side.index_select(0, blocks.flatten()).view(batch, -1, *side.shape[2:]).transpose(1, 2).to(query.dtype)
+        side.index_select(0, blocks.flatten()).view(batch, length, *side.shape[2:]).to(query.dtype)
         for side in (key_cache, value_cache)
     )
+    if read is not None:
+        keys, values = read(keys, values)
+    kv_heads = keys.shape[2]
+    group = heads // kv_heads
+    if mask.shape[1] == queries:
+        mask = mask.repeat_interleave(group, dim=1)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     packed = query.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
     if sinks is not None:
         sinks = sinks.view(kv_heads, 1, group).expand(-1, queries, -1).flatten(1)  # [kv_heads, rows]
     mixed = masked_attention(packed, keys, values, mask[:, None], scale, sinks)
-    out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(query.shape)
+    out: Tensor = mixed.unflatten(2, (queries, group)).permute(0, 2, 1, 3, 4).reshape(batch, queries, heads, -1)
     return out
 
 
@@ -228,19 +243,20 @@ def choose_launch(query: Tensor, kv_heads: int) -> SplitLaunch:
     A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
     keys, of which a piece needs no more than one, and registers for four programs on a multiprocessor. With 64 rows
     the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
-    the GPU.
+    the GPU. Rows of latent attention are so wide that a multiprocessor holds one program.
     """
     batch, queries, heads, head_dim = query.shape
     rows, element_size, available = queries * heads // kv_heads, query.element_size(), processors(query.device)
-    block_m = min(64, max(16, next_power_of_two(rows)))
+    wide = head_dim > WIDE_HEAD
+    block_m = min(16 if wide else 64, max(16, next_power_of_two(rows)))
     large = block_m == 64
     block_n = max(16, min(128 if large else 64, 16384 // (max(16, next_power_of_two(head_dim)) * element_size)))
     programs_per_piece = kv_heads * -(-rows // block_m)
     return SplitLaunch(
-        slots=max(1, (2 if large else 4) * available // programs_per_piece),
+        slots=max(1, (1 if wide else 2 if large else 4) * available // programs_per_piece),
         min_split=64 if not large else 128 if batch * programs_per_piece <= available else 256,
         block_m=block_m,
         block_n=block_n,
         num_warps=4,
-        num_stages=3 if large and element_size == 2 else 2,
+        num_stages=1 if wide else 3 if large and element_size == 2 else 2,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, sink_weight, softmax_step, tl, triton
-from fledge.kernels.paged_attention import attend_blocks, visible_keys
+from fledge.kernels.paged_attention import WIDE_HEAD, ReadRows, attend_blocks, visible_keys
 
 
 def paged_prefill_attention(
@@ -28,6 +28,7 @@ def paged_prefill_attention(
     scale: float,
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
+    read: ReadRows | None = None,
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of chunks whose keys and values are stored already.
 
@@ -36,13 +37,15 @@ def paged_prefill_attention(
     `context_lens[b]` + i and sees the keys up to its own; with a `sliding_window` only those above its position
     minus the window. Key n of a sequence lives in block `block_tables[b, n // block_size]` of the caches
     [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that belong to no chunk get zeros.
-    `sinks` [heads] are scores of something that every token sees and that adds nothing.
+    `sinks` [heads] are scores of something that every token sees and that adds nothing. Where the value cache has no
+    width, keys are values too; without Triton `read` says how, as in `attend_blocks`.
     """
-    assert query.shape[1] % key_cache.shape[2] == 0
-    assert query.shape[2] == key_cache.shape[3]
     if not runs_triton(query, key_cache, value_cache):
         chunks = (block_tables, query_starts, context_lens)
-        return _attend_chunks(query, key_cache, value_cache, chunks, scale, sliding_window, sinks)
+        return _attend_chunks(query, key_cache, value_cache, chunks, scale, sliding_window, sinks, read)
+    assert query.shape[1] % key_cache.shape[2] == 0
+    assert query.shape[2] == key_cache.shape[3]
+    value_cache = value_cache if value_cache.shape[-1] else key_cache
     _, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
@@ -85,22 +88,26 @@ def _attend_chunks(
     scale: float,
     sliding_window: int | None,
     sinks: Tensor | None,
+    read: ReadRows | None,
 ) -> Tensor:
     """One chunk after the other. Reads the lengths on the host, which costs nothing on a CPU."""
     block_tables, query_starts, context_lens = chunks
-    block_size, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    block_size = key_cache.shape[1]
     starts = query_starts.tolist()
-    out = torch.zeros_like(query)
+    out: Tensor | None = None
     for row, (start, stop) in enumerate(pairwise(starts)):
         if stop == start:  # padding
             continue
         context = context_lens[row : row + 1]
         blocks = block_tables[row : row + 1, : -(-(int(context) + stop - start) // block_size)]
         keys = blocks.shape[1] * block_size
-        visible = visible_keys(context, stop - start, keys, sliding_window, None, None).repeat_interleave(group, dim=1)
+        visible = visible_keys(context, stop - start, keys, sliding_window, None, None)
         rows = query[None, start:stop]
-        out[start:stop] = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, sinks)[0]
-    return out
+        mixed = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, sinks, read)[0]
+        if out is None:
+            out = mixed.new_zeros(len(query), *mixed.shape[1:])
+        out[start:stop] = mixed
+    return torch.zeros_like(query) if out is None else out
 
 
 def choose_launch(*, rows: int, head_dim: int, element_size: int) -> dict[str, int]:
@@ -111,6 +118,8 @@ def choose_launch(*, rows: int, head_dim: int, element_size: int) -> dict[str, i
     for 64 (where more would spill) and for 256. Five stages are two steps in flight, since the block table is read
     one ahead. Chunks too short to fill several such tiles get one warpgroup; float32 is for checks and gets what fits.
     """
+    if head_dim > WIDE_HEAD:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
     if element_size > 2:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     short = rows <= 512

@@ -134,6 +134,8 @@ def move_rows(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor)
     The rows of one sequence move one after another, and none to where one after it has yet to be read.
     """
     for side in (keys, values):
+        if side.shape[2] == 0:  # values that are in the keys
+            continue
         if not runs_triton(side):
             side[:, destination.flatten()] = side[:, source.flatten()]
             continue

@@ -5,6 +5,7 @@ The dense caches of the reference loop, the paged pool of the engine, the block 
 records attention are all storages of the same model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,41 @@ class AttentionSpec:
     layer: int  # index of the layer within its model
     scale: float
     sliding_window: int | None  # a query at position p sees keys at positions above p - window
+
+
+def _as_kept(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return key, value
+
+
+def _as_attended(mixed: Tensor) -> Tensor:
+    return mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedHeads:
+    """What a cache is to keep of some tokens, and how their queries attend to all that it has kept."""
+
+    query: Tensor  # [*lead, heads, dim]
+    rows: tuple[Tensor, ...]  # key and value as `KVCacheSpec` has them, [*lead, kv_heads, dim] each; (): kept already
+    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _as_kept  # kept rows -> keys and values for the query
+    leave: Callable[[Tensor], Tensor] = _as_attended  # attention [*lead, heads, dim] -> outputs of the heads
+
+
+class Heads(Protocol):
+    """Queries, keys and values of some tokens, of whatever kind of attention."""
+
+    def finished(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [*lead, heads, dim], key [*lead, kv_heads, dim], value [*lead, kv_heads, value_dim], ready."""
+        ...
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """[heads]: a score of each head for seeing nothing, where it has one."""
+        ...
+
+    def for_cache(self, rows: int) -> CachedHeads:
+        """The same for a cache, where each sequence has about as many new `rows`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +97,10 @@ class ProjectedHeads:
         turned = self.rotation.apply(turned)  # queries and keys at once: on a CPU every call counts
         return turned[..., : config.num_heads, :], turned[..., config.num_heads :, :], value
 
+    def for_cache(self, rows: int) -> CachedHeads:  # noqa: ARG002
+        query, key, value = self.finished()
+        return CachedHeads(query=query, rows=(key, value))
+
 
 class KeyValueStorage(Protocol):
     """Keeps the keys and values of one forward pass, for all layers.
@@ -69,8 +109,8 @@ class KeyValueStorage(Protocol):
     earlier rows each query may see; the model knows neither.
     """
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
-        """Store the keys and values and return the attention of the queries, [*lead, heads, head_dim].
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        """Store the keys and values and return the attention of the queries, [*lead, heads, value_dim].
 
         Mutates the storage at layer `spec.layer` only.
         """

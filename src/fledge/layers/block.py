@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
+from fledge.layers.latent_attention import LatentAttention
 from fledge.layers.linear import Linear, norm_of
 from fledge.layers.rope import Rotation
 
@@ -53,7 +54,7 @@ class SwiGLU(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's probabilities.
+    """A router and its experts: the sum of the chosen experts' outputs, weighted by the router's scores.
 
     A shared expert sees every token.
 
@@ -99,21 +100,19 @@ class SparseMLP(nn.Module):
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, experts] -> the weights and the numbers of those chosen, each [rows, chosen]."""
-        config = self.config
-        if self.e_score_correction_bias is None:
-            weights, experts = logits.softmax(-1).topk(config.num_experts_per_token)
-        else:
-            scores = logits.sigmoid()
-            liked = scores + self.e_score_correction_bias
-            if config.n_group > 1:
-                groups = liked.view(len(liked), config.n_group, -1)
-                best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
-                seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
-                liked = groups.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
-            experts = liked.topk(config.num_experts_per_token).indices
-            weights = scores.gather(-1, experts) + 1e-20  # all of them may be nothing
+        config, bias = self.config, self.e_score_correction_bias
+        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+        liked = scores if bias is None else scores + bias
+        if config.n_group > 1:
+            groups = liked.view(len(liked), config.n_group, -1)
+            # DeepSeek V2 judges a group by its best expert, V3 and GLM by its best two.
+            best = groups.topk(1 if bias is None else 2).values.sum(-1).topk(config.topk_group).indices
+            seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
+            liked = groups.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
+        experts = liked.topk(config.num_experts_per_token).indices
+        weights = scores.gather(-1, experts)
         if config.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be nothing
         if config.routed_scaling_factor != 1:
             weights = weights * config.routed_scaling_factor
         return weights, experts
@@ -163,6 +162,16 @@ class SparseMLP(nn.Module):
         return stacked
 
 
+def attention_of(
+    config: LayerConfig, *, layer: int, input_size: int | None = None, sliding_window: int | None = None
+) -> Attention | LatentAttention:
+    """The attention of a layer, of the kind that its config says."""
+    if config.latent is None:
+        return Attention(config, layer=layer, input_size=input_size, sliding_window=sliding_window)
+    assert sliding_window is None, "latent attention has no windows"
+    return LatentAttention(config, layer=layer, input_size=input_size)
+
+
 class DecoderLayer(nn.Module):
     """Attention and an MLP, each added to the residual stream; the config says of what kind, and where the norms are.
 
@@ -180,7 +189,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         placement, hidden = config.norm_placement, config.hidden_size
         self.input_layernorm = norm_of(config, hidden) if input_norm and placement != "post" else None
-        self.self_attn = Attention(config, layer=layer, sliding_window=sliding_window)
+        self.self_attn = attention_of(config, layer=layer, sliding_window=sliding_window)
         self.post_attention_layernorm = norm_of(config, hidden)  # or, as Llama calls it and has it, before the MLP
         self.pre_feedforward_layernorm = norm_of(config, hidden) if placement == "both" else None
         self.mlp: SwiGLU | SparseMLP = (

@@ -19,7 +19,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     partial_factor: float = 1.0  # the share of each head, from its first dimension on, that rotates
-    interleaved: bool = False  # neighbouring dimensions are a pair (GLM-4), not those half of them apart
+    interleaved: bool = False  # neighbouring dimensions are a pair (GLM-4, DeepSeek), not those half of them apart
     type: RopeType = "default"
     factor: float = 1.0
     original_max_positions: int | None = None  # llama3, yarn
@@ -29,7 +29,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn: None means what follows from the two below
     mscale: float | None = None  # yarn: with both, the factor on cos and sin is a quotient
-    mscale_all_dim: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn: and latent attention sharpens its scores by it
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -59,8 +59,34 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention (MLA): the keys and values of all heads come from one short row for each token."""
+
+    q_lora_rank: int | None  # None: queries are projected in one step
+    kv_lora_rank: int
+    qk_nope_head_dim: int  # of a query or key head, the part that does not rotate
+    qk_rope_head_dim: int  # the part that does, and that all keys share
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def expands(self, rows: int) -> bool:
+        """Whether `rows` queries over a context are less work with all its keys and values made from its rows.
+
+        That costs something for each row of the context; attending to the rows as they are costs more for each pair.
+        """
+        head = self.qk_nope_head_dim + self.v_head_dim
+        return rows * (2 * self.kv_lora_rank - head) > self.kv_lora_rank * head
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """What a cache keeps for one token in one layer: a key and a value for each KV head."""
+    """What a cache keeps for one token in one layer: a key and a value for each KV head.
+
+    Values of no width: they are the first dimensions of the keys, as latent attention has them.
+    """
 
     num_kv_heads: int
     key_dim: int
@@ -76,15 +102,16 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One decoder layer: grouped-query attention, an MLP or experts, and norms around them."""
+    """One decoder layer: grouped-query or latent attention, an MLP or experts, and norms around them."""
 
     hidden_size: int
     intermediate_size: int  # of the MLP; `experts` have their own
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # with `latent`, of the part that rotates
     norm_eps: float
     rope: RopeConfig
+    latent: LatentConfig | None = None  # None: grouped-query attention
     experts: ExpertsConfig | None = None  # None: a dense MLP
     norm_placement: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, or after, or both
     norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
@@ -99,7 +126,7 @@ class LayerConfig:
 
     @property
     def query_size(self) -> int:
-        return self.num_heads * self.head_dim
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.qk_head_dim)
 
     @property
     def kv_size(self) -> int:
@@ -107,13 +134,17 @@ class LayerConfig:
 
     @property
     def kv_cache(self) -> KVCacheSpec:
+        if (latent := self.latent) is not None:
+            return KVCacheSpec(num_kv_heads=1, key_dim=latent.kv_lora_rank + latent.qk_rope_head_dim, value_dim=0)
         return KVCacheSpec(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
     @property
     def as_drafter(self) -> "LayerConfig":
-        """The pre-norm layer with a dense MLP of this shape: the only kind that drafters have."""
+        """The pre-norm layer of grouped-query attention and a dense MLP of this shape: the only kind drafters have."""
         return replace(
             self,
+            head_dim=self.head_dim if self.latent is None else self.latent.v_head_dim,
+            latent=None,
             experts=None,
             norm_placement="pre",
             norm_offset=False,

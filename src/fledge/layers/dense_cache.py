@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.paged_attention import masked_attention
-from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.attention import AttentionSpec, Heads
 
 
 class DenseCache:
@@ -66,12 +66,12 @@ class DensePass:
     visible: Tensor  # bool [rows, cache length]
     distance: Tensor  # query position - key position [rows, cache length]
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
-        query, key, value = heads.finished()
-        keys, values = self.cache.write(spec.layer, self.start, key, value)
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        cached = heads.for_cache(len(self.visible))
+        keys, values = cached.read(*self.cache.write(spec.layer, self.start, *cached.rows))
         visible = self.visible
         if spec.sliding_window is not None:
             visible = visible & (self.distance < spec.sliding_window)
-        query, keys, values = (side.transpose(0, 1)[None] for side in (query, keys, values))  # [1, heads, rows, dim]
+        query, keys, values = (x.transpose(0, 1)[None] for x in (cached.query, keys, values))  # [1, heads, rows, dim]
         sinks = None if heads.sinks is None else heads.sinks[:, None]
-        return masked_attention(query, keys, values, visible, spec.scale, sinks)[0].transpose(0, 1)
+        return cached.leave(masked_attention(query, keys, values, visible, spec.scale, sinks)[0].transpose(0, 1))

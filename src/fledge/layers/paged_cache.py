@@ -17,7 +17,7 @@ from fledge.kernels.paged_attention import attend_blocks, paged_attention, visib
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.tree_ends import move_rows
-from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.attention import AttentionSpec, CachedHeads, Heads, ProjectedHeads
 from fledge.layers.config import KVCacheSpec
 
 
@@ -51,16 +51,16 @@ class PagedCache:
         for side in (self.keys, self.values):
             side.index_fill_(1, index, 0)
 
-    def store(self, heads: ProjectedHeads, spec: AttentionSpec, slots: Tensor) -> Tensor:
-        """Finish the heads, write keys and values at `slots` [tokens], and return the query [tokens, heads, dim]."""
-        if not runs_triton(heads.qkv) or not heads.is_ordinary:
+    def store(self, heads: Heads, spec: AttentionSpec, slots: Tensor, rows: int) -> CachedHeads:
+        """Finish the heads, about `rows` for each sequence, and write keys and values at `slots` [tokens]."""
+        if not runs_triton(self.keys) or not isinstance(heads, ProjectedHeads) or not heads.is_ordinary:
             # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
-            query, key, value = heads.finished()
-            self.keys[spec.layer].flatten(0, 1).index_copy_(0, slots, key.to(self.keys.dtype))
-            self.values[spec.layer].flatten(0, 1).index_copy_(0, slots, value.to(self.values.dtype))
-            return query
+            cached = heads.for_cache(rows)
+            for side, new in zip((self.keys, self.values), cached.rows, strict=True):
+                side[spec.layer].flatten(0, 1).index_copy_(0, slots, new.to(side.dtype))
+            return cached
         rotation = heads.rotation
-        return rope_and_store(
+        query = rope_and_store(
             heads.qkv,
             rotation.positions,
             rotation.inverse_frequencies,
@@ -72,6 +72,7 @@ class PagedCache:
             None if heads.k_norm is None else heads.k_norm.weight,
             heads.config.norm_eps,
         )
+        return CachedHeads(query=query, rows=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class PagedPass:
     slots: Tensor  # [tokens]
     max_context: int  # no sequence is longer than this
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         raise NotImplementedError
 
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
@@ -109,15 +110,14 @@ class RoundPass(PagedPass):
     depths: Tensor | None = None  # [batch or 1, keys]: their positions less the context; the rows are the last
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
-        stored = self.cache.store(heads, spec, self.slots)
-        query = stored.view(-1, self.rows, *stored.shape[1:])
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        cached = self.cache.store(heads, spec, self.slots, rows=1)
+        query = cached.query.view(-1, self.rows, *cached.query.shape[1:])
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
             mask = self._mask(spec.sliding_window, group=query.shape[2] // keys.shape[2])
-            return attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale, heads.sinks).view(
-                stored.shape
-            )
+            mixed = attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale, heads.sinks, cached.read)
+            return cached.leave(mixed.flatten(0, 1))
         mixed = paged_attention(
             query,
             keys,
@@ -131,7 +131,7 @@ class RoundPass(PagedPass):
             key_depths=self.depths,
             sinks=heads.sinks,
         )
-        return mixed.view(stored.shape)
+        return cached.leave(mixed.flatten(0, 1))
 
     @cached_property
     def _blocks_in_use(self) -> Tensor:
@@ -160,10 +160,12 @@ class ChunkPass(PagedPass):
     query_starts: Tensor  # [chunks + 1] int32
     max_chunk: int
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
-        query = self.cache.store(heads, spec, self.slots)
-        return paged_prefill_attention(
-            query,
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        # Kernels attend to rows as they are kept; only torch can make keys and values of them first.
+        rows = 1 if runs_triton(self.cache.keys) else self.max_chunk
+        cached = self.cache.store(heads, spec, self.slots, rows)
+        mixed = paged_prefill_attention(
+            cached.query,
             self.cache.keys[spec.layer],
             self.cache.values[spec.layer],
             self.block_tables,
@@ -173,4 +175,6 @@ class ChunkPass(PagedPass):
             scale=spec.scale,
             sliding_window=spec.sliding_window,
             sinks=heads.sinks,
+            read=cached.read,
         )
+        return cached.leave(mixed)

@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fledge.errors import CheckpointError
 from fledge.files import parse_json
-from fledge.layers.config import Activation, ExpertsConfig, LayerConfig, RopeConfig
+from fledge.layers.config import Activation, ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 
 _MISSING: Any = object()
@@ -140,8 +140,9 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
             holder, field = (scaling, original) if original in scaling else (fields, "max_position_embeddings")
             values = {"original_max_positions": holder.integer(field), "truncate": scaling.flag("truncate", True)}
             values |= {field: scaling.number(field, getattr(rope, field)) for field in ("beta_fast", "beta_slow")}
-            optional = ("attention_factor", "mscale", "mscale_all_dim")
-            values |= {field: scaling.number(field) for field in optional if field in scaling}
+            for field in ("attention_factor", "mscale", "mscale_all_dim"):
+                if scaling.values.get(field):  # zero stands for none
+                    values[field] = scaling.number(field)
         case _:
             raise fields.error("rope_type", kind, "default, linear, dynamic, llama3, yarn or mrope")
     return replace(rope, type=kind, factor=scaling.number("factor"), **values)
@@ -214,6 +215,24 @@ def _check_experts(fields: ConfigFields, experts: ExpertsConfig) -> None:
         raise fields.error("num_experts_per_tok", experts.num_experts_per_token, f"at most {most}, to choose from")
 
 
+def read_latent_layer(fields: ConfigFields, **kinds: Any) -> LayerConfig:
+    """`read_layer` for latent attention, as DeepSeek spells it. What rotates of a head counts as `head_dim`."""
+    latent = LatentConfig(
+        q_lora_rank=fields.integer("q_lora_rank") if "q_lora_rank" in fields else None,
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+        v_head_dim=fields.integer("v_head_dim"),
+    )
+    if latent.qk_rope_head_dim % 2:
+        raise fields.error("qk_rope_head_dim", latent.qk_rope_head_dim, "an even number")
+    told = ConfigFields({**fields.values, "head_dim": latent.qk_rope_head_dim}, fields.where)
+    found = read_layer(told, latent=latent, **kinds)
+    if found.num_kv_heads != found.num_heads:
+        raise fields.error("num_key_value_heads", found.num_kv_heads, f"num_attention_heads ({found.num_heads})")
+    return replace(found, rope=replace(found.rope, interleaved=True))
+
+
 def read_dtype(fields: ConfigFields) -> str:
     """The dtype of the stored weights: `dtype` in transformers 5, `torch_dtype` before."""
     name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
@@ -251,6 +270,7 @@ def write_layers(config: TargetConfig | DrafterConfig, model_type: str, *, tied_
         "num_attention_heads": layer.num_heads,
         "num_key_value_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
+        **({} if layer.latent is None else asdict(layer.latent)),
         "rms_norm_eps": layer.norm_eps,
         "hidden_act": layer.activation,
         "attention_bias": layer.qkv_bias,

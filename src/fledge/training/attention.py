@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.attention import AttentionSpec, Heads
 from fledge.training.data.examples import PackedBatch
 
 Backend = Literal["auto", "reference", "flex"]
@@ -154,7 +154,7 @@ class TttStorage:
     # Not traced into a compiled drafter: the number of blocks differs from step to step, and everything around it
     # would be compiled again for each. What is called here is compiled on its own.
     @functools.partial(_untraced, recursive=False)
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         query, key, value = heads.finished()
         query, key = query.to(value.dtype), key.to(value.dtype)  # head norms in float32 leave them wider under autocast
         blocks = (*self._blocks.get(spec.layer, ()), (key, value))

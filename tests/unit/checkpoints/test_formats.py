@@ -79,6 +79,18 @@ def test_spellings(name: str, repack: Callable[[Path], None] | None, tmp_path: P
     assert torch.equal(draft_logits(load_drafter(tmp_path / "out", target), target), expected)
 
 
+def test_a_latent_drafter_has_one_class_and_no_window(tmp_path: Path) -> None:
+    save_drafter(SPELLINGS["kimi"].write(tmp_path / "drafter"), tmp_path / "vllm")
+    with pytest.raises(CheckpointError, match="latent attention: only"):
+        convert_drafter(tmp_path / "vllm", tmp_path / "speculators", to="speculators")
+    edit_config(tmp_path / "vllm", layer_types=["sliding_attention"], sliding_window=8)
+    with pytest.raises(CheckpointError, match="'sliding_window' is 8, expected none with latent attention"):
+        read_drafter(tmp_path / "vllm")
+    edit_config(tmp_path / "drafter", architectures=["LlamaForCausalLMEagle3"])
+    with pytest.raises(CheckpointError, match="a class with latent attention, as there is a"):
+        read_drafter(tmp_path / "drafter")
+
+
 def test_speculators_as_published(tmp_path: Path) -> None:
     """Published checkpoints leave out what has a default, and store an embedding."""
     config = replace(

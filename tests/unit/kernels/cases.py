@@ -181,13 +181,15 @@ def paged_attention(
     max_context: int | None = None,
     with_sinks: bool = False,
     launch: SplitLaunch | None = None,
+    latent: bool = False,
 ) -> None:
     """`tree` is None, "shared" (one tree for the batch) or "each"; `before` of its rows are stored already.
 
-    A context of -queries says "no row here".
+    A context of -queries says "no row here". `latent`: the keys are the values too.
     """
     stored = before + queries
     keys, values, tables = paged_cache([c + stored for c in contexts], kv_heads, head_dim, block_size, dtype, device)
+    values = keys if latent else values
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(len(contexts), queries, heads, head_dim, dtype=dtype, device=device)
     mask = depths = None
@@ -201,7 +203,7 @@ def paged_attention(
     actual = paged_attention_triton(
         query,
         keys,
-        values,
+        values[..., :0] if latent else values,
         tables,
         lengths,
         scale=scale,
@@ -242,17 +244,28 @@ def prefill_attention(
     block_size: int = 16,
     window: int | None = None,
     with_sinks: bool = False,
+    latent: bool = False,
 ) -> None:
-    """`chunks` are (context, new tokens)."""
+    """`chunks` are (context, new tokens). `latent`: the keys are the values too."""
     contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
     keys, values, tables = paged_cache([c + n for c, n in chunks], kv_heads, head_dim, block_size, dtype, device)
+    values, given = (keys, keys[..., :0]) if latent else (values, values)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(sum(lengths), heads, head_dim, dtype=dtype, device=device)
     sinks = randn(heads, dtype=dtype, device=device) * 3 if with_sinks else None
     scale = 1 / math.sqrt(head_dim)
     actual = paged_prefill_attention_triton(
-        query, keys, values, tables, starts, context_lens, max(lengths), scale=scale, sliding_window=window, sinks=sinks
+        query,
+        keys,
+        given,
+        tables,
+        starts,
+        context_lens,
+        max(lengths),
+        scale=scale,
+        sliding_window=window,
+        sinks=sinks,
     )
     expected = in_plain_torch(paged_prefill_attention)(
         query.float(),

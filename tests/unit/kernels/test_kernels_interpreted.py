@@ -120,6 +120,13 @@ def test_prefill_attention(window, dtype):
     cases.prefill_attention([(0, 37), (21, 1), (40, 20)], 6, 2, 24, dtype, CPU, window=window)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_to_latent_rows_as_wide_as_they_come(with_sinks):
+    kinds = {"latent": True, "with_sinks": with_sinks}
+    cases.paged_attention([37, 0], 3, 6, 1, 288, torch.float32, CPU, tree="each", **kinds)
+    cases.prefill_attention([(0, 7), (21, 1)], 6, 1, 288, torch.float32, CPU, **kinds)
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_prefill_attention_block_sizes(block_size):
     cases.prefill_attention([(70, 33), (0, 5)], 7, 1, 16, torch.float32, CPU, block_size=block_size)

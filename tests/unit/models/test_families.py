@@ -80,7 +80,9 @@ def test_drafters_are_ordinary_whatever_the_target_is(name: str) -> None:
     )
     kinds = (layer.norm_offset, layer.sinks, layer.query_scalar, layer.rope.interleaved, layer.activation)
     assert kinds == (False, False, None, False, "silu")
-    assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache
+    if TARGET_CONFIGS[name].layer.latent is None:
+        assert layer.kv_cache == TARGET_CONFIGS[name].layer.kv_cache
+    assert layer.kv_cache.value_dim == layer.head_dim
 
 
 def test_what_published_gemma_configs_leave_out_is_known(tmp_path: Path) -> None:
@@ -110,6 +112,13 @@ def test_what_published_gemma_configs_leave_out_is_known(tmp_path: Path) -> None
         ("glm4-moe", {"n_group": 8}),
         ("glm4-moe", {"topk_group": 5}),
         ("glm4-moe", {"num_experts_per_tok": 5}),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}),
+        ("deepseek-v2", {"norm_topk_prob": True}),
+        ("deepseek-v2", {"n_group": 4}),
+        ("deepseek-v3", {"scoring_func": "softmax"}),
+        ("deepseek-v3", {"num_key_value_heads": 2}),
+        ("deepseek-v3", {"qk_rope_head_dim": 3}),
+        ("kimi-k2", {"moe_layer_freq": 2}),
         ("gemma3", {"attn_logit_softcapping": 50.0}),
         ("gemma3", {"layer_types": ["sliding_attention"]}),
         ("gpt-oss", {"swiglu_alpha": 1.0}),
@@ -168,3 +177,12 @@ def test_a_bias_that_chooses_between_experts_stays_in_float32(tmp_path: Path) ->
     mlp = load_target(tmp_path / "target", dtype=torch.bfloat16).get_submodule("layers.2.mlp")
     assert mlp.e_score_correction_bias.dtype == torch.float32
     assert mlp.gate.weight.dtype == torch.bfloat16
+
+
+def test_fields_of_older_configs_may_be_missing() -> None:
+    """Real configs have no head_dim, no rope_interleave, and groups only where experts are chosen by them."""
+    missing = {"head_dim": None, "rope_interleave": None, "norm_topk_prob": None, "scoring_func": None}
+    assert read(TARGET_CONFIGS["deepseek-v3"], **missing) == TARGET_CONFIGS["deepseek-v3"]
+    lite = read(TARGET_CONFIGS["deepseek-v2"], topk_method="greedy", n_group=None, topk_group=None)
+    assert lite.layer.experts is not None
+    assert lite.layer.experts.n_group == 1

@@ -20,7 +20,7 @@ from fledge.native.library import library
 from fledge.native.linear import OneDNNLinear, PackedLinear, pack_linears
 from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
 
-DRAFTERS = drafter_configs()
+DRAFTERS = {name: config for name, config in drafter_configs().items() if name != "latent"}  # which torch runs
 BATCH, WIDTH, BLOCK_SIZE, BLOCKS = 3, 4, 4, 8
 needs_library = pytest.mark.skipif(library() is None, reason="no C compiler here")
 

@@ -32,6 +32,7 @@ VARIANTS = {
     "gelu": EAGLE_3.config_for(TINY_TARGET, layer=replace(TINY_TARGET.layer, activation="gelu")),
     "grouped-heads": EAGLE_3_1.config_for(TINY_TARGET, layer=_WIDE_GQA),
     "head-norms": _NAMED["qwen3-style"],
+    "latent": _NAMED["latent"],
     "reduced-vocabulary": replace(EAGLE_3_1.config_for(TINY_TARGET), draft_vocab_size=TINY_TARGET.vocab_size // 2),
 }
 

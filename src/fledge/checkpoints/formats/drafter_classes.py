@@ -15,7 +15,7 @@ from fledge.models.hf_config import ConfigFields
 
 Format = Literal["vllm", "speculators"]
 
-_KNOWN_CLASSES = (  # that vLLM has too, and that are Llama's or Qwen3's layers
+_KNOWN_CLASSES = (  # that vLLM has too
     "EagleLlamaForCausalLM",
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -25,7 +25,10 @@ _KNOWN_CLASSES = (  # that vLLM has too, and that are Llama's or Qwen3's layers
     "Eagle3MiniMaxM2ForCausalLM",
     "Eagle3Speculator",  # the speculators format, old and new
     "Eagle3DraftModel",
+    "Eagle3DeepseekV2ForCausalLM",  # latent attention; both are the same
+    "Eagle3DeepseekV3ForCausalLM",
 )
+_LATENT_CLASS, LATENT_TENSOR = "Eagle3Deepseek", "self_attn.kv_a_proj_with_mqa"
 _PLAIN_CLASS = "LlamaForCausalLM"  # what EAGLE's own drafters say they are
 # Names of the same layers that vLLM does not have: SGLang's EAGLE-1, EAGLE's own for Qwen2, and EAGLE-3 drafters that
 # trainers name after the target's family (the layers are what the tensors are).
@@ -81,11 +84,11 @@ def check_class(fields: ConfigFields, names: Collection[str], notes: list[Findin
     """
     refuse_other_methods(fields, names)
     declared = architecture_names(fields)
-    if "deepseek" in " ".join(declared).lower() or any("kv_a_proj_with_mqa" in name for name in names):
-        raise CheckpointError(
-            f"{fields.where}: an MLA drafter (DeepSeek or Kimi style attention), which Fledge does not support yet; "
-            "vLLM serves it"
-        )
+    is_latent = any(name.startswith(_LATENT_CLASS) for name in declared)
+    if is_latent != any(LATENT_TENSOR in name for name in names):
+        wanted, has = ("without", "no") if is_latent else ("with", "a")
+        expected = f"a class {wanted} latent attention, as there is {has} {LATENT_TENSOR}"
+        raise fields.error("architectures", declared, expected)
     if other := next(filter(_OTHER_LAYERS.fullmatch, declared), None):
         raise CheckpointError(
             f"{fields.where}: {other}: EAGLE-1 with layers of the target's family, which Fledge does not support; "

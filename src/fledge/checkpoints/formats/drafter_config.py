@@ -24,11 +24,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fledge.checkpoints.finding import Finding, finding
-from fledge.checkpoints.formats.drafter_classes import Format, architecture_names, format_of, is_other_spelling
+from fledge.checkpoints.formats.drafter_classes import (
+    LATENT_TENSOR,
+    Format,
+    architecture_names,
+    format_of,
+    is_other_spelling,
+)
 from fledge.errors import CheckpointError
 from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig
-from fledge.models.hf_config import ConfigFields, read_layer, rope_holders, write_layers
+from fledge.models.hf_config import ConfigFields, read_latent_layer, read_layer, rope_holders, write_layers
 from fledge.models.target.family import window_fields
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -66,6 +72,9 @@ def read_config(
             raise nested.error(field, not usual, f"{str(usual).lower()} (another frame than EAGLE's)")
     layer, max_positions = _read_layer(layers, names, qwen3, notes)
     num_layers = layers.layers(1) if is_speculators else fields.layers()
+    windows = _read_windows(layers, num_layers, notes)
+    if layer.latent is not None and windows:
+        raise layers.error("sliding_window", layers.values["sliding_window"], "none with latent attention")
     vocab_size = layers.integer("vocab_size")
     draft_vocab_size, target_hidden_size, aux_ids, num_aux = vocab_size, layer.hidden_size, None, _DEFAULT_NUM_AUX
     flags: dict[str, bool] = {}
@@ -80,7 +89,7 @@ def read_config(
         architecture=architecture,
         layer=layer,
         num_layers=num_layers,
-        sliding_windows=_read_windows(layers, num_layers, notes),
+        sliding_windows=windows,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         max_positions=max_positions,
@@ -131,8 +140,10 @@ def _read_layer(
     attention_bias = fields.flag("attention_bias", False)
     qwen2 = any(name.startswith("Qwen2ForCausalLM") for name in architecture_names(fields))  # whose biases are implied
     biases = {}
+    is_latent = any(LATENT_TENSOR in name for name in names)
+    projection = LATENT_TENSOR if is_latent else "self_attn.q_proj"
     for part, flag, value in (
-        ("self_attn.q_proj", "attention_bias", attention_bias or qwen2),
+        (projection, "attention_bias", attention_bias or qwen2),
         ("self_attn.o_proj", "attention_bias", attention_bias and not qwen3 and not qwen2),
         ("mlp.gate_proj", "mlp_bias", fields.flag("mlp_bias", False)),
     ):
@@ -153,11 +164,11 @@ def _read_layer(
         defaults["max_position_embeddings"] = _LLAMA_MAX_POSITIONS
         notes.append(finding("max-positions-omitted", default=_LLAMA_MAX_POSITIONS))
     fields = ConfigFields({**fields.values, **defaults}, fields.where)
-    layer = read_layer(
+    layer = (read_latent_layer if is_latent else read_layer)(
         fields,
         partial_rotary=True,
         qk_norm=qwen3 or qk_norm,
-        qkv_bias=biases["self_attn.q_proj"],
+        qkv_bias=biases[projection],
         output_bias=biases["self_attn.o_proj"],
         mlp_bias=biases["mlp.gate_proj"],
     )
@@ -245,8 +256,11 @@ def write_config(
         raise CheckpointError("the speculators format has no EAGLE-1 that vLLM reads; write it with --to vllm")
     if eagle1 and config.layer.qk_norm:
         raise CheckpointError("an EAGLE-1 drafter with q/k norms has no class in vLLM or SGLang; nothing written")
-    layers = write_layers(config, "qwen3" if config.layer.qk_norm else "llama", tied_head=False)
-    layers |= window_fields(config)
+    latent = config.layer.latent is not None
+    if latent and (eagle1 or to == "speculators"):
+        raise CheckpointError("latent attention: only an EAGLE-3 drafter has a class, and --to vllm; nothing written")
+    family = "deepseek_v3" if latent else "qwen3" if config.layer.qk_norm else "llama"
+    layers = write_layers(config, family, tied_head=False) | window_fields(config)
     if eagle1:
         # Not "bias", EAGLE's own name for fc's bias: vLLM takes it for attention biases that are not there.
         return {"architectures": ["EagleLlamaForCausalLM"], **layers, "torch_dtype": config.dtype}
@@ -262,6 +276,7 @@ def write_config(
         if config.aux_layer_ids is not None and (outputs := as_outputs(config.aux_layer_ids)) is not None:
             fields["eagle_config"] = {"use_aux_hidden_state": True, AUX_IDS: outputs}
         name = "Eagle3Qwen3ForCausalLM" if config.layer.qk_norm else "LlamaForCausalLMEagle3"
+        name = "Eagle3DeepseekV2ForCausalLM" if latent else name
         return {"architectures": [name], **layers, _NUM_AUX: config.num_aux_states, **fields}
     return {
         "architectures": ["Eagle3Speculator"],

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.rms_norm import draft_input, rms_norm_parts
-from fledge.layers.attention import Attention, KeyValueStorage
-from fledge.layers.block import DecoderLayer, SwiGLU
+from fledge.layers.attention import KeyValueStorage
+from fledge.layers.block import DecoderLayer, SwiGLU, attention_of
 from fledge.layers.linear import Linear, RMSNorm
 from fledge.layers.rope import Rotation
 from fledge.models.config import DrafterConfig
@@ -54,7 +54,7 @@ class Eagle3FirstLayer(nn.Module):
         self.input_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.norm_eps)
         window = config.sliding_window(0)
-        self.self_attn = Attention(layer, layer=0, input_size=2 * layer.hidden_size, sliding_window=window)
+        self.self_attn = attention_of(layer, layer=0, input_size=2 * layer.hidden_size, sliding_window=window)
         self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.norm_eps)
         self.mlp = SwiGLU(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias, activation=layer.activation)
 

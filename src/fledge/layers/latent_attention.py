@@ -1,0 +1,123 @@
+"""Latent attention (MLA), in which all heads read their keys and values from one short row for each token.
+
+    row      (latent [kv_lora_rank], rotated key [qk_rope_head_dim])     what a cache keeps
+    head     key = (W_k latent, rotated key)    value = W_v latent       W_k and W_v of each head: `kv_b_proj`
+
+There are two ways to attend to rows, equal but for rounding:
+
+    expanded    make every head's keys and values from the rows: for prompts and training
+    absorbed    q . (W_k latent) is (W_k^T q) . latent, and W_v comes out of the sum over rows. So the rows are one KV
+                head as they are, whose values are the first dimensions of its keys: for decoding
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fledge.layers.attention import AttentionSpec, CachedHeads, KeyValueStorage
+from fledge.layers.config import LatentConfig, LayerConfig
+from fledge.layers.linear import Linear, RMSNorm
+from fledge.layers.rope import Rotation, yarn_mscale
+
+# Of the norms of latents, whatever the config says of the others: so it is in DeepSeek's own code.
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentHeads:
+    """Queries and rows of some tokens, normed and rotated. Implements `Heads`."""
+
+    query: Tensor  # [*lead, heads, qk_head_dim]
+    row: Tensor  # [*lead, 1, kv_lora_rank + qk_rope_head_dim]
+    kv_b_proj: Linear
+    config: LatentConfig
+    sinks: Tensor | None = None  # no family has them
+
+    def finished(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, *self._expand(self.row)
+
+    def for_cache(self, rows: int) -> CachedHeads:
+        kept = (self.row, self.row[..., :0])
+        if self.config.expands(rows):
+            return CachedHeads(query=self.query, rows=kept, read=self._expand)
+        plain, turned = torch.split(self.query, [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        absorbed = torch.einsum("...hd,hdr->...hr", plain, self._matrices()[0])
+        return CachedHeads(
+            query=torch.cat([absorbed, turned], dim=-1), rows=kept, read=self._as_one_head, leave=self._take_values
+        )
+
+    def _expand(self, row: Tensor, _no_value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows [..., 1, size] -> key [..., heads, qk_head_dim] and value [..., heads, v_head_dim]."""
+        latent, shared = torch.split(row, [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        made = self.kv_b_proj(latent.squeeze(-2)).view(*row.shape[:-2], self.query.shape[-2], -1)
+        plain, value = torch.split(made, [self.config.qk_nope_head_dim, self.config.v_head_dim], dim=-1)
+        return torch.cat([plain, shared.expand(*plain.shape[:-1], -1)], dim=-1), value
+
+    def _as_one_head(self, row: Tensor, _no_value: Tensor) -> tuple[Tensor, Tensor]:
+        return row, row[..., : self.config.kv_lora_rank]
+
+    def _take_values(self, mixed: Tensor) -> Tensor:
+        """[*lead, heads, kv_lora_rank or more] -> [*lead, heads, v_head_dim]: kernels mix whole rows."""
+        return torch.einsum("...hr,hdr->...hd", mixed[..., : self.config.kv_lora_rank], self._matrices()[1])
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """W_k [heads, qk_nope_head_dim, kv_lora_rank] and W_v [heads, v_head_dim, kv_lora_rank]."""
+        stacked = self.kv_b_proj.weight.view(self.query.shape[-2], -1, self.config.kv_lora_rank)
+        key, value = torch.split(stacked, [self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
+        return key, value
+
+
+class LatentAttention(nn.Module):
+    """Latent attention; the projections are named as in checkpoints. `input_size` as in `Attention`."""
+
+    def __init__(self, config: LayerConfig, *, layer: int, input_size: int | None = None) -> None:
+        super().__init__()
+        assert config.latent is not None
+        self.latent = latent = config.latent
+        size, self.num_heads = input_size or config.hidden_size, config.num_heads
+        rope = config.rope
+        sharpened = yarn_mscale(rope.factor, rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
+        self.spec = AttentionSpec(layer=layer, scale=latent.qk_head_dim**-0.5 * sharpened**2, sliding_window=None)
+        self.q_a_proj = self.q_a_layernorm = self.q_b_proj = self.q_proj = None
+        if latent.q_lora_rank is None:
+            self.q_proj = Linear(size, config.query_size, bias=False)
+        else:
+            self.q_a_proj = Linear(size, latent.q_lora_rank, bias=config.qkv_bias)
+            self.q_a_layernorm = RMSNorm(latent.q_lora_rank, _NORM_EPS)
+            self.q_b_proj = Linear(latent.q_lora_rank, config.query_size, bias=False)
+        row_size = latent.kv_lora_rank + latent.qk_rope_head_dim
+        self.kv_a_proj_with_mqa = Linear(size, row_size, bias=config.qkv_bias)
+        self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, _NORM_EPS)
+        made_size = config.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        self.kv_b_proj = Linear(latent.kv_lora_rank, made_size, bias=False)
+        self.o_proj = Linear(config.num_heads * latent.v_head_dim, config.hidden_size, bias=config.output_bias)
+
+    def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
+        """x [*lead, input_size] -> [*lead, hidden_size]."""
+        latent = self.latent
+        query = self._queries(x).view(*x.shape[:-1], self.num_heads, -1)
+        plain, turned = torch.split(query, [latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=-1)
+        projected = self.kv_a_proj_with_mqa(x)
+        row, shared = torch.split(projected, [latent.kv_lora_rank, latent.qk_rope_head_dim], dim=-1)
+        turned = rotation.apply(torch.cat([turned, shared.unsqueeze(-2)], dim=-2))  # queries and the key at once
+        heads = LatentHeads(
+            query=torch.cat([plain, turned[..., :-1, :]], dim=-1),
+            row=torch.cat([self.kv_a_layernorm(row).unsqueeze(-2), turned[..., -1:, :]], dim=-1),
+            kv_b_proj=self.kv_b_proj,
+            config=latent,
+        )
+        out: Tensor = self.o_proj(storage.attend(heads, self.spec).flatten(-2))
+        return out
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """[*lead, heads * qk_head_dim]."""
+        out: Tensor
+        if self.q_proj is not None:
+            out = self.q_proj(x)
+        else:
+            assert self.q_a_proj is not None
+            assert self.q_a_layernorm is not None
+            assert self.q_b_proj is not None
+            out = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return out

@@ -54,6 +54,14 @@ for head_dim in (64, 128):
         CASES[f"paged_attention {head_dim}{name}"] = partial(paged, **options)
         CASES[f"prefill_attention {head_dim}{name}"] = partial(prefill, **options)
     CASES[f"paged_attention {head_dim} tree"] = partial(paged, tree="each")
+for heads in (16, 64, 128):  # DeepSeek's and Kimi's: latent rows of 512 and 64 rotated
+    latent = {"block_size": 64, "latent": True}
+    CASES[f"paged_attention latent {heads}"] = partial(
+        cases.paged_attention, [300, 5, 70], 4, heads, 1, 576, BF16, CPU, **latent
+    )
+    CASES[f"prefill_attention latent {heads}"] = partial(
+        cases.prefill_attention, [(0, 300), (5, 70)], heads, 1, 576, BF16, CPU, **latent
+    )
 
 
 class NoGPU:

@@ -63,7 +63,7 @@ async def run_client(port: int, number: int, tokens: int) -> float:
         }
     ).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -245,12 +245,12 @@ class AdaptiveDepth:
         if has_changed or self._steps % EVERY == 0 or self.choice is None:
             self._batch = batch
             arms = [depth for depth in self._arms if depth <= wanted or self._only_deepest]
-            self._decide(list(itertools.islice(requests, batch)), costs, arms)
+            self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed)
         chosen = self._current if self._trial is None else self._trial
         return chosen if self._only_deepest else min(chosen, wanted)
 
-    def _decide(self, requests: list[Request], costs: CostTable, arms: Sequence[int]) -> None:
-        """Choose among `arms`: those of all that some request wants."""
+    def _decide(self, requests: list[Request], costs: CostTable, arms: Sequence[int], *, at_once: bool) -> None:
+        """Choose among `arms`: those of all that some request wants. `at_once`: however short the last choice held."""
         batch = len(requests)
         if self._trial in arms and not self._trial_is_over(costs, batch):
             return
@@ -271,7 +271,7 @@ class AdaptiveDepth:
             self._credit = FIRST_CREDIT * known[0]
         if self._current:  # while nothing is drafted it is saved for the catching up, which may be dear
             self._credit = min(self._credit, MOST_CREDIT * known[0])
-        if best != self._current and self._since_change >= DWELL:
+        if best != self._current and (at_once or self._since_change >= DWELL):
             gain = rates[best] / rates[self._current]
             enough = HYSTERESIS if best and self._current else RETURN_HYSTERESIS
             saved = self._answer_length * known[0] * (1 - 1 / gain)

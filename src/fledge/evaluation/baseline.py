@@ -1,6 +1,6 @@
 """A drafter's baseline: how much of its drafts was accepted when it was measured, in a small file beside its card.
 
-`fledge train` and `fledge eval --baseline` write it; `fledge serve` compares live traffic with it.
+`fledge train` and `fledge eval --save-baseline` write it; `fledge serve` compares live traffic with it.
 """
 
 from collections.abc import Iterable, Mapping

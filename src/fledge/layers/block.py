@@ -11,7 +11,7 @@ from fledge.layers.latent_attention import LatentAttention
 from fledge.layers.linear import Linear, norm_of
 from fledge.layers.rope import Rotation
 
-_CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
+CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
 
 
 class SwiGLU(nn.Module):
@@ -50,7 +50,7 @@ class SwiGLU(nn.Module):
         if self.limit is None:
             return F.gelu(gate, approximate="none" if self.activation == "gelu" else "tanh") * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(gate * _CLAMPED_SLOPE) * (up + 1)
+        return gate * torch.sigmoid(gate * CLAMPED_SLOPE) * (up + 1)
 
 
 class SparseMLP(nn.Module):

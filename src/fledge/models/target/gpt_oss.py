@@ -5,17 +5,16 @@ Published weights are MXFP4, which is refused where weights are read; here are c
 
 from typing import Any
 
+from fledge.layers.block import CLAMPED_SLOPE
 from fledge.layers.config import ExpertsConfig, LayerConfig
 from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
 from fledge.models.target.family import Family, Windows, window_fields, windows_by_type
 
-_SLOPE = 1.702
-
 
 def layer(fields: ConfigFields) -> LayerConfig:
-    if fields.number("swiglu_alpha", _SLOPE) != _SLOPE:
-        raise fields.error("swiglu_alpha", fields.values["swiglu_alpha"], f"{_SLOPE}")
+    if fields.number("swiglu_alpha", CLAMPED_SLOPE) != CLAMPED_SLOPE:
+        raise fields.error("swiglu_alpha", fields.values["swiglu_alpha"], f"{CLAMPED_SLOPE}")
     experts = ExpertsConfig(
         num_experts=fields.integer("num_local_experts"),
         num_experts_per_token=fields.integer("num_experts_per_tok"),

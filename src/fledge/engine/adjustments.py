@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at
+from fledge.decoding.sampling import SamplingRows, TokenHistory, adjust_logits
 from fledge.engine.request import Request
 
 SLOTS = 8
@@ -62,27 +62,16 @@ class Adjustments:
         seen = TokenHistory.from_tokens([request.prompt], [request.output], vocab_size=vocab_size, device=device)
         self.seen.prompt_mask[slot], self.seen.output_counts[slot] = seen.prompt_mask[0], seen.output_counts[0]
 
-    def choose(
-        self, logits: Tensor, slots: Tensor, sampling: SamplingRows, positions: Tensor, drafts: Tensor
-    ) -> Tensor:
-        """What holders of `slots` [n] choose, [n * width], by logits [n * width, vocab] that decide `positions`.
+    def adjust(self, logits: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor) -> Tensor:
+        """Adjust logits [n * width, vocab] of holders of `slots` [n], which decide `positions` [n, width].
 
-        `sampling` are their rows' settings; `drafts` [n, width - 1] lie on the way. Nothing here reads a tensor.
+        `drafts` [n, width - 1] lie on the way. Nothing here reads a tensor.
         """
-        width = positions.shape[1]
         seen = TokenHistory(prompt_mask=self.seen.prompt_mask[slots], output_counts=self.seen.output_counts[slots])
-        repeated, places = slots.repeat_interleave(width), positions.flatten()
-        own = self.settings.select(repeated)
-        rows = replace(
-            sampling,
-            repetition_penalty=own.repetition_penalty,
-            presence_penalty=own.presence_penalty,
-            frequency_penalty=own.frequency_penalty,
-            logit_bias=own.logit_bias,
-            any_penalty=True,
-        )
+        repeated, places = slots.repeat_interleave(positions.shape[1]), positions.flatten()
         forbidden = self.stops[repeated] & (places < self.stops_from[repeated])[:, None]
-        return choose_at(logits, rows, places, history=seen.after_chain(drafts), forbidden=forbidden)
+        rows = self.settings.select(repeated)
+        return adjust_logits(logits, rows, history=seen.after_chain(drafts), forbidden=forbidden)
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
         """Take down what holders of `slots` [n] emitted: tokens [n, width], then PADDING."""

@@ -93,7 +93,7 @@ class DeviceState:
         """Set up the rows of requests whose prompts are about to be read."""
         for request in requests:
             request.slot = None
-            if request.adjusts and self.tree is None and not self.sample_drafts:  # else the host decides
+            if request.adjusts and self.tree is None:  # of trees the host decides
                 self.adjustments.hold(request)
         asked = [(request, request.params) for request in requests]
         whole = [

@@ -134,9 +134,10 @@ def run_round(
 def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, logits: Tensor) -> Accepted:
     batch, width = len(sampler.rows), len(opened.tokens) // len(sampler.rows)
     drafts = opened.tokens.view(batch, width)[:, 1:]
+    decided = opened.positions.view(batch, width) + 1
+    logits = sampler.adjusted(logits, decided)
     if sampler.is_greedy:
         return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
-    decided = opened.positions.view(batch, width) + 1
     if state.sample_drafts and width > 1:
         return accept_rejection(
             drafts,
@@ -290,7 +291,8 @@ def run_prefill(
     states = state.target(inputs.tokens, inputs.positions, storage(state.target_cache), aux_layer_ids)
     final = states.final[inputs.ends]
     logits = state.target.logits(final)
-    choices = sampler.choices(logits, inputs.lengths[:, None])
+    decided = inputs.lengths[:, None]
+    choices = sampler.choices(sampler.adjusted(logits, decided), decided)
     if sampler.adjusting is not None:
         entries, slots = sampler.adjusting
         places = entries.clamp(max=len(choices) - 1)

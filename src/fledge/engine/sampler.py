@@ -45,20 +45,32 @@ class Sampler:
 
     def __init__(self, state: DeviceState, rows: Tensor, mode: SamplingMode, adjusting: Tensor | None = None) -> None:
         """`adjusting` [2, n]: entries of the batch whose logits are adjusted, and their slots."""
-        # Whether the choice is the argmax of the logits and nothing else.
-        self.is_greedy = mode is SamplingMode.GREEDY and adjusting is None
+        self.is_greedy = mode is SamplingMode.GREEDY  # the choice is the argmax of the logits and nothing else
         self.rows = rows
         self.adjusting = adjusting
         self._state = state
         self._mode = mode
 
-    def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return the target's own choice, [batch * width]."""
-        found = self._choices(logits, positions)
-        return found if self.adjusting is None else self._adjusted(found, logits, positions, *self.adjusting)
+    def adjusted(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Return the logits that decide: with the rows of `adjusting` adjusted, in float32 then."""
+        if self.adjusting is None:
+            return logits
+        (batch, width), (entries, slots) = positions.shape, self.adjusting
+        existing, places = entries.clamp(max=batch - 1), torch.arange(width, device=entries.device)
+        changed = self._state.adjustments.adjust(
+            logits.view(batch, width, -1)[existing].flatten(0, 1),
+            slots,
+            positions[existing],
+            self._state.drafts[self.rows[existing], : width - 1],
+        )
+        # What is nobody's goes beyond the end.
+        room = torch.empty(len(logits) + width, logits.shape[1], dtype=torch.float32, device=logits.device)
+        room[: len(logits)] = logits
+        return room.index_copy_(0, (entries[:, None] * width + places).flatten(), changed)[: len(logits)]
 
-    def _choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        if self._mode is SamplingMode.GREEDY:
+    def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Return the target's own choice, [batch * width], by adjusted logits."""
+        if self.is_greedy:
             return argmax_rows(logits)
         settings, repeated = self._state.sampling, self.rows.repeat_interleave(positions.shape[1])
         uniforms = uniform(settings.seed[repeated], positions.flatten(), Stream.CHOICE)
@@ -67,32 +79,12 @@ class Sampler:
             return sample_rows(logits, temperature, uniforms, is_greedy=is_greedy)
         return choose(self.probabilities(logits), uniforms)
 
-    def _adjusted(self, found: Tensor, logits: Tensor, positions: Tensor, entries: Tensor, slots: Tensor) -> Tensor:
-        """Return the choices with those of `entries` [n] in place; what is chosen for nobody goes beyond the end."""
-        batch, width = positions.shape
-        existing = entries.clamp(max=batch - 1)
-        rows, places = self.rows[existing], torch.arange(width, device=entries.device)
-        chosen = self._state.adjustments.choose(
-            logits.view(batch, width, -1)[existing].flatten(0, 1),
-            slots,
-            self._settings(rows, width),
-            positions[existing],
-            self._state.drafts[rows, : width - 1],
-        )
-        room = torch.cat([found, found.new_empty(width)])
-        return room.index_copy_(0, (entries[:, None] * width + places).flatten(), chosen)[: len(found)]
-
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distributions it chooses from, [batch * width, vocab]."""
-        return distribution(logits, self._settings(self.rows, logits.shape[0] // len(self.rows)))
-
-    def _settings(self, rows: Tensor, width: int) -> SamplingRows:
-        """The settings of rows [n], `width` times each: no more work than the mode says is needed."""
-        settings = self._state.sampling.select(rows.repeat_interleave(width))
-        if self._mode is SamplingMode.FILTERED:
-            return settings
-        is_greedy = self._mode is SamplingMode.GREEDY
-        return replace(settings, all_greedy=is_greedy, any_min_p=False, any_top_p=False, max_top_k=0)
+        settings = self._state.sampling.select(self.rows.repeat_interleave(logits.shape[0] // len(self.rows)))
+        if self._mode is not SamplingMode.FILTERED:
+            settings = replace(settings, any_min_p=False, any_top_p=False, max_top_k=0)
+        return distribution(logits, settings)
 
     def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width].
@@ -135,6 +127,9 @@ class HostSampler(Sampler):
         ).repeat(depths.shape[1])
         self._history = _history(requests, state, drafts) if self._sampling.any_penalty else None
         self._forbidden = _forbidden(requests, state, depths, masks_of(requests, drafts))
+
+    def adjusted(self, logits: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002 - the host adjusts as it chooses
+        return logits
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
         places = positions.flatten()

@@ -18,9 +18,10 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
+from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
-from fledge.engine.costs import MIN_SAMPLES, CostTable
+from fledge.engine.costs import MIN_SAMPLES, CostTable, RoundCosts
 from fledge.engine.engine import LLMEngine
 from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate
@@ -146,11 +147,11 @@ def answer_of(ask: Ask, speculation: Speculation | None = None, max_length: int 
 def make_engine(
     *,
     drafts: Drafter | None = None,
-    depth: int | Callable[[int], int] = 3,
+    depth: int | Callable[[int], int | Arm] = 3,
     max_depth: int | None = None,
     graphs: bool = False,
     tree: TreeShape | None = None,
-    sample_drafts: bool = False,
+    sample_drafts: bool | None = False,
     policy: DepthPolicy | None = None,
     **settings: object,
 ) -> LLMEngine:
@@ -160,7 +161,7 @@ def make_engine(
     if drafts is not None:
         values["speculative_config"] = speculation(max(deepest, 1), tree=tree, sample_drafts=sample_drafts)
     if policy is None and (callable(depth) or depth == 0):
-        policy = AnyDepth(depth if callable(depth) else lambda _: 0)
+        policy = AnyDepth(depth if callable(depth) else lambda _: 0, is_tree=tree is not None)
     engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
         sizes = engine.config.cudagraph_capture_sizes or batch_sizes(engine.config.max_num_seqs)
@@ -168,59 +169,80 @@ def make_engine(
     return engine
 
 
-def speculation(depth: int, *, tree: TreeShape | None = None, sample_drafts: bool = False) -> SpeculativeConfig:
-    """For an engine that is given its drafter."""
+def speculation(depth: int, *, tree: TreeShape | None = None, sample_drafts: bool | None = False) -> SpeculativeConfig:
+    """For an engine that is given its drafter; `sample_drafts` None: its policy says."""
     return SpeculativeConfig(
         model="given",
         num_speculative_tokens=depth,
-        adaptive=False,
+        adaptive=sample_drafts is None,
         tree_width=None if tree is None else tree.width,
         tree_budget=60 if tree is None else tree.budget,
-        draft_sample_method="probabilistic" if sample_drafts else "greedy",
+        draft_sample_method={True: "probabilistic", False: "greedy", None: "auto"}[sample_drafts],
     )
 
 
 class AnyDepth:
-    """A depth policy from a function of the number of requests; no more than some request wants."""
+    """A policy from a function of the number of requests; no deeper than some request wants.
+
+    `is_tree`: what a depth means. `sampled`: whether a request's drafts are drawn at random, by its number.
+    """
 
     choice = None
 
-    def __init__(self, depth: Callable[[int], int], depths: Sequence[int] = ()) -> None:
-        self._depth = depth
-        self.depths = depths
+    def __init__(
+        self,
+        depth: Callable[[int], int | Arm],
+        depths: Sequence[int] = (),
+        *,
+        is_tree: bool = False,
+        sampled: Callable[[Request], bool] = lambda _: False,
+    ) -> None:
+        self._depth, self._is_tree, self._sampled = depth, is_tree, sampled
+        self.arms = [Arm(depth, is_tree=is_tree and depth > 0) for depth in depths]
 
-    def observe(self, request: Request, *, drafted: int, accepted: int) -> None:
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         pass
 
-    def observe_round(self, *, depth: int, seconds: float) -> None:
+    def observe_round(self, *, arm: Arm, seconds: float) -> None:
         pass
 
-    def depth(self, requests: Collection[Request], costs: CostTable) -> int:
-        wanted = max((request.draft_limit for request in requests if request.draft_until), default=0)
-        return min(self._depth(len(requests)), wanted)
+    def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:
+        return self._sampled(request)
+
+    def choose(self, requests: Collection[Request], costs: CostTable) -> Arm:
+        wanted, arm = wanted_depth(requests), self._depth(len(requests))
+        if not isinstance(arm, Arm):
+            arm = Arm(arm, is_tree=self._is_tree)
+        depth = min(arm.depth, wanted)
+        return Arm(depth, is_tree=arm.is_tree) if depth else PLAIN
 
 
 class GivenCosts(AdaptiveDepth):
     """The controller, by costs that a test makes up: what it chooses does not depend on how busy the machine is."""
 
-    def __init__(self, max_depth: int, max_num_seqs: int, *, only_deepest: bool = False) -> None:
-        super().__init__(max_depth, max_num_seqs, only_deepest=only_deepest)
-        self.chosen: Counter[int] = Counter()  # depths, where some request wanted drafts
+    def __init__(self, max_depth: int, max_num_seqs: int, *, tree: bool = False) -> None:
+        super().__init__(max_depth, max_num_seqs, tree=tree)
+        self.chosen: Counter[Arm] = Counter()  # where some request wanted drafts
         self._given = CostTable()
 
     def set_costs(self, seconds: Sequence[float]) -> None:
-        """Of a round at each depth from 0."""
+        """Of a round of each arm, in their order."""
         self._given = CostTable()
-        for depth, batch, _ in itertools.product(range(len(seconds)), (1, 2, 5, 64), range(MIN_SAMPLES)):
-            self._given.add(batch=batch, depth=depth, seconds=seconds[depth] * batch**0.5)
+        arms = list(zip(self.arms, seconds, strict=False))
+        for (arm, cost), batch, _ in itertools.product(arms, (1, 2, 5, 64), range(MIN_SAMPLES)):
+            self._given.add(batch=batch, arm=arm, seconds=cost * batch**0.5)
 
-    def depth(self, requests: Collection[Request], costs: CostTable) -> int:
-        depth = super().depth(requests, self._given)
-        self.chosen[depth] += wanted_depth(requests) > 0
-        return depth
+    def choose(self, requests: Collection[Request], costs: CostTable) -> Arm:
+        arm = super().choose(requests, self._given)
+        self.chosen[arm] += wanted_depth(requests) > 0
+        return arm
 
-    def observe_round(self, *, depth: int, seconds: float) -> None:
-        super().observe_round(depth=depth, seconds=self._given.estimate(1, depth) or 0.0)
+    def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:
+        costs.tables = dict.fromkeys(costs.tables, self._given)
+        return super().samples_drafts(request, others, costs)
+
+    def observe_round(self, *, arm: Arm, seconds: float) -> None:
+        super().observe_round(arm=arm, seconds=self._given.estimate(1, arm) or 0.0)
 
 
 def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:
@@ -305,17 +327,18 @@ def run_checking_drafts(engine: LLMEngine, name: str, asks: Sequence[Ask], limit
 def wrong_drafts(engine: LLMEngine, name: str, ask: Ask, request: Request) -> bool:
     """Whether the drafts that a request's next round verifies are not those the oracle drafts after its text."""
     state, row = engine.runner.state, request.row
-    depth = engine.scheduler._last_draft
+    depth, is_tree = engine.scheduler._last_draft
     if row is None or request.phase != "decode" or not state.draft_count[row]:
         return False
     count = int(state.draft_count[row])
     assert count <= depth
     assert state.length[row] == len(request.tokens) - 1
-    if (tree := engine.runner.state.tree) is not None:
+    if is_tree:
+        tree = engine.runner.state.tree
         tokens, parents = drafts_after(name, tuple(request.tokens), depth, tree)
         found = (state.tree_tokens[row].tolist()[: len(tokens)], state.tree_parents[row].tolist()[: len(tokens)])
         return found != (list(tokens), list(parents))
-    sampled_by = ask if engine.config.sample_drafts and not ask.params.is_greedy else None
+    sampled_by = ask if request.sample_drafts else None
     tokens, _ = drafts_after(name, tuple(request.tokens), depth, None, sampled_by)
     return state.drafts[row, :count].tolist() != list(tokens[:count])
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import Arm
 from fledge.engine.outputs import RequestMetrics, RequestUpdate, RoundRecord
 from fledge.engine.protocol import EngineStats, PhaseSeconds, RoundReport
 from fledge.server.dashboard import router
@@ -51,14 +52,14 @@ class EngineFeed:
         if depth:
             acceptance.add(drafted=depth, accepted=accepted, rounds=batch)
         costs = stats.costs.copy()
-        costs.add(batch=batch, depth=depth, seconds=sum(cost))
+        costs.add(batch=batch, arm=Arm(depth), seconds=sum(cost))
         tokens = batch * (accepted + 1)
         values: dict[str, Any] = {
             "steps": stats.steps + 1,
             "output_tokens": stats.output_tokens + tokens,
             "acceptance": acceptance,
             "num_rounds": stats.num_rounds + 1,
-            "rounds": (*stats.rounds[-7:], RoundReport(batch, depth, depth, tokens, cost)),
+            "rounds": (*stats.rounds[-7:], RoundReport(batch, Arm(depth), Arm(depth), tokens, cost)),
             "costs": costs,
             "read_seconds": stats.read_seconds + seconds,
             "running": batch,

@@ -45,7 +45,7 @@ def generate(
     top_k: int = 0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-    seed: int = 0,
+    seed: int | None = None,
     stop: list[str] | None = None,
     ignore_eos: bool = False,
     as_json: bool = False,
@@ -61,8 +61,8 @@ def generate(
     from fledge import LLM, SamplingParams  # noqa: PLC0415 - torch takes seconds, and --help should not
     from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
-    params = settings_of(SamplingParams, locals(), stop=stop or (), seed=None)
-    llm = LLM(target, speculative_config=speculation, seed=seed, **engine)
+    params = settings_of(SamplingParams, locals(), stop=stop or ())
+    llm = LLM(target, speculative_config=speculation, **engine)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
     started = time.perf_counter()
     if as_json:

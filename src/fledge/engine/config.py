@@ -25,13 +25,13 @@ _ANOTHER_ENGINE = "run this pair with vLLM, which loads the same checkpoints"
 @refuses_unknown_names("speculative_config key")
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """What to draft with and how. vLLM's names; `adaptive`, `tree_width` and `tree_budget` are ours."""
+    """What to draft with and how. vLLM's names; `adaptive`, "auto", `tree_width` and `tree_budget` are ours."""
 
     model: str
     method: str | None = None  # "eagle", "eagle3"; None: whatever the checkpoint is
     num_speculative_tokens: int = DEFAULT_DEPTH  # the most that are drafted, if adaptive
     adaptive: bool = True  # draft as deep as pays, or not at all; no: always as deep as this says
-    draft_sample_method: str = "greedy"
+    draft_sample_method: str = "auto"  # "greedy", "probabilistic"; auto: what pays, if adaptive, or else "greedy"
     rejection_sample_method: str = "standard"
     max_model_len: int | None = None  # no drafting beyond this position
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None  # [[first, last, depth], ...]
@@ -44,7 +44,7 @@ class SpeculativeConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("speculative_config: 'model' must name the drafter's directory or hub name")
         _one_of("method", self.method, (None, "eagle", "eagle3"))
-        _one_of("draft_sample_method", self.draft_sample_method, ("greedy", "probabilistic"))
+        _one_of("draft_sample_method", self.draft_sample_method, ("auto", "greedy", "probabilistic"))
         _one_of("rejection_sample_method", self.rejection_sample_method, ("standard",), _ANOTHER_ENGINE)
         _one_of("draft_tensor_parallel_size", self.draft_tensor_parallel_size, (None, 1), _ANOTHER_ENGINE)
         _one_of("quantization", self.quantization, (None,), _ANOTHER_ENGINE)
@@ -53,7 +53,7 @@ class SpeculativeConfig:
         _one_of("adaptive", self.adaptive, (True, False))
         _within("tree_width", self.tree_width, 1, 64)
         _within("tree_budget", self.tree_budget, 1, 1024)
-        if self.tree_width is not None and self.draft_sample_method != "greedy":
+        if self.tree_width is not None and self.draft_sample_method == "probabilistic":
             raise ConfigError("speculative_config: draft trees are not sampled; use draft_sample_method 'greedy'")
         for row in self.num_speculative_tokens_per_batch_size or ():
             if not isinstance(row, Sequence) or len(row) != 3 or not all(type(value) is int for value in row):
@@ -91,6 +91,13 @@ class SpeculativeConfig:
     def is_adaptive(self) -> bool:
         """Whether the engine chooses the depth: not if a table says it."""
         return self.adaptive and not self.num_speculative_tokens_per_batch_size
+
+    @property
+    def sample_drafts(self) -> bool | None:
+        """Whether drafts for sampled requests are drawn at random, and accepted by rejection; None: what pays."""
+        if self.draft_sample_method == "auto":
+            return None if self.is_adaptive else False
+        return self.draft_sample_method == "probabilistic"
 
     def depth_at(self, batch_size: int) -> int:
         """Return how deep to draft for a batch; 0 means not at all."""
@@ -183,10 +190,9 @@ class EngineConfig:
         return self.speculative_config is not None and self.speculative_config.tree_width is not None
 
     @property
-    def sample_drafts(self) -> bool:
-        """Whether drafts for sampled requests are drawn at random, and accepted by rejection."""
-        config = self.speculative_config
-        return config is not None and config.draft_sample_method == "probabilistic"
+    def sample_drafts(self) -> bool | None:
+        """As `SpeculativeConfig.sample_drafts`."""
+        return self.speculative_config is not None and self.speculative_config.sample_drafts
 
 
 def sampling_defaults(directory: Path) -> dict[str, float | int]:

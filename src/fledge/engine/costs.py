@@ -1,7 +1,10 @@
-"""What rounds cost, as measured: by how many requests and how deep. The controller decides by it; the server reads it.
+"""What rounds cost, as measured: by how many requests and what is drafted. The controller decides by it; the server
+reads it.
 
 A cost that is not measured again goes stale: contexts grow, neighbours come. What moves one cost that is being measured
-moves the others with it, until they are measured again themselves.
+moves the others with it, until they are measured again themselves. What warming up measured is an expectation only:
+rounds of requests are slower than rounds of nobody, and arms that have not run yet are taken to be slower by as much as
+those that have.
 
 The host's own work between two rounds comes on top, or where it overlaps with the device's bounds a round from below:
 a small model on a large GPU is no faster than its requests can be told their tokens, however deep they draft.
@@ -9,6 +12,8 @@ a small model on a large GPU is no faster than its requests can be told their to
 
 import math
 from dataclasses import dataclass
+
+from fledge.engine.arms import PLAIN, Arm, RequestKind
 
 SMOOTHING = 0.1  # weight of the newest round in the mean cost
 MIN_SAMPLES = 3  # rounds before a cost is believed
@@ -24,29 +29,39 @@ class _Cost:
     mean: float
     trend: float  # the table's when it was measured last
     measured_at: int  # in rounds of the table
+    expected: float | None = None  # what warming up said
+    has_run: bool = True  # no: it is only expected
 
 
 class CostTable:
-    """What rounds cost, in seconds, by batch size and depth: exponentially weighted means of measured rounds.
+    """What rounds cost, in seconds, by batch size and arm: exponentially weighted means of measured rounds.
 
-    Depth 0 is a plain step. Can be pickled: the server's estimates read a copy of the engine's.
+    Can be pickled: the server's estimates read a copy of the engine's.
     """
 
     def __init__(self, *, host_overlaps: bool = True) -> None:
         self.rounds = 0  # measured so far
         self._host_overlaps = host_overlaps
         self._host: dict[int, float] = {}  # seconds of the host's work for a round, by the power of two of the batch
-        self._costs: dict[int, dict[int, _Cost]] = {}  # depth -> batch
+        self._costs: dict[Arm, dict[int, _Cost]] = {}  # by batch
         self._trend = 0.0  # logarithm of how much slower everything has become
+        self._slower = 0.0  # logarithm of how much slower rounds are than was expected of them
+        self._compared = 0  # rounds that this was learned from
 
-    def add(self, *, batch: int, depth: int, seconds: float) -> None:
+    def expect(self, *, batch: int, arm: Arm, seconds: float) -> None:
+        """Believe that such rounds take so long until some have run."""
+        cost = _Cost(MIN_SAMPLES, seconds, self._trend, self.rounds, expected=seconds, has_run=False)
+        self._costs.setdefault(arm, {}).setdefault(batch, cost)
+
+    def add(self, *, batch: int, arm: Arm, seconds: float) -> None:
+        """Learn how long a round took."""
         self.rounds += 1
-        at_depth = self._costs.setdefault(depth, {})
-        cost = at_depth.get(batch)
+        of_arm = self._costs.setdefault(arm, {})
+        cost = of_arm.get(batch)
         if cost is None:
-            at_depth[batch] = _Cost(1, seconds, self._trend, self.rounds)
+            of_arm[batch] = _Cost(1, seconds, self._trend, self.rounds)
             return
-        before = cost.mean * math.exp(self._trend - cost.trend)
+        before = self._now(arm, batch)
         if self.rounds - cost.measured_at > FORGOTTEN_ROUNDS:
             cost.samples = min(cost.samples, MIN_SAMPLES)
         cost.samples += 1
@@ -55,7 +70,11 @@ class CostTable:
         cost.mean = before + max(SMOOTHING, 1 / cost.samples) * (seconds - before)
         if cost.samples > SETTLED_SAMPLES and cost.mean > 0 and before > 0:
             self._trend += math.log(cost.mean / before)
-        cost.trend, cost.measured_at = self._trend, self.rounds
+        cost.trend, cost.measured_at, cost.has_run = self._trend, self.rounds, True
+        if cost.expected and seconds > 0:
+            self._compared += 1
+            found = math.log(seconds / cost.expected)
+            self._slower += max(SMOOTHING, 1 / (self._compared + MIN_SAMPLES)) * (found - self._slower)
 
     def add_host(self, *, batch: int, seconds: float) -> None:
         """Learn how long the host itself was busy with a round."""
@@ -63,71 +82,86 @@ class CostTable:
         before = self._host.get(size, seconds)
         self._host[size] = before + SMOOTHING * (min(seconds, OUTLIER * before) - before)
 
-    def cost(self, batch: int, depth: int) -> float | None:
+    def cost(self, batch: int, arm: Arm) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
-        on_device, on_host = self._device_cost(batch, depth), self._host.get(batch.bit_length(), 0.0)
+        on_device, on_host = self._device_cost(batch, arm), self._host.get(batch.bit_length(), 0.0)
         if on_device is None:
             return None
         return max(on_device, on_host) if self._host_overlaps else on_device + on_host
 
-    def _device_cost(self, batch: int, depth: int) -> float | None:
-        below, above = self._neighbours(batch, depth)
+    def _device_cost(self, batch: int, arm: Arm) -> float | None:
+        below, above = self._neighbours(batch, arm)
         if below is not None and above is not None:
-            low, high = self._now(depth, below), self._now(depth, above)
+            low, high = self._now(arm, below), self._now(arm, above)
             return low if above == below else low + (high - low) * (batch - below) / (above - below)
         nearest = below if above is None else above
         if nearest is not None and max(nearest, batch) <= REACH * min(nearest, batch):
-            return self._now(depth, nearest)
+            return self._now(arm, nearest)
         return None
 
-    def estimate(self, batch: int, depth: int) -> float | None:
-        """As `cost`; but what was not measured is guessed: from depths that were, or else from the nearest size.
+    def estimate(self, batch: int, arm: Arm) -> float | None:
+        """As `cost`; but what was not measured is guessed: of a chain from others, or else from the nearest size.
 
-        None only if nothing was measured at this depth or at two others.
+        None only if this arm was never measured, and if it is a chain at most one other was.
         """
-        exact = self.cost(batch, depth)
+        exact = self.cost(batch, arm)
         if exact is not None:
             return exact
-        known = [(other, cost) for other in sorted(self._costs) if (cost := self.cost(batch, other)) is not None]
+        chains = sorted(other.depth for other in self._costs if not other.is_tree) if not arm.is_tree else ()
+        known = [(depth, cost) for depth in chains if (cost := self.cost(batch, Arm(depth))) is not None]
         if len(known) >= 2:  # a line through the two nearest depths
-            (a, cost_a), (b, cost_b) = sorted(sorted(known, key=lambda one: abs(one[0] - depth))[:2])
-            return max(cost_a + (cost_b - cost_a) * (depth - a) / (b - a), 0.5 * min(cost_a, cost_b))
-        below, above = self._neighbours(batch, depth)
+            (a, cost_a), (b, cost_b) = sorted(sorted(known, key=lambda one: abs(one[0] - arm.depth))[:2])
+            return max(cost_a + (cost_b - cost_a) * (arm.depth - a) / (b - a), 0.5 * min(cost_a, cost_b))
+        below, above = self._neighbours(batch, arm)
         nearest = below if above is None else above
-        return None if nearest is None else self._now(depth, nearest)
+        return None if nearest is None else self._now(arm, nearest)
 
-    def age(self, batch: int, depth: int) -> int | None:
-        """Rounds since this depth was last measured at about this size; None: never."""
-        near = [b for b in self._costs.get(depth, {}) if max(b, batch) <= REACH * min(b, batch)]
-        return min((self.rounds - self._costs[depth][b].measured_at for b in near), default=None)
+    def age(self, batch: int, arm: Arm) -> int | None:
+        """Rounds since this arm was last measured at about this size; None: never."""
+        near = [b for b in self._costs.get(arm, {}) if max(b, batch) <= REACH * min(b, batch)]
+        return min((self.rounds - self._costs[arm][b].measured_at for b in near), default=None)
 
-    def ratio(self, batch: int, depth: int) -> float | None:
+    def ratio(self, batch: int, arm: Arm) -> float | None:
         """How many plain steps a round costs: the tokens a round must give to break even."""
-        plain, round_cost = self.cost(batch, 0), self.cost(batch, depth)
+        plain, round_cost = self.cost(batch, PLAIN), self.cost(batch, arm)
         return None if plain is None or round_cost is None or plain <= 0 else round_cost / plain
 
-    def smallest_batch(self, depth: int) -> int | None:
-        """The smallest batch at which both this depth and plain decoding were measured."""
-        return min((b for b in self._costs.get(depth, {}) if self.ratio(b, depth) is not None), default=None)
+    def smallest_batch(self, arm: Arm) -> int | None:
+        """The smallest batch at which both this arm and plain decoding were measured."""
+        return min((b for b in self._costs.get(arm, {}) if self.ratio(b, arm) is not None), default=None)
 
     def seconds_per_row(self) -> float | None:
         """What one more token costs in a pass that is busy anyway: a plain step of the largest size, divided."""
-        largest = max((b for b, cost in self._costs.get(0, {}).items() if cost.samples >= MIN_SAMPLES), default=None)
-        return None if largest is None else self._now(0, largest) / largest
+        largest = max(
+            (b for b, cost in self._costs.get(PLAIN, {}).items() if cost.samples >= MIN_SAMPLES), default=None
+        )
+        return None if largest is None else self._now(PLAIN, largest) / largest
 
     def copy(self) -> "CostTable":
         twin = CostTable(host_overlaps=self._host_overlaps)
-        twin.rounds, twin._trend, twin._host = self.rounds, self._trend, dict(self._host)
+        vars(twin).update(vars(self) | {"_host": dict(self._host)})
         twin._costs = {
-            depth: {batch: _Cost(**vars(cost)) for batch, cost in costs.items()} for depth, costs in self._costs.items()
+            arm: {batch: _Cost(**vars(cost)) for batch, cost in costs.items()} for arm, costs in self._costs.items()
         }
         return twin
 
-    def _neighbours(self, batch: int, depth: int) -> tuple[int | None, int | None]:
-        """The nearest believed sizes at this depth: not larger, and not smaller."""
-        known = [b for b, cost in self._costs.get(depth, {}).items() if cost.samples >= MIN_SAMPLES]
+    def _neighbours(self, batch: int, arm: Arm) -> tuple[int | None, int | None]:
+        """The nearest believed sizes of this arm: not larger, and not smaller."""
+        known = [b for b, cost in self._costs.get(arm, {}).items() if cost.samples >= MIN_SAMPLES]
         return max((b for b in known if b <= batch), default=None), min((b for b in known if b >= batch), default=None)
 
-    def _now(self, depth: int, batch: int) -> float:
-        cost = self._costs[depth][batch]
-        return cost.mean * math.exp(self._trend - cost.trend)
+    def _now(self, arm: Arm, batch: int) -> float:
+        cost = self._costs[arm][batch]
+        return cost.mean * math.exp(self._trend - cost.trend if cost.has_run else self._slower)
+
+
+class RoundCosts:
+    """A table for each kind of round: sampling takes time too, and more of it the more drafts there are."""
+
+    def __init__(self, *, host_overlaps: bool = True) -> None:
+        self.tables = {kind: CostTable(host_overlaps=host_overlaps) for kind in RequestKind}
+        self.latest = self.tables[RequestKind.GREEDY]  # of the kind of round that ran last
+
+    def add(self, kind: RequestKind, *, batch: int, arm: Arm, seconds: float) -> None:
+        self.latest = self.tables[kind]
+        self.latest.add(batch=batch, arm=arm, seconds=seconds)

@@ -19,6 +19,7 @@ from fledge.decoding.sampling import SamplingRows
 from fledge.decoding.tree import DraftTree, level_widths, tree_size
 from fledge.devices import choose_dtype
 from fledge.engine.adjustments import Adjustments
+from fledge.engine.arms import Arm
 from fledge.engine.config import EngineConfig
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
@@ -29,6 +30,7 @@ from fledge.models.target.decoder import TargetModel
 
 DEFAULT_CPU_CACHE_BYTES = 2 * 2**30
 MAX_TREE_ROWS = 64  # what tree attention takes in one pass
+DRAFT_PROBS_BYTES = 2**30  # that distributions of sampled drafts may take; where they are asked for they may take more
 
 
 class DeviceState:
@@ -43,9 +45,8 @@ class DeviceState:
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size
-        self.sample_drafts = config.sample_drafts  # sampled requests: draft at random, accept by rejection
         self.block_size = config.block_size or (64 if self.device.type == "cuda" else 16)
-        self.tree: TreeShape | None = None  # draft trees instead of chains
+        self.tree: TreeShape | None = None  # draft trees, or chains
         self.draft_vocab = self.vocab_size if drafter is None else drafter.config.draft_vocab_size
         nodes = scratch = 0
         levels: list[int] = []  # how many rows of each the drafter reads as a tree grows
@@ -55,17 +56,23 @@ class DeviceState:
             nodes = self.tree_nodes(depth)
             levels = level_widths(depth=depth, width=self.tree.width, vocab_size=self.draft_vocab)[1:]
             scratch = max(nodes + 1, self.tree.width * depth)  # where trees are laid out, beyond a sequence's end
+        rows, self.padding_row = config.max_num_seqs + 1, config.max_num_seqs
+
+        def column(dtype: torch.dtype, *more: int, fill: int = 0) -> Tensor:
+            return torch.full((rows, *more), fill, dtype=dtype, device=self.device)
+
+        # Before the caches, which take what is left.
+        fits = 4 * rows * max(depth, 1) * self.vocab_size <= DRAFT_PROBS_BYTES
+        self.can_sample_drafts = drafter is not None and (
+            fits if config.sample_drafts is None else config.sample_drafts
+        )
+        self.draft_probs = column(torch.float32, max(depth, 1), self.vocab_size if self.can_sample_drafts else 0)
         # Slots a request needs beyond its known tokens: one unread round, one to run, its drafts, and room for trees.
         self.lookahead = 3 * (depth + 1) + scratch
         self.max_length = config.max_model_len + self.lookahead  # bound on any sequence
         self.num_blocks = config.num_blocks or self._count_blocks(config)
         self.target_cache = self._make_cache(config, target)
         self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
-
-        rows, self.padding_row = config.max_num_seqs + 1, config.max_num_seqs
-
-        def column(dtype: torch.dtype, *more: int, fill: int = 0) -> Tensor:
-            return torch.full((rows, *more), fill, dtype=dtype, device=self.device)
 
         self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
         self.length = column(torch.int64)  # tokens the target has seen: the position of last_token
@@ -79,7 +86,7 @@ class DeviceState:
         self.tree_masks = column(torch.int64, nodes + 1, fill=1)
         read_depths = self.tensor([level for level, width in enumerate(levels) for _ in range(width)])
         self.read_depths = read_depths.expand(rows, -1)  # of what the drafter reads as a tree grows; never written
-        self.draft_probs = column(torch.float32, max(depth, 1), self.vocab_size if config.sample_drafts else 0)
+        self.sample_drafts = column(torch.bool)  # draft chains at random, accept by rejection
         self.block_tables = column(torch.int32, -(-self.max_length // self.block_size))
         # Penalties and biases are the host's business: see `HostSampler`.
         nobodys = SamplingRows.from_params(
@@ -97,14 +104,17 @@ class DeviceState:
                 self.adjustments.hold(request)
         asked = [(request, request.params) for request in requests]
         whole = [
-            (r.running_row, r.draft_until, r.draft_limit, r.seed, int(p.is_greedy), min(p.top_k, self.vocab_size))
+            (
+                *(r.running_row, r.draft_until, r.draft_limit, r.sample_drafts, r.seed, p.is_greedy),
+                min(p.top_k, self.vocab_size),
+            )
             for r, p in asked
         ]
         real = [(1.0 if p.is_greedy else p.temperature, p.top_p, p.min_p) for _, p in asked]
         index, *values = self.tensor(whole).unbind(1)
         values += self.tensor(real, torch.float64).unbind(1)
         own = self.sampling
-        columns = (self.draft_until, self.draft_limit, own.seed, own.is_greedy, own.top_k)
+        columns = (self.draft_until, self.draft_limit, self.sample_drafts, own.seed, own.is_greedy, own.top_k)
         for column, given in zip((*columns, own.temperature, own.top_p, own.min_p), values, strict=True):
             column[index] = given.to(column.dtype)
         self.draft_count[index] = 0
@@ -136,18 +146,18 @@ class DeviceState:
         host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
-    def drafted(self, rows: Tensor, depth: int) -> Tensor | DraftTree | None:
-        """Return what a round of `rows` [batch] verifies: chains [batch, depth], or trees of `depth` levels."""
-        if depth == 0 or self.tree is None:
-            return self.drafts[rows, :depth] if depth else None
-        nodes = self.tree_nodes(depth)
+    def drafted(self, rows: Tensor, arm: Arm) -> Tensor | DraftTree | None:
+        """Return what a round of `rows` [batch] verifies: chains [batch, depth], or trees of so many levels."""
+        if not arm.is_tree:
+            return self.drafts[rows, : arm.depth] if arm.depth else None
+        nodes = self.tree_nodes(arm.depth)
         tokens = self.tree_tokens[rows, :nodes]
         return DraftTree(
             tokens=tokens,
             parents=self.tree_parents[rows, :nodes],
             depths=self.tree_depths[rows, :nodes],
             scores=tokens.float(),  # ranked already, and not asked for again
-            max_depth=depth,
+            max_depth=arm.depth,
         )
 
     def storage(

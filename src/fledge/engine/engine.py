@@ -20,11 +20,12 @@ import torch
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import PLAIN, RequestKind
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthPolicy, make_policy
-from fledge.engine.costs import MIN_SAMPLES, CostTable
+from fledge.engine.costs import RoundCosts
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
@@ -32,7 +33,6 @@ from fledge.engine.passes import DrafterError
 from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
 from fledge.engine.request import UNLIMITED, Phase, Request
 from fledge.engine.runner import Launch, RequestResult, Runner
-from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 from fledge.errors import ConfigError, describe
 from fledge.models.drafter.base import Drafter
@@ -41,7 +41,6 @@ from fledge.native import accelerate
 
 RECENT_ROUNDS = 16
 MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
-MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
 NOT_FINITE = "the target computed values that are not finite"
 
 _log = logging.getLogger("fledge.engine")
@@ -79,9 +78,8 @@ class LLMEngine:
         self.device = state.device
         on_gpu = self.device.type == "cuda"
         self._reads_late = on_gpu if config.read_late is None else config.read_late
-        self._stats = EngineStats(costs=CostTable(host_overlaps=self._reads_late))
-        self._sampled_costs = self._stats.costs.copy()  # of rounds with sampled requests; the others' are in the stats
-        self._latest_costs = self._stats.costs  # of the kind of round that ran last: what `stats` hands out
+        self._stats = EngineStats()
+        self._costs = RoundCosts(host_overlaps=self._reads_late)
         self.block_manager = BlockManager(
             state.num_blocks, state.block_size, prefix_caching=config.enable_prefix_caching
         )
@@ -91,7 +89,6 @@ class LLMEngine:
             max_prefill_tokens=config.max_num_batched_tokens,
             max_depth=config.max_depth,
             lookahead=state.lookahead,
-            trees=state.tree is not None,
         )
         graphs = None
         if on_gpu and not config.enforce_eager:
@@ -118,35 +115,23 @@ class LLMEngine:
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] = lambda _done, _all: None, *, plain: bool = False) -> None:
         graphs, largest = self.runner.graphs, self.config.max_num_seqs
-        depths = set(self._depth_policy.depths) if self.runner.state.drafter is not None else {0}
-        depths |= {0} if plain else set()
+        arms = set(self._depth_policy.arms) if self.runner.state.drafter is not None else {PLAIN}
+        arms |= {PLAIN} if plain else set()
         programs = []
         if graphs is not None:
-            programs = graphs.missing(depths, max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
+            programs = graphs.missing(arms, max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
         sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
-        rounds = [(batch, depth) for batch in sizes for depth in sorted(depths)] if len(depths) > 1 else []
-        rounds = [one for one in rounds if self._sampled_costs.age(*one) is None]
+        rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
+        rounds = [one for one in rounds if self._costs.latest.age(*one) is None]
         for done, program in enumerate(programs):
             progress(done, len(programs) + len(rounds))
             assert graphs is not None
             graphs.capture(program)
         if graphs is not None and programs:
             graphs.compile_long_prompts(max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
-        self._measure_rounds(rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds)))
-
-    def _measure_rounds(self, rounds: Sequence[tuple[int, int]], progress: Callable[[int], None]) -> None:
-        """Time rounds of these sizes and depths, small ones first, as far as `MEASURING_SECONDS` go."""
-        started = time.perf_counter()
-        kinds = ((SamplingMode.GREEDY, self._stats.costs), (SamplingMode.SAMPLED, self._sampled_costs))
-        for done, (batch, depth) in enumerate(rounds):
-            progress(done)
-            if depth == 0 and time.perf_counter() - started > MEASURING_SECONDS:
-                break
-            for mode, costs in kinds:
-                seconds = min(self.runner.time_round(batch, depth, mode) for _ in range(MIN_SAMPLES + 1))
-                for _ in range(MIN_SAMPLES):
-                    costs.add(batch=batch, depth=depth, seconds=seconds)
-        progress(len(rounds))
+        self.runner.measure(
+            self._costs, rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds))
+        )
 
     def add_request(
         self,
@@ -172,7 +157,7 @@ class LLMEngine:
             parent=parent,
             prompt=list(prompt),
             params=params,
-            seed=next(value for value in (params.seed, seed, self._seed) if value is not None),
+            seed=next(value for value in (seed, params.seed, self._seed) if value is not None),
             stop_ids=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_ids),
             max_length=limit,
             draft_until=min(limit, drafter.config.max_positions) if drafter is not None and draft_limit != 0 else 0,
@@ -180,6 +165,13 @@ class LLMEngine:
             cache_salt=cache_salt,
             constraint=constraint,
         )
+        if request.draft_until and not params.is_greedy and self.runner.state.can_sample_drafts:
+            # A request with a seed of its own has the text of that seed, whatever is drafted.
+            request.may_sample_drafts = self.config.sample_drafts is None and params.seed is None
+            request.sample_drafts = self.config.sample_drafts or (
+                request.may_sample_drafts
+                and self._depth_policy.samples_drafts(request, self.requests.values(), self._costs)
+            )
         self.requests[request_id] = request
         self.scheduler.add(request)
 
@@ -194,7 +186,7 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
-            costs=self._latest_costs.copy(),
+            costs=self._costs.latest.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -228,7 +220,7 @@ class LLMEngine:
         self._stats.read_seconds += ended - launched
         if previous is not None and batch.decoding and not (batch.chunks or previous.batch.chunks):
             seconds = max(ended - started - self._device_seconds, 0.0)
-            self._costs_of(batch.decoding).add_host(batch=len(batch.decoding), seconds=seconds)
+            self._costs.tables[_kind_of(batch.decoding)].add_host(batch=len(batch.decoding), seconds=seconds)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
@@ -243,19 +235,14 @@ class LLMEngine:
         if any(request.needs_host for request in self.scheduler.running):
             self._settle()
         while True:
-            depth = 0
+            arm, requests = PLAIN, self.requests.values()
             if self.runner.state.drafter is not None:
-                depth = self._depth_policy.depth(self.requests.values(), self._costs_of(self.requests.values()))
-                assert 0 <= depth <= self.config.max_depth, f"depth {depth} is beyond what the engine was set up for"
+                arm = self._depth_policy.choose(requests, self._costs.tables[_kind_of(requests)])
+                assert 0 <= arm.depth <= self.config.max_depth, f"{arm} is beyond what the engine was set up for"
             try:
-                return self.scheduler.schedule(depth)
+                return self.scheduler.schedule(arm)
             except MustSettle:
                 self._settle()
-
-    def _costs_of(self, requests: Iterable[Request]) -> CostTable:
-        """What rounds of these cost: sampling takes time too, and more of it the more drafts there are."""
-        is_greedy = all(request.params.is_greedy for request in requests)
-        return self._stats.costs if is_greedy else self._sampled_costs
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -279,7 +266,7 @@ class LLMEngine:
         self._device_seconds += results.waited
         for result in results.requests:
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
-                self._updates.append(self._take(result, now, drafted=launch.batch.draft > 0))
+                self._updates.append(self._take(result, now, launch.batch))
         for chunk in launch.batch.chunks:
             request = chunk.request
             if request.phase is not Phase.FINISHED:
@@ -293,14 +280,14 @@ class LLMEngine:
             stats.num_rounds += 1
             seconds = sum(report.seconds)
             self._device_seconds += 0.0 if self._reads_late else seconds
-            if report.verify == report.draft:  # others change the depth: no one's cost
-                self._latest_costs = self._costs_of(launch.batch.decoding)
-                self._latest_costs.add(batch=report.batch, depth=report.verify, seconds=seconds)
-            self._depth_policy.observe_round(depth=report.draft, seconds=seconds)
+            if report.verify == report.draft:  # others change the arm: no one's cost
+                kind = _kind_of(launch.batch.decoding)
+                self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
+            self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
 
-    def _take(self, result: RequestResult, now: float, *, drafted: bool) -> RequestUpdate:
+    def _take(self, result: RequestResult, now: float, batch: ScheduledBatch) -> RequestUpdate:
         request = result.request
         request.in_flight -= result.in_flight
         if not result.is_finite:
@@ -313,13 +300,14 @@ class LLMEngine:
         for tally in (request.acceptance, self._stats.acceptance):
             tally.add(drafted=result.drafted, accepted=result.accepted)
         in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
-        self._depth_policy.observe(request, drafted=result.drafted * in_step, accepted=result.accepted)
+        drafted, is_tree = result.drafted * in_step, batch.verify.is_tree
+        self._depth_policy.observe(request, is_tree=is_tree, drafted=drafted, accepted=result.accepted)
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
         self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.
-        if (drafted or self.runner.state.drafter is None) and in_step:
+        if (batch.draft.depth or self.runner.state.drafter is None) and in_step:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.block_manager.commit(request.table, request.tokens, request.settled)
         if known > len(request.prompt):  # not its first token: a round has gone well
@@ -393,3 +381,8 @@ class LLMEngine:
             self.runner.state.drafter = self.runner.state.drafter_cache = None  # drafts there are, are still verified
             self._stats.drafter_failure = reason
             _log.error("the drafter failed (%s); decoding goes on without speculation until the next start", reason)
+
+
+def _kind_of(requests: Iterable[Request]) -> RequestKind:
+    """The kind of a round of these."""
+    return RequestKind.of_round({request.kind for request in requests})

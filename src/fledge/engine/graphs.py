@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.engine.adjustments import SIZES, entries_adjusting
+from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked
 from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
@@ -33,9 +34,10 @@ class RoundProgram(NamedTuple):
     """A round of one size: what distinguishes one captured round from another."""
 
     batch: int
-    verify: int
-    draft: int
+    verify: Arm
+    draft: Arm
     sampling: SamplingMode
+    sample_drafts: bool = False  # the drafts of some chains are drawn at random
     asked: Asked = Asked()
     adjusting: int = 0  # entries
 
@@ -56,6 +58,7 @@ class RoundProgram(NamedTuple):
             sampler,
             verify=self.verify,
             draft=self.draft,
+            sample_drafts=self.sample_drafts,
             asking=asking if self.asked else None,
             top=self.asked.top,
         )
@@ -67,9 +70,10 @@ class PromptProgram(NamedTuple):
     tokens: int
     chunks: int
     max_chunk: int
-    depth: int
+    draft: Arm
     has_drafter: bool  # it may have been given up
     sampling: SamplingMode
+    sample_drafts: bool = False  # as of a round
     asked: Asked = Asked()
     adjusting: int = 0  # chunks
 
@@ -88,7 +92,15 @@ class PromptProgram(NamedTuple):
         if any(chunk.chooses and chunk.request.needs_host for chunk in on_host):
             sampler = HostSampler([chunk.request for chunk in on_host], state, adjusting=sampler.adjusting)
         asks = any(chunk.prompt_rows for chunk in on_host)
-        return run_prefill(state, inputs, sampler, depth=self.depth, top=self.asked.top, chunks=on_host if asks else ())
+        return run_prefill(
+            state,
+            inputs,
+            sampler,
+            draft=self.draft,
+            sample_drafts=self.sample_drafts,
+            top=self.asked.top,
+            chunks=on_host if asks else (),
+        )
 
 
 Program = RoundProgram | PromptProgram
@@ -110,7 +122,7 @@ class GraphRunner:
         """`sizes`: the batch sizes of rounds, in order; the last is the largest there can be."""
         self.sizes = sizes
         self.coarse = False
-        self.prompt_depths: Sequence[int] = ()  # what is captured of prompts; others are captured when they come
+        self.prompt_arms: Sequence[Arm] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], PassOutcome]]] = {}  # inputs and replay
         self._state = state
         self._capacity = capacity
@@ -134,13 +146,14 @@ class GraphRunner:
         count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
         least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
         tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
-        depth = program.depth
-        if depth and self.prompt_depths and depth not in self.prompt_depths:
-            depth = self.prompt_depths[-1]
+        draft = program.draft
+        if draft.depth and not draft.is_tree and draft not in self.prompt_arms:
+            draft = next((arm for arm in self.prompt_arms if arm.depth and not arm.is_tree), draft)
         # A few rows more or less to sample cost nothing, a second set of graphs does.
         sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
         adjusting = next(size for size in SIZES if size >= program.adjusting)
-        program = program._replace(depth=depth, sampling=sampling, adjusting=adjusting)
+        sample_drafts = self._samples(draft)
+        program = program._replace(draft=draft, sampling=sampling, sample_drafts=sample_drafts, adjusting=adjusting)
         if tokens and count:
             asked = program.asked.of(count)
             outcome = self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked), chunks)
@@ -153,43 +166,57 @@ class GraphRunner:
     def compile_long_prompts(self, *, max_batch: int, max_tokens: int) -> None:
         """Run prompts that are too many for a graph once, with nothing in them: their kernels are compiled then."""
         sizes = {min(size, -(-max_batch // LONG_CHUNKS) * LONG_CHUNKS) for size in (16, 32, 48, 64, 128, 256, 512)}
-        for depth, chunks in itertools.product(self.prompt_depths, sorted(sizes)):
+        for arm, chunks in itertools.product(self.prompt_arms, sorted(sizes)):
             tokens = min(PROMPT_TOKENS[-1], -(-max_tokens // LONG_TOKENS) * LONG_TOKENS) + LONG_TOKENS
             has_drafter = self._state.drafter is not None
-            program = PromptProgram(tokens, chunks, tokens, depth, has_drafter, SamplingMode.SAMPLED)
+            program = PromptProgram(
+                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self._samples(arm)
+            )
             self._play(program, program.inputs(self._state, []))
 
-    def missing(self, depths: Collection[int], *, max_batch: int, max_tokens: int) -> list[Program]:
+    def missing(self, arms: Collection[Arm], *, max_batch: int, max_tokens: int) -> list[Program]:
         """Return the rounds, greedy and sampled, and prompts of all sizes that the bounds fit, but for those captured.
 
         The largest come first, which size the memory that all graphs share.
         """
         has_drafter = self._state.drafter is not None
         programs: list[Program] = [
-            RoundProgram(size, depth, depth, sampling)
-            for sampling in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
-            for depth in sorted(depths)
-            for size in reversed(self._round_sizes(depth))
+            RoundProgram(size, arm, arm, sampling, sample_drafts)
+            for sampling, sample_drafts in (
+                (SamplingMode.GREEDY, False),
+                (SamplingMode.SAMPLED, False),
+                (SamplingMode.SAMPLED, True),
+            )
+            for arm in sorted(arms)
+            if not sample_drafts or self._samples(arm)
+            for size in reversed(self._round_sizes(arm))
             if size <= max_batch
         ]
-        self.prompt_depths = self._prompt_depths(depths)
-        self.coarse = len(depths) > 2
+        self.prompt_arms = self._prompt_arms(arms)
+        self.coarse = len(arms) > 2
         programs += (
-            PromptProgram(tokens, chunks, tokens, depth, has_drafter, SamplingMode.SAMPLED)
-            for depth in self.prompt_depths
+            PromptProgram(
+                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self._samples(arm)
+            )
+            for arm in self.prompt_arms
             for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
         )
         return [program for program in programs if program not in self.captured]
 
-    def _prompt_depths(self, depths: Collection[int]) -> list[int]:
-        """The depths that prompts draft to: the round after it verifies what there is of a chain, so one will do."""
-        if self._state.tree is not None or len(depths) <= 2:
-            return sorted(depths)
-        return [0, min(USUAL_DEPTH, max(depths))]
+    def _samples(self, arm: Arm) -> bool:
+        """Whether drafts of this arm may have to be drawn at random."""
+        return self._state.can_sample_drafts and arm.depth > 0 and not arm.is_tree
 
-    def _round_sizes(self, depth: int) -> Sequence[int]:
-        """The batch sizes of rounds: where many depths are captured, fewer of those that draft."""
-        if not depth or not self.coarse:
+    def _prompt_arms(self, arms: Collection[Arm]) -> list[Arm]:
+        """What prompts draft: the round after it verifies what there is of a chain, so one will do."""
+        chains = sorted(arm for arm in arms if not arm.is_tree)
+        if len(chains) > 2:
+            chains = [PLAIN, Arm(min(USUAL_DEPTH, chains[-1].depth))]
+        return [*chains, *(arm for arm in sorted(arms) if arm.is_tree)]
+
+    def _round_sizes(self, draft: Arm) -> Sequence[int]:
+        """The batch sizes of rounds: where many arms are captured, fewer of those that draft."""
+        if not draft.depth or not self.coarse:
             return self.sizes
         return [size for size in self.sizes if size in COARSE_SIZES or size == self.sizes[-1]]
 

@@ -253,7 +253,7 @@ class LLM:
             self.engine.add_request(
                 engine_id,
                 prompt_ids,
-                replace(params, seed=None, n=1),
+                replace(params, n=1),
                 # Answers to one prompt must differ, and still follow from the seed.
                 seed=next_int64(drawn if params.seed is None else params.seed, index),
                 eos_ids=self.eos_ids,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fledge.decoding.acceptance import accept_rejection
 from fledge.decoding.random import Stream, uniform
+from fledge.engine.arms import Arm
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import LogprobsTensors, prompt_logprobs
 from fledge.engine.sampler import Sampler
@@ -77,31 +78,39 @@ class RoundClock:
 
 
 def run_round(
-    state: DeviceState, sampler: Sampler, *, verify: int, draft: int, asking: Tensor | None = None, top: int = 0
+    state: DeviceState,
+    sampler: Sampler,
+    *,
+    verify: Arm,
+    draft: Arm,
+    sample_drafts: bool = False,
+    asking: Tensor | None = None,
+    top: int = 0,
 ) -> PassOutcome:
-    """Verify `verify` drafts (levels of a tree) of each of the sampler's rows, then draft `draft` more.
+    """Verify what the sampler's rows have drafted, `verify` of it, then draft `draft`: chains or trees, each.
 
-    Entries `asking` [n] of the batch get log-probabilities, of `top` tokens besides.
+    `sample_drafts`: the drafts of some chains are drawn at random. Entries `asking` [n] of the batch get
+    log-probabilities, of `top` tokens besides.
 
-    Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
+    Updates the state of those rows: last token, length, drafts. Where nothing is drafted the drafter is left alone.
     """
-    rows, width = sampler.rows, verify + 1
+    rows, width = sampler.rows, verify.depth + 1
     clock = RoundClock(rows.device)
     clock.mark()
-    opened = open_round(rows, state, verify)
+    opened = open_round(rows, state, verify.depth)
     fed: OpenedRound | OpenedTrees = opened
-    if verify and state.tree is not None:
-        fed, storage = lay_out_trees(state, rows, opened, verify)
+    if verify.is_tree:
+        fed, storage = lay_out_trees(state, rows, opened, verify.depth)
     else:
         storage = state.storage(state.target_cache, opened.tables, opened.context, opened.slots)
-    aux_layer_ids = state.drafter.aux_layer_ids if state.drafter is not None and draft else ()
+    aux_layer_ids = state.drafter.aux_layer_ids if state.drafter is not None and draft.depth else ()
     states = state.target(fed.tokens, fed.positions, storage, aux_layer_ids)
     logits = state.target.logits(states.final)  # [batch * rows fed, vocab]
     clock.mark()
     if isinstance(fed, OpenedTrees):
-        tokens, accepted, states, decided_by = accept_paths(state, sampler, opened, fed, logits, states, verify)
+        tokens, accepted, states, decided_by = accept_paths(state, sampler, opened, fed, logits, states, verify.depth)
     else:
-        tokens, accepted = _accept_chains(state, sampler, opened, logits)
+        tokens, accepted = _accept_chains(state, sampler, opened, logits, sample_drafts=sample_drafts)
         decided_by = torch.arange(len(logits), device=rows.device)
     logprobs = None
     if asking is not None:
@@ -110,15 +119,17 @@ def run_round(
     if sampler.adjusting is not None:
         entries, slots = sampler.adjusting
         state.adjustments.count(slots, tokens[entries.clamp(max=len(rows) - 1)])
-    settled = settle_round(rows, state, opened, tokens, accepted, draft)
+    settled = settle_round(rows, state, opened, tokens, accepted, draft.depth)
     clock.mark()
-    health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
+    health = torch.empty(len(rows), width + bool(draft.depth), dtype=torch.float32, device=rows.device)
     torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
-    if draft:
+    if draft.depth:
         # Rows after the last settled one hold padding: leaving them out would take longer than computing them.
         assert state.drafter_cache is not None
         storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
-        deepest = _extend_drafter(state, rows, states, opened.positions, storage, settled, draft)
+        deepest = _extend_drafter(
+            state, rows, states, opened.positions, storage, settled, draft, sample_drafts=sample_drafts
+        )
         torch.sum(deepest, -1, dtype=torch.float32, out=health[:, width])
     clock.mark()
     return PassOutcome(
@@ -131,23 +142,30 @@ def run_round(
     )
 
 
-def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, logits: Tensor) -> Accepted:
+def _accept_chains(
+    state: DeviceState, sampler: Sampler, opened: OpenedRound, logits: Tensor, *, sample_drafts: bool
+) -> Accepted:
     batch, width = len(sampler.rows), len(opened.tokens) // len(sampler.rows)
     drafts = opened.tokens.view(batch, width)[:, 1:]
     decided = opened.positions.view(batch, width) + 1
     logits = sampler.adjusted(logits, decided)
     if sampler.is_greedy:
         return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
-    if state.sample_drafts and width > 1:
-        return accept_rejection(
-            drafts,
-            state.draft_probs[sampler.rows, : width - 1],
-            sampler.probabilities(logits).view(batch, width, -1),
-            *sampler.rejection_uniforms(decided, opened.drafted),
-            draft_lengths=opened.drafted,
-        )
     choices = sampler.choices(logits, decided).view(batch, width)
-    return accept_chain(drafts, choices, draft_lengths=opened.drafted)
+    matching = accept_chain(drafts, choices, draft_lengths=opened.drafted)
+    if not sample_drafts or width == 1:
+        return matching
+    rejection = accept_rejection(
+        drafts,
+        state.draft_probs[sampler.rows, : width - 1],
+        sampler.probabilities(logits).view(batch, width, -1),
+        *sampler.rejection_uniforms(decided),
+        draft_lengths=opened.drafted,
+    )
+    # A row without drafts chooses as in a round without drafts: what others do must not change its tokens.
+    drawn = state.sample_drafts[sampler.rows] & (opened.drafted > 0)
+    tokens = torch.where(drawn[:, None], rejection.tokens, matching.tokens)
+    return Accepted(tokens, torch.where(drawn, rejection.accepted, matching.accepted))
 
 
 def _extend_drafter(
@@ -157,7 +175,9 @@ def _extend_drafter(
     positions: Tensor,
     storage: PagedPass,
     settled: SettledRound,
-    depth: int,
+    arm: Arm,
+    *,
+    sample_drafts: bool,
 ) -> Tensor:
     """Let the drafter read settled rows (states, tokens, positions), then draft for `rows` [batch] from the last ones.
 
@@ -167,8 +187,9 @@ def _extend_drafter(
     drafter = state.drafter
     assert drafter is not None
     try:
-        if depth and state.tree is None:
-            sample = partial(_sample_drafts, state, drafter, rows) if state.sample_drafts else None
+        depth = arm.depth
+        if depth and not arm.is_tree:
+            sample = partial(_sample_drafts, state, drafter, rows) if sample_drafts else None
             drafts, deepest = drafter.draft_chain(
                 states, settled.tokens, positions, storage, settled.last_rows, settled.places, depth, sample
             )
@@ -182,16 +203,14 @@ def _extend_drafter(
 
 
 def _sample_drafts(state: DeviceState, drafter: Drafter, rows: Tensor, head: Tensor, step: int) -> Tensor:
-    """Draw one draft for each row at its temperature, and keep the distribution it came from."""
+    """Draw one draft for each row that has them drawn, at its temperature, and keep the distribution it came from."""
     # A drafter gone wrong must still draft from a distribution, or rejection would not be lossless.
     logits = drafter.full_vocab_logits(head).float().nan_to_num(posinf=1e30, neginf=-torch.inf)
     probs = (logits / state.sampling.temperature[rows, None]).softmax(-1)
-    # A greedy request drafts its best token, with certainty.
-    best = torch.zeros_like(probs).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
-    probs = torch.where(state.sampling.is_greedy[rows, None], best, probs)
     state.draft_probs[rows, step] = probs
     # The settled row is at length - 1 and predicts the token at length + 1.
-    return choose(probs, uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
+    drawn = choose(probs, uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
+    return torch.where(state.sample_drafts[rows], drawn, logits.argmax(-1))
 
 
 @dataclass(frozen=True)
@@ -263,13 +282,14 @@ def run_prefill(
     inputs: PrefillInputs,
     sampler: Sampler,
     *,
-    depth: int,
+    draft: Arm,
+    sample_drafts: bool = False,
     top: int = 0,
     chunks: Sequence[Chunk] = (),
 ) -> PassOutcome:
-    """Read the chunks; draft `depth` tokens for those that complete. Updates the state of their rows.
+    """Read the chunks; draft for those that complete. Updates the state of their rows.
 
-    `top` as in `run_round`. `chunks`: what was laid out, if log-probabilities of prompts are asked for.
+    `sample_drafts` and `top` as in `run_round`. `chunks`: what was laid out, if prompts' log-probabilities are wanted.
 
     Chunks that do not complete write to the padding row, which is to be reset afterwards.
     """
@@ -306,12 +326,14 @@ def run_prefill(
     health = [final.sum(-1, dtype=torch.float32)]
     if state.drafter_cache is not None and drafter is not None:
         length = state.length[rows]
-        places = draft_places(length, state.block_tables[rows], depth=depth, block_size=state.block_size)
+        places = draft_places(length, state.block_tables[rows], depth=draft.depth, block_size=state.block_size)
         settled = SettledRound(tokens=inputs.following, last_rows=inputs.ends, places=places)
         along = storage(state.drafter_cache)
-        deepest = _extend_drafter(state, rows, states, inputs.positions, along, settled, depth)
-        if depth:
-            count_drafts(rows, state, length, depth)
+        deepest = _extend_drafter(
+            state, rows, states, inputs.positions, along, settled, draft, sample_drafts=sample_drafts
+        )
+        if draft.depth:
+            count_drafts(rows, state, length, draft.depth)
             health.append(deepest.sum(-1, dtype=torch.float32))
     asking = inputs.asking
     return PassOutcome(

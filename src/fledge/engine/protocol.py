@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import Arm
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
@@ -72,8 +73,8 @@ class RoundReport(NamedTuple):
     """One round of a batch, as it was read: how large, how deep, what it gave, and how long it took."""
 
     batch: int  # requests in it
-    verify: int  # drafts that were up for acceptance, in each request that had any; 0: a plain step
-    draft: int  # tokens drafted for the next round
+    verify: Arm  # what was up for acceptance, in each request that had drafts; depth 0: a plain step
+    draft: Arm  # what was drafted for the next round
     tokens: int  # chosen in it, in all
     seconds: PhaseSeconds
 
@@ -133,6 +134,9 @@ class Engine(Protocol):
         parent: str = "",
     ) -> None:
         """Queue a request. Raises PromptError or ConfigError if it could never run, whatever else does.
+
+        Its random numbers follow from `seed`, or else from `params.seed`. Only where that is given, by whoever asks, is
+        the text of a seed the same with and without speculation: others' drafts may be drawn at random.
 
         No more than `draft_limit` tokens are drafted for it in a round; 0 is no speculation. Beginnings of prompts are
         shared only among requests with the same `cache_salt`. A `constraint` is this request's alone; if it fails, the

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import RequestKind
 from fledge.engine.block_manager import BlockTable
 from fledge.engine.constraint import CONSTRAINT_FAILURE, TokenConstraint
 from fledge.engine.outputs import RequestMetrics, RoundRecord, TokenLogprobs
@@ -37,6 +38,8 @@ class Request:
     draft_until: int  # no drafting for positions from here on; 0: no speculation at all
     parent: str = ""  # whose answer it is: parents take turns; not given: its own
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
+    may_sample_drafts: bool = False  # nothing says whether its drafts are drawn at random: whatever pays
+    sample_drafts: bool = False  # they are
     cache_salt: bytes = b""  # shares cached blocks only with requests that have the same
     constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
 
@@ -74,6 +77,12 @@ class Request:
         """Its row in the device's state, of a request that runs."""
         assert self.row is not None
         return self.row
+
+    @property
+    def kind(self) -> RequestKind:
+        if self.params.is_greedy:
+            return RequestKind.GREEDY
+        return RequestKind.SAMPLED_DRAFTS if self.sample_drafts else RequestKind.SAMPLED
 
     @property
     def output(self) -> list[int]:

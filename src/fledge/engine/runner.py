@@ -1,13 +1,17 @@
 """Runs what the scheduler has put together, as graphs where there are any, and reads the results when asked."""
 
 import math
+import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from fledge.engine.arms import PLAIN, Arm, RequestKind
+from fledge.engine.costs import RoundCosts
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
@@ -17,6 +21,9 @@ from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import ScheduledBatch
+
+MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
+MEASURED_ROUNDS = 5  # of each kind, size and arm; the first is left out
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -104,10 +111,24 @@ class Runner:
         event.record()
         return event
 
+    def measure(self, costs: RoundCosts, rounds: Sequence[tuple[int, Arm]], progress: Callable[[int], None]) -> None:
+        """Time rounds of these sizes and arms, small ones first, as far as `MEASURING_SECONDS` go."""
+        started = time.perf_counter()
+        for done, (batch, arm) in enumerate(rounds):
+            progress(done)
+            if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS:
+                break
+            for kind, table in costs.tables.items():
+                if kind is not RequestKind.SAMPLED_DRAFTS or self.state.can_sample_drafts:
+                    took = [self.time_round(batch, arm, kind) for _ in range(MEASURED_ROUNDS)]
+                    table.expect(batch=batch, arm=arm, seconds=statistics.median(took[1:]))
+        progress(len(rounds))
+
     @torch.inference_mode()
-    def time_round(self, batch: int, depth: int, sampling: SamplingMode) -> float:
+    def time_round(self, batch: int, arm: Arm, kind: RequestKind) -> float:
         """Seconds of a round of nobody's: `batch` times the padding row."""
-        program = RoundProgram(batch, depth, depth, sampling)
+        sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
+        program = RoundProgram(batch, arm, arm, sampling, _draws([kind], arm))
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -165,7 +186,8 @@ class Runner:
         requests = batch.decoding
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
-        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, asked, adjusting)
+        sample_drafts = _draws([request.kind for request in requests], batch.verify, batch.draft)
+        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting)
         needs_host = any(request.needs_host for request in requests)
         if self.graphs is not None and not needs_host:
             return self.graphs.round(program, requests)
@@ -178,9 +200,10 @@ class Runner:
             tokens=sum(lengths),
             chunks=len(chunks),
             max_chunk=max(lengths),
-            depth=batch.first_draft,
+            draft=batch.first_draft,
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
+            sample_drafts=_draws([request.kind for request in requests], batch.first_draft),
             asked=Asked.by(requests),
             adjusting=sum(request.slot is not None for request in requests),
         )
@@ -190,3 +213,8 @@ class Runner:
         outcome = program.run(self.state, program.inputs(self.state, chunks), chunks if needs_host else ())
         self.state.reset_padding()
         return outcome
+
+
+def _draws(kinds: Sequence[RequestKind], *arms: Arm) -> bool:
+    """Whether a program for requests of these kinds has to do with drafts that are drawn at random."""
+    return RequestKind.SAMPLED_DRAFTS in kinds and any(arm.depth and not arm.is_tree for arm in arms)

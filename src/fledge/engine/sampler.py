@@ -86,16 +86,11 @@ class Sampler:
             settings = replace(settings, any_min_p=False, any_top_p=False, max_top_k=0)
         return distribution(logits, settings)
 
-    def rejection_uniforms(self, positions: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width].
-
-        A row without drafts draws as in a round without drafts: what others do must not change its tokens.
-        """
+    def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width]."""
         seeds = self._state.sampling.seed[self.rows][:, None]
         accept = uniform(seeds, positions[:, :-1], Stream.ACCEPT)
-        residual = uniform(seeds, positions, Stream.RESIDUAL)
-        choice = uniform(seeds, positions, Stream.CHOICE)
-        return accept, torch.where(draft_counts[:, None] > 0, residual, choice)
+        return accept, uniform(seeds, positions, Stream.RESIDUAL)
 
 
 class HostSampler(Sampler):

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.request import Phase, Request
 
@@ -39,13 +40,13 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledBatch:
-    """One step. `verify` drafts are checked and `draft` tokens drafted in the round, `first_draft` by prompts."""
+    """One step. The round verifies `verify` and drafts `draft`; prompts draft `first_draft`."""
 
     chunks: list[Chunk]
     decoding: list[Request]
-    verify: int
-    draft: int
-    first_draft: int = 0  # for chunks that complete; 0: their first round verifies nothing
+    verify: Arm
+    draft: Arm
+    first_draft: Arm = PLAIN  # for chunks that complete; nothing: nor has their first round anything to verify
 
     @property
     def is_empty(self) -> bool:
@@ -71,12 +72,10 @@ class Scheduler:
         max_prefill_tokens: int,
         max_depth: int,
         lookahead: int,
-        trees: bool = False,
     ) -> None:
         """`lookahead`: slots that a request needs beyond its known tokens (`DeviceState`)."""
         self.block_manager = block_manager
         self.lookahead = lookahead
-        self._trees = trees
         self.max_prefill_tokens = max_prefill_tokens
         self.timely_tokens = FIRST_CHUNK  # of prompts, that are read in `PREFILL_SECONDS`
         self.max_depth = max_depth
@@ -84,7 +83,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
         self._free_rows = list(range(max_requests - 1, -1, -1))
-        self._last_draft = 0
+        self._last_draft = PLAIN
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -98,32 +97,32 @@ class Scheduler:
             self._vacate(request, preempted=False)
         request.phase = Phase.FINISHED
 
-    def schedule(self, depth: int) -> ScheduledBatch:
-        """Decide the next step, drafting `depth` tokens. Raises MustSettle before anything is changed for good.
+    def schedule(self, draft: Arm) -> ScheduledBatch:
+        """Decide the next step, which drafts so. Raises MustSettle before anything is changed for good.
 
         Changes phases, rows and blocks of the requests it moves.
         """
         self._make_room()
-        if depth > 0:
-            if self._last_draft == 0 and any(request.in_flight for request in self.running):
+        if draft.depth:
+            if not self._last_draft.depth and any(request.in_flight for request in self.running):
                 raise MustSettle  # the drafter has missed tokens that nobody knows yet
             self._catch_up()
         # Drafts are verified as far as they are drafted now: some are left out if that is less than last time, and
-        # places stay empty if it is more. A tree is laid out for the depth it was drafted to.
-        verify = self._last_draft if self._trees and depth else depth
+        # places stay empty if it is more. A tree is verified as it was drafted, and so is what comes before one.
+        verify = self._last_draft if draft.depth and (draft.is_tree or self._last_draft.is_tree) else draft
         decoding = [r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight]
         for request in decoding:
             if request.phase is Phase.DECODE:  # not preempted by an earlier one in this loop
                 self._grow(request)
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
-        chunks = self._schedule_chunks(self.max_prefill_tokens - len(decoding) * (verify + 1))
+        chunks = self._schedule_chunks(self.max_prefill_tokens - len(decoding) * (verify.depth + 1))
         for request in decoding:
-            request.in_flight += verify + 1
-        self._last_draft = depth
+            request.in_flight += verify.depth + 1
+        self._last_draft = draft
         newcomers = sum(chunk.completes for chunk in chunks)
-        drafts = newcomers and (self._trees or newcomers >= FEW_NEWCOMERS * len(decoding))
+        drafts = newcomers and (draft.is_tree or newcomers >= FEW_NEWCOMERS * len(decoding))
         return ScheduledBatch(
-            chunks=chunks, decoding=decoding, verify=verify, draft=depth, first_draft=depth if drafts else 0
+            chunks=chunks, decoding=decoding, verify=verify, draft=draft, first_draft=draft if drafts else PLAIN
         )
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:

@@ -183,7 +183,7 @@ class AsyncEngine:
                 name,
                 parent=request_id,
                 prompt=prompts[number // n],
-                params=replace(params, seed=None, n=1),
+                params=replace(params, n=1),
                 seed=next_int64(seed, number % n),  # answers to one prompt differ, and follow from the seed
                 draft_limit=draft_limit,
                 cache_salt=cache_salt,

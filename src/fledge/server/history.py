@@ -1,7 +1,7 @@
 """The last minutes in equal intervals, and whether speculation paid in them: an estimate, and the reason in words.
 
-A speculation round of `batch` requests costs `cost(batch, depth)` seconds and gives some tokens. Plain decoding needs
-`tokens / batch` steps of `cost(batch, 0)` seconds for as many. The speed-up is the ratio of the two times. Where no
+A speculation round of `batch` requests costs `cost(batch, arm)` seconds and gives some tokens. Plain decoding needs
+`tokens / batch` steps of `cost(batch, PLAIN)` seconds for as many. The speed-up is the ratio of the two times. Where no
 plain step was ever measured near a batch size, it is unknown, and that is what is said.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
 from fledge.engine.outputs import RoundRecord
@@ -139,16 +140,16 @@ class SpeedUp(NamedTuple):
     tokens_per_round: float | None = None  # of one request, rounds without drafts of its own included
     break_even: float | None = None  # tokens per round at which speculation costs as much as it saves
     batch: int = 0  # the typical batch
-    depth: int = 0
+    arm: Arm = PLAIN  # and what it mostly verified
 
 
 def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     """Estimate the speed-up of the speculation rounds that were seen. Plain steps among them are left out.
 
-    Where they do not tell, the controller's choice does: what it expects of the depth it has chosen.
+    Where they do not tell, the controller's choice does: what it expects of the arm it has chosen.
     """
     costs, choice = stats.costs, stats.choice
-    speculative = {shape: count for shape, count in seen["rounds"].items() if shape[1] > 0 and count > 0}
+    speculative = {shape: count for shape, count in seen["rounds"].items() if shape[1].depth and count > 0}
     tokens = seen["round_tokens"]
     total = sum(speculative.values())
     expected = SpeedUp() if choice is None else SpeedUp(value=choice.speed_up, break_even=choice.cost)
@@ -156,12 +157,12 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
         return expected
     rows = sum(batch * count for (batch, _), count in speculative.items())
     tokens_per_round = sum(tokens[shape] for shape in speculative) / rows
-    depth = max(speculative, key=lambda shape: speculative[shape])[1]
-    estimate = SpeedUp(tokens_per_round=tokens_per_round, batch=round(rows / total), depth=depth)
+    arm = max(speculative, key=lambda shape: speculative[shape])[1]
+    estimate = SpeedUp(tokens_per_round=tokens_per_round, batch=round(rows / total), arm=arm)
     spent = plain = break_even = 0.0
     known_rounds = known_rows = 0
     for shape, count in speculative.items():
-        step, cost = costs.cost(shape[0], 0), costs.cost(*shape)
+        step, cost = costs.cost(shape[0], PLAIN), costs.cost(*shape)
         if step and cost is not None:
             spent += count * cost
             plain += tokens[shape] / shape[0] * step
@@ -191,7 +192,7 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
     dead = dead_drafter(acceptance if is_certain else stats.acceptance)
     choice = stats.choice
     is_chosen = choice is not None and choice.reason != "fixed" and num_rounds > 0
-    chosen = [_chosen(choice)] if choice is not None and is_chosen else []
+    chosen = _chosen(choice) if choice is not None and is_chosen else []
     if length is None:
         return [*dead, *(chosen or [note("only_plain" if num_rounds else "idle")])]
     estimate = speed_up(seen, stats)
@@ -210,14 +211,24 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
     return [verdict, *dead, *_batch(length, stats.costs, estimate), *_slow_parts(seen, break_even), *depth]
 
 
-def _chosen(choice: DepthChoice) -> SpeculationNote:
+def _chosen(choice: DepthChoice) -> list[SpeculationNote]:
     """What the controller does now, and why."""
-    which = "drafts" if choice.depth else "drafts_nothing"
+    which = "drafts" if choice.arm.depth else "drafts_nothing"
     if choice.tokens is None:
         which = "measuring"
     elif choice.reason in ("trial", "return"):
         which = choice.reason
-    return note(which, **choice._asdict())
+    figures = choice._asdict() | {"arm": _words(choice.arm), "shown": _words(choice.shown)}
+    draws = choice.arm.depth and not choice.arm.is_tree and choice.sampled_drafts
+    return [note(which, **figures), *([note("sampled_drafts", **figures)] if draws else [])]
+
+
+def _words(arm: Arm) -> str:
+    if not arm.depth:
+        return "nothing"
+    if arm.is_tree:
+        return f"a tree of {arm.depth} levels"
+    return f"{arm.depth} token{'s' if arm.depth > 1 else ''} ahead"
 
 
 def dead_drafter(acceptance: AcceptanceStatistics) -> list[SpeculationNote]:
@@ -233,10 +244,10 @@ def note(which: str, **figures: Any) -> SpeculationNote:
 
 def _batch(length: float, costs: CostTable, estimate: SpeedUp) -> list[SpeculationNote]:
     """The drafts are good enough for small batches, but not for these."""
-    batch, depth = estimate.batch, estimate.depth
-    smallest = costs.smallest_batch(depth)
-    at_smallest = None if smallest is None else costs.ratio(smallest, depth)
-    here = costs.ratio(batch, depth) or estimate.break_even
+    batch, arm = estimate.batch, estimate.arm
+    smallest = costs.smallest_batch(arm)
+    at_smallest = None if smallest is None else costs.ratio(smallest, arm)
+    here = costs.ratio(batch, arm) or estimate.break_even
     if smallest is None or at_smallest is None or here is None:
         return []
     if batch < 2 * smallest or not at_smallest * PAYS <= length < here * PAYS:

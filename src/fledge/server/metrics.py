@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from fledge.engine.arms import PLAIN
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
 from fledge.evaluation.baseline import Baseline
@@ -176,12 +177,12 @@ class Metrics(Collector):
             "spec_decode_acceptance_drift": None if watch is None else watch.certain_fall,
             "server_info": {self.version: 1.0},
             "spec_decode_fallback_ratio": recent.fallback_ratio,
-            "spec_decode_depth": None if stats.choice is None else stats.choice.depth,
+            "spec_decode_depth": None if stats.choice is None else stats.choice.arm.depth,
             "spec_decode_estimated_speedup": estimate.value,
             "spec_decode_break_even_tokens": estimate.break_even,
             "spec_decode_round_cost_seconds": {
-                "speculative": stats.costs.cost(estimate.batch, estimate.depth) if estimate.depth else None,
-                "plain": stats.costs.cost(estimate.batch, 0) if estimate.batch else None,
+                "speculative": stats.costs.cost(estimate.batch, estimate.arm) if estimate.arm.depth else None,
+                "plain": stats.costs.cost(estimate.batch, PLAIN) if estimate.batch else None,
             },
             **{name: total[name] for name in COUNTED},
         }

@@ -1,10 +1,10 @@
 """The engine against the reference loop, whatever happens in whatever order.
 
-Hypothesis joins, aborts, steps and changes the depth at will, or the costs by which the controller chooses it, on pools
-that are too small, with prompts that share prefixes, with chains, trees and sampled drafts, reading at once or one
-launch late, with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every
-aborted one a prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n
-random examples instead of the fixed ones.
+Hypothesis joins, aborts, steps and changes what is drafted at will, or the costs by which the controller chooses it, on
+pools that are too small, with prompts that share prefixes, with chains, with chains and trees by turns, with drafts
+that are sampled for every other request, reading at once or one launch late, with and without (stand-ins for) graphs.
+Every request that ends must have the reference's tokens, every aborted one a prefix of them, and between steps every
+block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones.
 """
 
 import os
@@ -17,14 +17,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
+from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
-from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, GivenCosts, answer_of, drafter, make_engine
+from tests.engine_cases import (
+    DRAFTERS,
+    EOS,
+    MAX_LENGTH,
+    TREE,
+    VOCAB,
+    AnyDepth,
+    Ask,
+    GivenCosts,
+    answer_of,
+    drafter,
+    make_engine,
+)
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
 MAX_DEPTH = 4
-COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 1, max_size=MAX_DEPTH + 1)
-CHOSEN: Counter[int] = Counter()  # depths, by the controller, in all runs together
+COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 2, max_size=MAX_DEPTH + 2)
+ARMS = st.one_of(st.just(PLAIN), st.builds(Arm, st.integers(1, MAX_DEPTH), st.booleans()))
+CHOSEN: Counter[Arm] = Counter()  # by the controller, in all runs together
 
 # Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
 _STEMS = ((2, 3, 4, 5, 0, 2, 3, 4, 5, 0, 2, 3, 3, 0, 5, 4), (2, 3, 4, 5, 1, 1, 2), (5,), (4, 4, 4, 4, 4, 4, 4, 4, 4))
@@ -78,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["chain", "controlled chain", "tree", "controlled tree", "sampled", "plain"]),
         name=st.sampled_from(sorted(DRAFTERS)),
         drafter_positions=st.sampled_from([MAX_LENGTH, MAX_LENGTH, 20]),
-        depth=st.integers(0, MAX_DEPTH),
+        arm=ARMS,
         block_size=st.sampled_from([1, 2, 4, 8]),
         spare_slots=st.sampled_from([0, 8, 40, 400]),
         seqs=st.integers(1, 5),
@@ -93,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
         kind: str,
         name: str,
         drafter_positions: int,
-        depth: int,
+        arm: Arm,
         block_size: int,
         spare_slots: int,
         seqs: int,
@@ -103,23 +117,23 @@ class EngineMachine(RuleBasedStateMachine):
         graphs: bool,
         costs: list[float],
     ) -> None:
-        self.kind, self.depth = kind, depth
+        self.kind = kind
         is_tree = kind.endswith("tree")
+        self.change_arm(arm)
         self.drafter = None if kind == "plain" else drafter(name, drafter_positions)
         self.controller: GivenCosts | None = None
         if kind.startswith("controlled"):
-            self.controller = GivenCosts(MAX_DEPTH, seqs, only_deepest=is_tree)
+            self.controller = GivenCosts(MAX_DEPTH, seqs, tree=is_tree)
             self.controller.chosen = CHOSEN
             self.controller.set_costs(costs)
         lookahead = 3 * (MAX_DEPTH + 1) + 10
         self.max_length = 48
         self.engine = make_engine(
             drafts=self.drafter,
-            depth=lambda _running: self.depth,
             max_depth=MAX_DEPTH,
-            policy=self.controller,
+            policy=self.controller or AnyDepth(lambda _: self.arm, sampled=lambda one: int(one.id) % 2 == 0),
             tree=TREE if is_tree else None,
-            sample_drafts=kind == "sampled",
+            sample_drafts=None if kind == "sampled" else False,
             max_model_len=self.max_length,
             block_size=block_size,
             num_blocks=2 + (self.max_length + lookahead + spare_slots) // block_size,  # one at full length always fits
@@ -129,13 +143,13 @@ class EngineMachine(RuleBasedStateMachine):
             read_late=read_late,
             graphs=graphs,
         )
-        self.asked: list[tuple[Ask, Request, int]] = []
+        self.asked: list[tuple[Ask, Request]] = []
         self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
     @rule(ask=ASKS)
     def add(self, ask: Ask) -> None:
         request = ask.submit(self.engine, str(len(self.asked)), parent=f"parent-{len(self.asked) // 3}")
-        self.asked.append((ask, request, self.depth))
+        self.asked.append((ask, request))
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -153,14 +167,14 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        _, request, _ = data.draw(st.sampled_from(self.asked))
+        _, request = data.draw(st.sampled_from(self.asked))
         self.engine.abort(request.id)
         self.engine.check_integrity()
 
     @precondition(lambda self: self.kind != "sampled")  # whose tokens, unlike their distribution, follow the depth
-    @rule(depth=st.integers(0, MAX_DEPTH))
-    def change_depth(self, depth: int) -> None:
-        self.depth = depth
+    @rule(arm=ARMS)
+    def change_arm(self, arm: Arm) -> None:
+        self.arm = arm if self.kind.endswith("tree") else Arm(arm.depth)
 
     @precondition(lambda self: self.controller is not None)
     @rule(costs=COSTS)
@@ -177,10 +191,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.step(1)
         assert not self.engine.has_unfinished, "the engine does not come to an end"
         assert self.engine.block_manager.used == 0
-        for ask, request, depth in self.asked:
+        for ask, request in self.asked:
             speculation = None
-            if self.kind == "sampled" and depth and self.drafter is not None:
-                speculation = Speculation(drafter=self.drafter, depth=depth, sample_drafts=True)
+            if request.sample_drafts and self.arm.depth and self.drafter is not None:
+                speculation = Speculation(drafter=self.drafter, depth=self.arm.depth, sample_drafts=True)
             tokens, reason = answer_of(ask, speculation, self.max_length)
             if request.finish_reason == "abort":
                 assert request.output == tokens[: request.num_output]
@@ -206,4 +220,6 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
             phases=[Phase.generate] if not EXPLORE else tuple(Phase),
         ),
     )
-    assert len([depth for depth in CHOSEN if CHOSEN[depth] > 5]) > 2, CHOSEN
+    often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
+    assert len(often) > 3, CHOSEN
+    assert any(arm.is_tree for arm in often), CHOSEN

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import Arm
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.protocol import EngineStats
@@ -16,7 +17,7 @@ def _costs(*measured: tuple[int, int, float]) -> CostTable:
     table = CostTable()
     for batch, depth, seconds in measured:
         for _ in range(MIN_SAMPLES):
-            table.add(batch=batch, depth=depth, seconds=seconds)
+            table.add(batch=batch, arm=Arm(depth), seconds=seconds)
     return table
 
 
@@ -37,7 +38,8 @@ def _speed_up(rounds: Rounds, costs: CostTable) -> SpeedUp:
 
 def _seen(rounds: Rounds) -> HistoryInterval:
     seen = HistoryInterval()
-    for shape, (count, tokens) in rounds.items():
+    for (batch, depth), (count, tokens) in rounds.items():
+        shape = (batch, Arm(depth))
         seen.add({"rounds": {shape: count}, "round_tokens": {shape: tokens}})
     return seen
 
@@ -72,7 +74,7 @@ def test_speed_up_weighs_tokens_against_cost():
     assert estimate.value == pytest.approx(1.6)
     assert estimate.tokens_per_round == pytest.approx(2.4)
     assert estimate.break_even == pytest.approx(1.5)
-    assert (estimate.batch, estimate.depth) == (8, 3)
+    assert (estimate.batch, estimate.arm) == (8, Arm(3))
 
 
 def test_speed_up_pools_batches_by_the_time_they_take():
@@ -198,17 +200,23 @@ def test_a_wrong_drafter_that_is_no_longer_used_is_still_told_of():
     assert "fledge inspect" not in _texts(rounds={(1, 0): (100, 100)}, lifetime=_acceptance((3, 1, 100)))
 
 
-def _choice(depth: int, reason: str = "best", tokens: float | None = 2.1, cost: float | None = 1.4) -> DepthChoice:
-    return DepthChoice(depth=depth, batch=16, tokens=tokens, cost=cost, round_depth=3, reason=reason)
+def _choice(
+    depth: int, reason: str = "best", tokens: float | None = 2.1, cost: float | None = 1.4, **more: Any
+) -> DepthChoice:
+    arm = Arm(depth, is_tree=more.pop("is_tree", False))
+    return DepthChoice(arm=arm, batch=16, tokens=tokens, cost=cost, shown=Arm(3), reason=reason, **more)
 
 
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (_choice(3), "drafts 3 tokens ahead: at a batch of 16 a round of 3 is expected to give 2.10 tokens"),
-        (_choice(0, cost=2.4), "drafts nothing now, which is as fast as without a drafter"),
+        (_choice(3), "drafts 3 tokens ahead: at a batch of 16 such a round is expected to give 2.10 tokens"),
+        (_choice(1), "drafts 1 token ahead"),
+        (_choice(5, is_tree=True, sampled_drafts=4), "drafts a tree of 5 levels"),
+        (_choice(3, sampled_drafts=4), "without a seed of their own (4 of 16) have sampled drafts"),
+        (_choice(0, cost=2.4), "as fast as without a drafter: at a batch of 16 a round that drafts 3 tokens ahead"),
         (_choice(0, "return"), "would have to read first what it has missed"),
-        (_choice(5, "trial"), "tries 5 drafts for a few rounds"),
+        (_choice(5, "trial"), "drafts 5 tokens ahead for a few rounds"),
         (_choice(3, "unmeasured", None, None), "is measuring what rounds cost"),
     ],
 )

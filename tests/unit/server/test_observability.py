@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from fledge.engine.arms import Arm
 from fledge.engine.controller import DepthChoice
 from fledge.evaluation.baseline import Baseline, BaselineCell
 from fledge.server.metrics import Metrics
@@ -26,7 +27,7 @@ def _exposed_names() -> set[str]:
     for _ in range(5):
         feed.step(depth=3)
         feed.step(depth=0, accepted=0)
-    feed.tell(choice=DepthChoice(depth=3, batch=4, tokens=2.0, cost=1.5, round_depth=3, reason="best"))
+    feed.tell(choice=DepthChoice(arm=Arm(3), batch=4, tokens=2.0, cost=1.5, shown=Arm(3), reason="best"))
     feed.finished()
     metrics.on_rejected("queue_full")
     families = text_string_to_metric_families(metrics.render().decode())

@@ -116,7 +116,7 @@ def _tiles(metrics: Metrics, now: HistoryInterval, window: HistoryInterval, esti
         "acceptance_length": window.acceptance.acceptance_length,
         "speed_up": estimate.value,
         "break_even": estimate.break_even,
-        "depth": estimate.depth or None,
+        "depth": estimate.arm.depth or None,
         "batch": estimate.batch or None,
         "fallback_ratio": window.fallback_ratio,
         "fallback": stats.drafter_failure is not None,

@@ -1,0 +1,150 @@
+"""What rounds cost: measured while warming up and in every round; for sizes and arms that never ran, guessed."""
+
+import pickle
+
+import pytest
+
+from fledge.decoding.params import SamplingParams
+from fledge.engine.arms import PLAIN, Arm, RequestKind
+from fledge.engine.controller import AdaptiveDepth
+from fledge.engine.costs import MIN_SAMPLES, CostTable
+from tests import engine_cases
+
+
+def _costs(*measured: tuple[int, int, float]) -> CostTable:
+    """From (batch, depth, seconds) triples, each seen often enough to be believed."""
+    table = CostTable()
+    for batch, depth, seconds in measured:
+        for _ in range(MIN_SAMPLES):
+            table.add(batch=batch, arm=Arm(depth), seconds=seconds)
+    return table
+
+
+def test_a_copy_of_the_costs_is_a_value_of_its_own() -> None:
+    costs = CostTable()
+    for _ in range(MIN_SAMPLES):
+        costs.add(batch=2, arm=Arm(0), seconds=1.0)
+        costs.add(batch=2, arm=Arm(3), seconds=1.5)
+    kept = pickle.loads(pickle.dumps(costs.copy()))
+    for _ in range(50):
+        costs.add(batch=2, arm=Arm(3), seconds=9.0)
+    assert kept.ratio(2, Arm(3)) == pytest.approx(1.5)
+    assert costs.cost(2, Arm(3)) == pytest.approx(9.0, rel=0.01)
+    assert kept.cost(4, Arm(3)) is None
+
+
+def test_a_cost_is_the_mean_of_what_was_measured_and_follows_changes():
+    table = CostTable()
+    for seconds in (0.010, 0.020, 0.030):
+        table.add(batch=1, arm=Arm(3), seconds=seconds)
+    assert table.cost(1, Arm(3)) == pytest.approx(0.020)
+    for _ in range(100):
+        table.add(batch=1, arm=Arm(3), seconds=0.050)
+    assert table.cost(1, Arm(3)) == pytest.approx(0.050, rel=1e-3)
+
+
+def test_a_cost_between_two_measured_sizes_is_interpolated_but_never_extrapolated():
+    table = _costs((4, 0, 0.010), (16, 0, 0.022))
+    assert table.cost(10, Arm(0)) == pytest.approx(0.016)
+    assert table.cost(5, Arm(0)) == pytest.approx(0.011)
+    assert table.cost(18, Arm(0)) == pytest.approx(0.022)  # nearly the same size
+    assert table.cost(64, Arm(0)) is None
+    assert table.cost(1, Arm(0)) is None
+    assert table.cost(4, Arm(3)) is None
+
+
+def test_a_cost_is_not_believed_from_one_sample():
+    table = CostTable()
+    table.add(batch=1, arm=Arm(0), seconds=0.01)
+    assert table.cost(1, Arm(0)) is None
+
+
+def test_what_slows_the_rounds_that_run_is_taken_to_slow_the_others_too() -> None:
+    table = _costs((1, 0, 0.010), (1, 3, 0.015))
+    for _ in range(100):
+        table.add(batch=1, arm=Arm(3), seconds=0.015)
+    for _ in range(100):
+        table.add(batch=1, arm=Arm(3), seconds=0.030)  # a context has grown
+    assert table.cost(1, Arm(3)) == pytest.approx(0.030, rel=1e-2)
+    assert table.ratio(1, Arm(3)) == pytest.approx(1.5, rel=0.02)
+    for _ in range(MIN_SAMPLES + 40):
+        table.add(batch=1, arm=Arm(0), seconds=0.029)  # it is measured again, and is not
+    assert table.ratio(1, Arm(3)) == pytest.approx(30 / 29, rel=0.05)
+
+
+def test_what_never_ran_is_as_much_slower_than_expected_as_what_did() -> None:
+    table, tree = CostTable(), Arm(3, is_tree=True)
+    for arm, seconds in ((PLAIN, 0.010), (Arm(3), 0.015), (tree, 0.040)):
+        table.expect(batch=4, arm=arm, seconds=seconds)
+    assert table.ratio(4, Arm(3)) == pytest.approx(1.5)
+    for _ in range(60):
+        table.add(batch=4, arm=Arm(3), seconds=0.030)  # neighbours, or contexts
+    assert [table.cost(4, arm) for arm in (PLAIN, Arm(3), tree)] == pytest.approx([0.020, 0.030, 0.080], rel=0.02)
+    assert table.copy().cost(4, PLAIN) == table.cost(4, PLAIN)
+    for _ in range(60):
+        table.add(batch=4, arm=PLAIN, seconds=0.012)  # now it has run, and was not
+    assert table.cost(4, PLAIN) == pytest.approx(0.012, rel=0.02)
+    for _ in range(60):
+        table.add(batch=4, arm=PLAIN, seconds=0.015)
+    assert table.estimate(64, tree) == pytest.approx(0.060, rel=0.02), "a tree is guessed from no chain"
+    assert table.estimate(64, Arm(9, is_tree=True)) is None
+
+
+def test_one_round_that_was_held_up_is_not_the_cost_of_all() -> None:
+    table = _costs((1, 0, 0.010))
+    table.add(batch=1, arm=Arm(0), seconds=5.0)
+    assert table.cost(1, Arm(0)) < 0.02
+
+
+def test_an_estimate_goes_where_nothing_was_measured() -> None:
+    table = _costs((4, 0, 0.010), (4, 4, 0.014))
+    assert table.estimate(4, Arm(2)) == pytest.approx(0.012)
+    assert table.estimate(4, Arm(6)) == pytest.approx(0.016)
+    assert table.estimate(64, Arm(0)) == pytest.approx(0.010)
+    assert table.estimate(64, Arm(2)) is None
+    assert table.age(4, Arm(0)) == 3
+    assert table.age(64, Arm(0)) is None
+
+
+def test_a_busy_host_makes_drafts_cheap_where_it_overlaps_and_dear_nowhere() -> None:
+    def table(host_overlaps: bool) -> CostTable:
+        costs = CostTable(host_overlaps=host_overlaps)
+        for depth, seconds in ((0, 0.001), (3, 0.002), (7, 0.006)):
+            for _ in range(MIN_SAMPLES):
+                costs.add(batch=64, arm=Arm(depth), seconds=seconds)
+        assert costs.ratio(64, Arm(3)) == pytest.approx(2)
+        costs.add_host(batch=60, seconds=0.003)
+        return costs
+
+    beside, between = table(True), table(False)
+    assert [beside.cost(64, Arm(depth)) for depth in (0, 3, 7)] == [0.001, 0.002, 0.006], "another size"
+    for costs, expected in ((beside, [0.003, 0.003, 0.006]), (between, [0.004, 0.005, 0.009])):
+        costs.add_host(batch=100, seconds=0.003)
+        for twin in (costs, costs.copy()):
+            assert [twin.cost(64, Arm(depth)) for depth in (0, 3, 7)] == pytest.approx(expected)
+    for _ in range(200):
+        beside.add_host(batch=100, seconds=0.0)
+    assert beside.cost(64, Arm(0)) == pytest.approx(0.001), "it is learned anew"
+
+
+def test_warming_up_measures_what_rounds_cost() -> None:
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), max_num_seqs=4, policy=AdaptiveDepth(3, 4))
+    seen: list[tuple[int, int]] = []
+    engine.warm_up(lambda done, total: seen.append((done, total)))
+    costs = engine.stats().costs
+    assert all(costs.cost(batch, Arm(depth)) for batch in (1, 2, 3, 4) for depth in (0, 1, 2, 3))
+    assert seen[-1] == (12, 12)
+
+
+def test_sampled_rounds_have_costs_of_their_own() -> None:
+    """Their sampling takes time too, and more of it the more drafts there are."""
+    engine = engine_cases.make_engine(drafts=engine_cases.drafter(), policy=AdaptiveDepth(3, 4))
+    engine.warm_up()
+    tables = engine._costs.tables
+    assert all(table.cost(1, Arm(3)) for kind, table in tables.items() if kind is not RequestKind.SAMPLED_DRAFTS)
+    engine.add_request("a", [2, 3, 4], SamplingParams(max_tokens=40, temperature=1.0, seed=1))
+    engine_cases.run(engine)
+    assert engine.stats().costs.rounds == tables[RequestKind.SAMPLED].rounds > 0, "those of the rounds that ran"
+    engine.add_request("b", [2, 3, 4], SamplingParams(max_tokens=4, temperature=0.0))
+    engine_cases.run(engine)
+    assert 0 < engine.stats().costs.rounds < 20, "only the greedy ones"

@@ -33,8 +33,8 @@ def _p_values(admitted_by: str, runs: int, of_three: int) -> dict[RequestKind, f
     """Chi-square of sampled answers against the target's distribution, by kind of request.
 
     A controller chooses chains, trees or nothing; so many of three requests draw their drafts, others in the same
-    rounds do not. Of the drafts, those before the first whose confidence is too low are verified: the drafter's largest probability
-    there, or that of the token that was drawn.
+    rounds do not. Of the drafts, those before the first whose confidence is too low are verified: the drafter's largest
+    probability there, or that of the token that was drawn.
     """
     prompt, length, deepest, batch = (2, 3, 4), 3, 4, 64
     policy = _SomeDraw(deepest, batch, tree=True)
@@ -90,37 +90,45 @@ def test_sampled_answers_keep_the_targets_distribution_unless_drafts_are_admitte
     assert _p_values("drawn", runs=1200, of_three=3)[RequestKind.SAMPLED_DRAFTS] < 1e-6
 
 
-def _requests(method: str, *, adaptive: bool = True, temperature: float = 0.8, **settings: object) -> list[Request]:
-    """A request without a seed of its own, given one from outside, and one with."""
-    config = SpeculativeConfig(model="given", adaptive=adaptive, draft_sample_method=method)
-    policy = AnyDepth(lambda _: 3, sampled=lambda _: True) if adaptive else None
-    engine = make_engine(drafts=drafter(), policy=policy, speculative_config=config)
-    own = SamplingParams(temperature=temperature, max_tokens=8, seed=5)
-    open_ = SamplingParams(temperature=temperature, max_tokens=8)
+def _requests(sample_drafts: bool | None, *, temperature: float = 0.8, **settings: object) -> list[Request]:
+    """A request without a seed of its own, given one from outside, and one with: a policy that would draw for both."""
+    policy = AnyDepth(lambda _: 3, sampled=lambda _: True)
+    engine = make_engine(drafts=drafter(), policy=policy, sample_drafts=sample_drafts)
+    asked = [SamplingParams(temperature=temperature, max_tokens=8, seed=seed) for seed in (None, 5)]
     requests = [
-        engine_cases.add_request(engine, "open", [2, 3], open_, seed=5, **settings),
-        engine_cases.add_request(engine, "own", [2, 3], own, seed=5, **settings),
+        engine_cases.add_request(engine, str(number), [2, 3], params, seed=5, **settings)
+        for number, params in enumerate(asked)
     ]
     run(engine)
     return requests
 
 
 def test_a_request_with_a_seed_of_its_own_drafts_as_without_chance() -> None:
-    drawn, own = _requests("auto")
+    drawn, own = _requests(None)
     assert (drawn.kind, own.kind) == (RequestKind.SAMPLED_DRAFTS, RequestKind.SAMPLED)
     assert own.output == answer_of(sampled([2, 3], 8, 5))[0]
-    assert [one.sample_drafts for one in _requests("greedy")] == [False, False]
-    assert [one.sample_drafts for one in _requests("probabilistic")] == [True, True]
-    assert [one.sample_drafts for one in _requests("auto", adaptive=False)] == [False, False], "what vLLM does"
-    assert [one.sample_drafts for one in _requests("auto", temperature=0.0)] == [False, False]
-    assert [one.sample_drafts for one in _requests("auto", draft_limit=0)] == [False, False]
+    assert [one.sample_drafts for one in _requests(False)] == [False, False]
+    assert [one.sample_drafts for one in _requests(True)] == [True, True]
+    assert [one.sample_drafts for one in _requests(None, temperature=0.0)] == [False, False]
+    assert [one.sample_drafts for one in _requests(None, draft_limit=0)] == [False, False]
+
+
+def test_what_the_config_says_of_sampled_drafts() -> None:
+    def says(**values: object) -> bool | None:
+        return SpeculativeConfig.from_dict({"model": "m", **values}).sample_drafts
+
+    assert says() is None
+    assert says(tree_width=4) is None
+    assert says(adaptive=False) is False, "as vLLM has it"
+    assert says(draft_sample_method="greedy") is False
+    assert says(draft_sample_method="probabilistic", adaptive=False) is True
 
 
 def test_distributions_of_drafts_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _requests("auto")[0].sample_drafts
+    assert _requests(None)[0].sample_drafts
     monkeypatch.setattr(device_state, "DRAFT_PROBS_BYTES", 100)
-    assert not _requests("auto")[0].sample_drafts
-    assert _requests("probabilistic")[0].sample_drafts, "it was asked for"
+    assert not _requests(None)[0].sample_drafts
+    assert _requests(True)[0].sample_drafts, "it was asked for"
     assert make_engine(drafts=drafter()).runner.state.draft_probs.numel() == 0
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/never_slower.py --shape 8b --concurrency 1,4,16,64,256 --out never-slower.json
 
-Arms: no drafting, fixed depths, and the controller (`adaptive`), which goes through all cells with what it has learned,
-and learns nothing from the other arms' rounds. Each cell is a closed loop: C requests in flight until all were
-submitted; tokens of that time over that time. With `--shape` the bundled pair has the cost of a large one (`fledge
-bench inflate`) and its own text and acceptance.
+Arms: no drafting, fixed depths (`K=3`; `K=3 drawn` with sampled drafts, where something is sampled), with `--tree WxN`
+a fixed tree, and the controller (`adaptive`), which goes through all cells with what it has learned, and learns nothing
+from the other arms' rounds. Each cell is a closed loop: C requests in flight until all were submitted; tokens of that
+time over that time. With `--shape` the bundled pair has the cost of a large one (`fledge bench inflate`) and its own
+text and acceptance.
 
 Arms take turns, `--repeats` times. The largest of several noisy figures is too large, so the best fixed arm of a repeat
 is the one that was best in the other repeats.
@@ -29,9 +30,10 @@ from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
+from fledge.engine.arms import Acceptance, Arm
 from fledge.engine.config import EngineConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
-from fledge.engine.costs import CostTable
+from fledge.engine.costs import CostTable, RoundCosts
 from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
@@ -40,22 +42,29 @@ from fledge.evaluation.workloads import load_workload
 Requests = Iterator[tuple[list[int], SamplingParams]]
 
 
-class OneDepth:
-    """Always the same depth."""
+class OneArm:
+    """Always the same."""
 
     choice = None
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self.depths = (depth,)
+    def __init__(self, arm: Arm, *, drawn: bool = False) -> None:
+        self._drawn = drawn
+        self.arms = (arm,)
 
-    def depth(self, requests: Collection[Request], costs: CostTable) -> int:  # noqa: ARG002 - the policy's contract
-        return min(self._depth, wanted_depth(requests))
+    def choose(self, requests: Collection[Request], costs: CostTable) -> Arm:  # noqa: ARG002 - the policy's contract
+        (arm,) = self.arms
+        return arm if arm.is_tree else Arm(min(arm.depth, wanted_depth(requests)))
 
-    def observe(self, request: Request, *, drafted: int, accepted: int) -> None:
+    def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:  # noqa: ARG002
+        return self._drawn
+
+    def expect(self, acceptance: Acceptance) -> None:
         pass
 
-    def observe_round(self, *, depth: int, seconds: float) -> None:
+    def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
+        pass
+
+    def observe_round(self, *, arm: Arm, seconds: float) -> None:
         pass
 
 
@@ -65,27 +74,23 @@ class Loop:
     def __init__(self, engine: LLMEngine, prompts: dict[str, list[list[int]]], max_tokens: int) -> None:
         self._engine, self._prompts, self._max_tokens = engine, prompts, max_tokens
         self._number = 0
-        self._costs = (
-            engine._stats.costs,
-            engine._sampled_costs,
-        )  # the controller's, not the other arms'
+        self._costs = engine._costs  # the controller's, not the other arms'
 
     def requests(self, workload: str, temperature: float, count: int) -> Requests:
-        for i, prompt in enumerate(islice(cycle(self._prompts[workload]), count)):
-            yield prompt, SamplingParams(temperature=temperature, max_tokens=self._max_tokens, seed=i)
+        for prompt in islice(cycle(self._prompts[workload]), count):
+            yield prompt, SamplingParams(temperature=temperature, max_tokens=self._max_tokens)
 
     def run(self, policy: DepthPolicy, phases: list[tuple[int, Requests]]) -> dict:
         """Tokens per second while there were requests to submit; phases (concurrency, requests) follow each other."""
         engine = self._engine
         engine._depth_policy = policy
-        learned = isinstance(policy, AdaptiveDepth)
-        engine._stats.costs, engine._sampled_costs = self._costs if learned else (CostTable(), CostTable())
+        engine._costs = self._costs if isinstance(policy, AdaptiveDepth) else RoundCosts()
         before, started, length = engine.stats(), time.perf_counter(), 0.0
         for concurrency, requests in phases:
-            for prompt, params in requests:
+            for seed, (prompt, params) in enumerate(requests):
                 while len(engine.requests) >= concurrency:
                     engine.step()
-                engine.add_request(str(self._number), prompt, params, eos_ids=engine.info.eos_ids)
+                engine.add_request(str(self._number), prompt, params, seed=seed, eos_ids=engine.info.eos_ids)
                 self._number += 1
             length = time.perf_counter() - started
         tokens = engine.stats().output_tokens - before.output_tokens
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="fledgling-eagle3.1")
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--depths", default="1,2,3,4,5,6,7")
+    parser.add_argument("--tree", help="a tree of the deepest depth too: WIDTHxNODES, as 8x32")
     parser.add_argument("--concurrency", default="1,4,16")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--workloads", default="humaneval,mt_bench")
@@ -137,32 +143,35 @@ def main() -> None:
         name: [encode_chat(tokenizer, prompt.first_messages) for prompt in load_workload(name, sample=96).prompts]
         for name in workloads
     }
+    speculation = {"model": args.drafter, "num_speculative_tokens": max(depths)}
+    if args.tree:
+        speculation |= dict(zip(("tree_width", "tree_budget"), map(int, args.tree.split("x")), strict=True))
     config = EngineConfig(
-        speculative_config={"model": args.drafter, "num_speculative_tokens": max(depths)},
+        speculative_config=speculation,
         max_num_seqs=max(sizes),
         max_model_len=2048,
         enable_prefix_caching=False,
     )
-    adaptive = AdaptiveDepth(max(depths), max(sizes))
+    adaptive = AdaptiveDepth(max(depths), max(sizes), tree=bool(args.tree))
     engine = LLMEngine(target, drafter, config, adaptive, eos_ids=target.config.eos_ids)
     started = time.perf_counter()
     engine.warm_up()
     gc.collect()
     gc.freeze()  # as the server does: looking through what stays holds everybody up for 0.2 s now and then
     print(f"warmed up in {time.perf_counter() - started:.1f} s", flush=True)
-    arms: dict[str, DepthPolicy] = {
-        "none": OneDepth(0),
-        **{f"K={d}": OneDepth(d) for d in depths},
-        "adaptive": adaptive,
-    }
+    arms: dict[str, DepthPolicy] = {"none": OneArm(Arm(0)), **{f"K={d}": OneArm(Arm(d)) for d in depths}}
+    if args.tree:
+        arms[f"tree {args.tree}"] = OneArm(Arm(max(depths), is_tree=True))
+    drawn: dict[str, DepthPolicy] = {f"K={d} drawn": OneArm(Arm(d), drawn=True) for d in depths}
     loop = Loop(engine, prompts, args.max_tokens)
     cells = []
 
     def measure(phases: Callable[[], list[tuple[int, Requests]]], **cell: object) -> None:
-        speeds: dict[str, list[float]] = {name: [] for name in arms}
+        turns = {**arms, **(drawn if cell["temperature"] else {}), "adaptive": adaptive}
+        speeds: dict[str, list[float]] = {name: [] for name in turns}
         lengths = {}
         for _ in range(args.repeats):
-            for name, policy in arms.items():
+            for name, policy in turns.items():
                 result = loop.run(policy, phases())
                 speeds[name].append(result["tokens_per_second"])
                 lengths[name] = result["acceptance_length"]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("FLEDGE_COSTS", "0")  # nothing of what tests measure is to be found in anybody's home
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which torch does not do by itself
 # Tests run in parallel processes and their tensors are small: more threads would wait for each other, not work.

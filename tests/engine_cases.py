@@ -18,7 +18,7 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.arms import PLAIN, Arm
+from fledge.engine.arms import PLAIN, Acceptance, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable, RoundCosts
@@ -204,6 +204,9 @@ class AnyDepth:
         pass
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
+        pass
+
+    def expect(self, acceptance: Acceptance) -> None:
         pass
 
     def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:

@@ -92,7 +92,7 @@ def make_engine(
     values = {"max_model_len": 256, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16, **settings}
     if drafter is not None:
         values["speculative_config"] = speculation(4, tree=tree, sample_drafts=sample_drafts)
-    return LLMEngine(target, drafter, EngineConfig(**values), AnyDepth(depth, (0, 3, 4)))  # type: ignore[arg-type]
+    return LLMEngine(target, drafter, EngineConfig(**values), AnyDepth(depth, (0, 3, 4), is_tree=tree is not None))  # type: ignore[arg-type]
 
 
 def next_logits(target: TargetModel, text: list[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """What the controller chooses between: an arm for each round, and a kind for each request."""
 
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -23,6 +23,12 @@ class RequestKind(StrEnum):
     SAMPLED_DRAFTS = "sampled drafts"  # they are drawn as well and accepted by rejection, which more of them survive
 
     @classmethod
-    def of_round(cls, kinds: Collection["RequestKind"]) -> "RequestKind":
+    def of_round(cls, kinds: Iterable["RequestKind"]) -> "RequestKind":
         """The kind of a round of these: its costliest one's."""
-        return next((kind for kind in (cls.SAMPLED_DRAFTS, cls.SAMPLED) if kind in kinds), cls.GREEDY)
+        found = set(kinds)
+        return next((kind for kind in (cls.SAMPLED_DRAFTS, cls.SAMPLED) if kind in found), cls.GREEDY)
+
+
+Acceptance = Mapping[
+    RequestKind, Sequence[float]
+]  # by depth: of the drafts before which all stand, the share that does

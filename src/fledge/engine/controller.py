@@ -12,10 +12,10 @@ the best: those whose cost was not measured for long and, while nothing is draft
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from fledge.engine.arms import PLAIN, Arm, RequestKind
+from fledge.engine.arms import PLAIN, Acceptance, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.costs import CostTable, RoundCosts
 from fledge.engine.estimator import AcceptanceEstimator
@@ -70,6 +70,10 @@ class DepthPolicy(Protocol):
         """The last decision; None before the first."""
         ...
 
+    def expect(self, acceptance: Acceptance) -> None:
+        """Take over what is known of how many drafts stand, before any is tried."""
+        ...
+
     def choose(self, requests: Collection[Request], costs: CostTable) -> Arm:
         """Return what to draft in the next step; depth 0 is plain decoding.
 
@@ -116,6 +120,9 @@ class FixedDepth:
     def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:  # noqa: ARG002
         return False
 
+    def expect(self, acceptance: Acceptance) -> None:
+        pass
+
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         pass
 
@@ -131,20 +138,13 @@ def wanted_depth(requests: Collection[Request]) -> int:
 class AdaptiveDepth:
     """The arm with the highest expected rate. Remembers what it chose; `seconds` of rounds are its clock."""
 
-    def __init__(
-        self,
-        max_depth: int,
-        max_num_seqs: int,
-        *,
-        tree: bool = False,
-        priors: Mapping[RequestKind, Sequence[float]] | None = None,
-    ) -> None:
-        """`tree`: a tree of the deepest depth is an arm as well. `priors` as in `AcceptanceEstimator`."""
+    def __init__(self, max_depth: int, max_num_seqs: int, *, tree: bool = False) -> None:
+        """`tree`: a tree of the deepest depth is an arm as well."""
         useful = {1, 2, 3, 5, 7, 10, 13}  # between these the rate changes little
         depths = sorted({d for d in useful if d < max_depth} | {max_depth})
         self.arms: Sequence[Arm] = [PLAIN, *map(Arm, depths), *([Arm(max_depth, is_tree=True)] if tree else [])]
         self._max_num_seqs = max_num_seqs
-        self._acceptance = AcceptanceEstimator(max_depth, priors)
+        self._acceptance = AcceptanceEstimator(max_depth)
         self._current = Arm(max((d for d in depths if d <= 3), default=max_depth))
         self._trial: Arm | None = None  # what is being tried instead
         self._trial_rounds = self._trial_observations = 0
@@ -156,6 +156,9 @@ class AdaptiveDepth:
         self._rounds = self._other_kind_rounds = 0
         self._other_kind: Request | None = None  # drafts in the way that is not held to be the better one
         self.choice: DepthChoice | None = None
+
+    def expect(self, acceptance: Acceptance) -> None:
+        self._acceptance.expect(acceptance)
 
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         if drafted:
@@ -307,12 +310,8 @@ class AdaptiveDepth:
         return plain + max(missed, 0) * (costs.seconds_per_row() or plain) if missed > 0 else 0.0
 
 
-def make_policy(
-    config: SpeculativeConfig | None,
-    max_num_seqs: int,
-    priors: Mapping[RequestKind, Sequence[float]] | None = None,
-) -> DepthPolicy:
-    """The policy that a config asks for; `priors` as in `AcceptanceEstimator`."""
+def make_policy(config: SpeculativeConfig | None, max_num_seqs: int) -> DepthPolicy:
+    """The policy that a config asks for."""
     if config is None or not config.is_adaptive:
         return FixedDepth(config, max_num_seqs)
-    return AdaptiveDepth(config.max_depth, max_num_seqs, tree=config.tree_width is not None, priors=priors)
+    return AdaptiveDepth(config.max_depth, max_num_seqs, tree=config.tree_width is not None)

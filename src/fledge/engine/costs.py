@@ -53,6 +53,15 @@ class CostTable:
         cost = _Cost(MIN_SAMPLES, seconds, self._trend, self.rounds, expected=seconds, has_run=False)
         self._costs.setdefault(arm, {}).setdefault(batch, cost)
 
+    def expectations(self) -> list[tuple[int, Arm, float]]:
+        """What `expect` was told: batch, arm, seconds."""
+        return [
+            (batch, arm, cost.expected)
+            for arm, costs in self._costs.items()
+            for batch, cost in costs.items()
+            if cost.expected is not None
+        ]
+
     def add(self, *, batch: int, arm: Arm, seconds: float) -> None:
         """Learn how long a round took."""
         self.rounds += 1

@@ -13,25 +13,26 @@ into question all of them become suspects, and are admitted one by one until eac
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.arms import PLAIN, RequestKind
+from fledge.engine.arms import PLAIN, Acceptance
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthPolicy, make_policy
+from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import RoundCosts
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
 from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
-from fledge.engine.request import UNLIMITED, Phase, Request
+from fledge.engine.request import UNLIMITED, Phase, Request, kind_of_round
 from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
 from fledge.errors import ConfigError, describe
@@ -58,8 +59,12 @@ class LLMEngine:
         *,
         model: str = "",
         eos_ids: Sequence[int] = (),
+        cost_cache: CostCache | None = None,
     ) -> None:
-        """`depth_policy`: what the config says, if not given. `model` and `eos_ids` are what `info` says of them."""
+        """`depth_policy`: what the config says, if not given. `model` and `eos_ids` are what `info` says of them.
+
+        `cost_cache`: where to find what warming up has measured before.
+        """
         assert (drafter is None) == (config.speculative_config is None), "a drafter comes with a speculative config"
         self.target, self.drafter = target, drafter  # as loaded: the device's state may give the drafter up
         if config.pack_weights:
@@ -80,6 +85,7 @@ class LLMEngine:
         self._reads_late = on_gpu if config.read_late is None else config.read_late
         self._stats = EngineStats()
         self._costs = RoundCosts(host_overlaps=self._reads_late)
+        self._cost_cache = cost_cache
         self.block_manager = BlockManager(
             state.num_blocks, state.block_size, prefix_caching=config.enable_prefix_caching
         )
@@ -113,7 +119,14 @@ class LLMEngine:
         return bool(self.requests)
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int, int], None] = lambda _done, _all: None, *, plain: bool = False) -> None:
+    def warm_up(
+        self,
+        progress: Callable[[int, int], None] = lambda _done, _all: None,
+        *,
+        plain: bool = False,
+        acceptance: Acceptance | None = None,
+    ) -> None:
+        self._depth_policy.expect(acceptance or {})
         graphs, largest = self.runner.graphs, self.config.max_num_seqs
         arms = set(self._depth_policy.arms) if self.runner.state.drafter is not None else {PLAIN}
         arms |= {PLAIN} if plain else set()
@@ -122,6 +135,8 @@ class LLMEngine:
             programs = graphs.missing(arms, max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
         sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
         rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
+        if rounds and self._cost_cache is not None:
+            self._cost_cache.recall(self._costs)
         rounds = [one for one in rounds if self._costs.latest.age(*one) is None]
         for done, program in enumerate(programs):
             progress(done, len(programs) + len(rounds))
@@ -132,6 +147,8 @@ class LLMEngine:
         self.runner.measure(
             self._costs, rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds))
         )
+        if rounds and self._cost_cache is not None:
+            self._cost_cache.keep(self._costs)
 
     def add_request(
         self,
@@ -220,7 +237,7 @@ class LLMEngine:
         self._stats.read_seconds += ended - launched
         if previous is not None and batch.decoding and not (batch.chunks or previous.batch.chunks):
             seconds = max(ended - started - self._device_seconds, 0.0)
-            self._costs.tables[_kind_of(batch.decoding)].add_host(batch=len(batch.decoding), seconds=seconds)
+            self._costs.tables[kind_of_round(batch.decoding)].add_host(batch=len(batch.decoding), seconds=seconds)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
@@ -237,7 +254,7 @@ class LLMEngine:
         while True:
             arm, requests = PLAIN, self.requests.values()
             if self.runner.state.drafter is not None:
-                arm = self._depth_policy.choose(requests, self._costs.tables[_kind_of(requests)])
+                arm = self._depth_policy.choose(requests, self._costs.tables[kind_of_round(requests)])
                 assert 0 <= arm.depth <= self.config.max_depth, f"{arm} is beyond what the engine was set up for"
             try:
                 return self.scheduler.schedule(arm)
@@ -281,7 +298,7 @@ class LLMEngine:
             seconds = sum(report.seconds)
             self._device_seconds += 0.0 if self._reads_late else seconds
             if report.verify == report.draft:  # others change the arm: no one's cost
-                kind = _kind_of(launch.batch.decoding)
+                kind = kind_of_round(launch.batch.decoding)
                 self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
         if not results.drafts_finite:
@@ -381,8 +398,3 @@ class LLMEngine:
             self.runner.state.drafter = self.runner.state.drafter_cache = None  # drafts there are, are still verified
             self._stats.drafter_failure = reason
             _log.error("the drafter failed (%s); decoding goes on without speculation until the next start", reason)
-
-
-def _kind_of(requests: Iterable[Request]) -> RequestKind:
-    """The kind of a round of these."""
-    return RequestKind.of_round({request.kind for request in requests})

@@ -1,18 +1,19 @@
 """How likely drafts are to be accepted, by depth, from those that were: what a round is expected to give."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fledge.engine.arms import RequestKind
+from fledge.engine.arms import Acceptance, RequestKind
 from fledge.engine.request import Request
 
 # Of drafts, how many are accepted before any was tried.
 PRIOR_RATES = {RequestKind.GREEDY: 0.6, RequestKind.SAMPLED: 0.4, RequestKind.SAMPLED_DRAFTS: 0.55}
 PRIOR_ROUNDS = 4  # that this is worth
+MEASURED_PRIOR_ROUNDS = 16  # that the drafter's evaluation is worth
 TREE_MISSES = 0.65  # of the positions that chains miss, trees that were not tried are taken to miss this share
 MEMORY = 500  # rounds of one request each, after which what was accepted is half forgotten or more
 REQUEST_MEMORY = 64  # drafts of one request, the same
@@ -29,7 +30,7 @@ class _DraftCounts:
     def __init__(self, prior: Sequence[float]) -> None:
         """`prior`: the rate at each depth before anything is known."""
         self.expected = [0.0]  # accepted drafts of the first n; as of the last `rates`
-        self.prior = prior
+        self.prior, self.prior_rounds = prior, PRIOR_ROUNDS
         self._counts = np.zeros((2, len(prior)))
         self._new = [[0] * len(prior), [0] * len(prior)]
         self._rounds = 0  # in `_new`
@@ -55,7 +56,7 @@ class _DraftCounts:
         rates: list[float] = []
         for depth, (reached, accepted) in enumerate(self._counts.T.tolist()):
             prior = self.prior[depth] if not depth else rates[-1] * self.prior[depth] / self.prior[depth - 1]
-            rates.append((accepted + PRIOR_ROUNDS * min(prior, MOST)) / (reached + PRIOR_ROUNDS))
+            rates.append((accepted + self.prior_rounds * min(prior, MOST)) / (reached + self.prior_rounds))
         self.expected = [0.0, *itertools.accumulate(rates)]
         return np.array(rates)
 
@@ -70,14 +71,19 @@ class AcceptanceEstimator:
     That is what was accepted of its drafts over what was expected of them, drawn towards 1.
     """
 
-    def __init__(self, max_depth: int, priors: Mapping[RequestKind, Sequence[float]] | None = None) -> None:
-        """`priors`: of a kind's chains, what the drafter's evaluation says of the rate at each depth."""
+    def __init__(self, max_depth: int) -> None:
         self._max_depth = max_depth
-        self._chains: dict[RequestKind, _DraftCounts] = {}
-        for kind, rate in PRIOR_RATES.items():
-            known = list((priors or {}).get(kind, ()))[:max_depth] or [rate]
-            self._chains[kind] = _DraftCounts([*known, *[known[-1]] * (max_depth - len(known))])
+        self._chains = {kind: _DraftCounts([rate] * max_depth) for kind, rate in PRIOR_RATES.items()}
         self._trees = {kind: _DraftCounts([0.5] * max_depth) for kind in (RequestKind.GREEDY, RequestKind.SAMPLED)}
+
+    def expect(self, acceptance: Acceptance) -> None:
+        """Take over what an evaluation found of chains, for what it knows."""
+        for kind, rates in acceptance.items():
+            known = [max(rate, 0.01) for rate in rates[: self._max_depth]]
+            if known:
+                counts = self._chains[kind]
+                counts.prior = [*known, *[known[-1]] * (self._max_depth - len(known))]
+                counts.prior_rounds = MEASURED_PRIOR_ROUNDS
 
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         counts = self._counts(request.kind, is_tree=is_tree)

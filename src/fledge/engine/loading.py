@@ -11,6 +11,7 @@ from rich.progress import Progress as Bars
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.cost_cache import CostCache
 from fledge.engine.engine import LLMEngine
 from fledge.errors import ConfigError
 from fledge.models.config import Architecture
@@ -33,7 +34,8 @@ def build_engine(
     drafter = None if speculation is None else _load_drafter(speculation, target, directory)
     own_end = None if tokenizer is None else tokenizer.eos_token_id
     eos_ids = sorted({*target.config.eos_ids, *(() if own_end is None else (own_end,))})
-    engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids)
+    costs = None if drafter is None else CostCache.of(target, drafter, config)
+    engine = LLMEngine(target, drafter, config, model=model, eos_ids=eos_ids, cost_cache=costs)
     if engine.runner.graphs is not None:
         with Bars(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("capturing CUDA graphs", total=None)

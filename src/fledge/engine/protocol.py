@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.arms import Arm
+from fledge.engine.arms import Acceptance, Arm
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
@@ -157,10 +157,17 @@ class Engine(Protocol):
         """
         ...
 
-    def warm_up(self, progress: Callable[[int, int], None] = ..., *, plain: bool = False) -> None:
+    def warm_up(
+        self,
+        progress: Callable[[int, int], None] = ...,
+        *,
+        plain: bool = False,
+        acceptance: Acceptance | None = None,
+    ) -> None:
         """Do now what would hold up the first requests: capture graphs, time rounds. `progress` is told done and all.
 
-        `plain`: for steps without speculation too, which a request may ask for.
+        `plain`: for steps without speculation too, which a request may ask for. `acceptance`: what is known of how
+        many drafts stand, before any was tried.
         """
         ...
 

@@ -1,6 +1,7 @@
 """A request inside the engine: what was asked, what is known of the answer, and where it stands."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -175,3 +176,7 @@ class Request:
     def fail_constraint(self, error: Exception) -> None:
         """Note why the constraint fails. The request then ends with its next tokens."""
         self.failure = f"{CONSTRAINT_FAILURE}{str(error) or type(error).__name__}"
+
+
+def kind_of_round(requests: Iterable[Request]) -> RequestKind:
+    return RequestKind.of_round(request.kind for request in requests)

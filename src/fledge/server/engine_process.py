@@ -23,6 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -30,12 +31,15 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from fledge.checkpoints.source import resolve
+from fledge.engine.arms import Acceptance, RequestKind
+from fledge.engine.config import MAX_DEPTH
 from fledge.engine.constraint import with_token_rules
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import DeadEngineError, Engine, EngineInfo
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import ConfigError, FledgeError, describe
+from fledge.evaluation.baseline import Baseline
 from fledge.server.errors import RequestError
 from fledge.server.request_log import set_up_logging
 from fledge.server.structured import COMPILE_THREADS, Grammar, GrammarCompiler
@@ -242,6 +246,20 @@ class EngineWorker:
             self._outputs.send((name, output))
 
 
+def known_acceptance(drafter: str | None) -> Acceptance:
+    """What a drafter's evaluation found of its drafts. Of a file that is damaged the parent tells."""
+    try:
+        baseline = None if drafter is None else Baseline.read(resolve(drafter))
+    except FledgeError:
+        return {}
+    found: dict[RequestKind, list[float]] = {}
+    for kind, temperature in ((RequestKind.GREEDY, 0.0), (RequestKind.SAMPLED, 1.0)):
+        if baseline is not None and any(cell.temperature == temperature for cell in baseline.cells):
+            rates = baseline.rates(temperature, MAX_DEPTH)
+            found[kind] = [rate / before if before else 0.0 for before, rate in pairwise([1.0, *rates])]
+    return found
+
+
 def main(commands: int, outputs: int) -> None:
     """Be the child: load, say so, and run until the parent closes its pipe or is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
@@ -258,7 +276,7 @@ def main(commands: int, outputs: int) -> None:
         writer.send(error)
         return
     _log.info("the models are loaded; measuring what their rounds cost")
-    llm.engine.warm_up(plain=True)
+    llm.engine.warm_up(plain=True, acceptance=known_acceptance(llm.engine.info.drafter))
     gc.collect()
     gc.freeze()
     writer.send(llm.engine.info)

@@ -1,13 +1,18 @@
 """What rounds cost: measured while warming up and in every round; for sizes and arms that never ran, guessed."""
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fledge.decoding.params import SamplingParams
 from fledge.engine.arms import PLAIN, Arm, RequestKind
+from fledge.engine.config import EngineConfig
 from fledge.engine.controller import AdaptiveDepth
+from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import MIN_SAMPLES, CostTable
+from fledge.engine.engine import LLMEngine
 from tests import engine_cases
 
 
@@ -134,6 +139,47 @@ def test_warming_up_measures_what_rounds_cost() -> None:
     costs = engine.stats().costs
     assert all(costs.cost(batch, Arm(depth)) for batch in (1, 2, 3, 4) for depth in (0, 1, 2, 3))
     assert seen[-1] == (12, 12)
+
+
+def test_what_was_measured_is_found_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
+    config = EngineConfig(speculative_config=engine_cases.speculation(3), max_num_seqs=2, num_blocks=60)
+    models = engine_cases.target(), engine_cases.drafter()
+    assert CostCache.of(*models, config) is None, "tests leave nothing behind"
+    monkeypatch.delenv("FLEDGE_COSTS")
+    cache, other = (CostCache.of(*models, replace(config, max_num_seqs=seqs)) for seqs in (2, 3))
+    assert cache is not None
+    assert other is not None
+    assert cache.path != other.path
+    assert cache.path.parent == tmp_path / "costs"
+
+    def start() -> tuple[LLMEngine, int]:
+        """A warm engine, and how many rounds it was to measure."""
+        engine, seen = LLMEngine(*models, config, AdaptiveDepth(3, 2), cost_cache=cache), []
+        engine.warm_up(lambda _, total: seen.append(total))
+        return engine, seen[-1]
+
+    first, measured = start()
+    assert measured == 8
+    second, measured = start()
+    assert measured == 0
+    for kind in (RequestKind.GREEDY, RequestKind.SAMPLED):
+        before, after = (engine._costs.tables[kind].cost(2, Arm(3)) for engine in (first, second))
+        assert before == after != None  # noqa: E711
+    whole = cache.path.read_text()
+    broken = ['{"written": 0, "rounds": []}', "[1]", "{", whole.replace("greedy", "grey", 1), '{"rounds": 3}']
+    with caplog.at_level("DEBUG", "fledge.engine"):
+        for text in [*broken, whole.replace('"batch": 1', '"batch": "1"', 1)]:
+            cache.path.write_text(text)
+            assert start()[1] == 8, text
+    assert "damaged" in caplog.text
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
+    cache.path.unlink()
+    cache.path.parent.rmdir()
+    cache.path.parent.write_text("in the way")
+    assert start()[1] == 8
 
 
 def test_sampled_rounds_have_costs_of_their_own() -> None:

@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 
 from fledge import SamplingParams
+from fledge.engine.arms import PLAIN, Arm, RequestKind
+from fledge.engine.controller import AdaptiveDepth
+from fledge.engine.costs import CostTable
 from fledge.errors import ConfigError
+from fledge.evaluation.baseline import Baseline, BaselineCell
 from fledge.server.async_engine import AsyncEngine
-from fledge.server.engine_process import EngineProcess, packed
+from fledge.server.engine_process import EngineProcess, known_acceptance, packed
 from fledge.server.errors import RequestError
 from fledge.server.structured import read_format
 from tests.serving import make_llm, pair_directory
@@ -28,7 +32,7 @@ PROMPTS = [[72, 101, 108], [5, 6, 7, 8], [200]]
 
 def start(**changes: Any) -> EngineProcess:
     root = pair_directory()
-    speculation = {"model": str(root / "drafter"), "num_speculative_tokens": 3}
+    speculation = {"model": str(root / "drafter"), "num_speculative_tokens": 3, "adaptive": False}
     values = {"model": str(root / "target"), "speculative_config": speculation, "max_num_seqs": 4, **changes}
     return EngineProcess(values, threads=1)
 
@@ -164,3 +168,26 @@ def test_values_come_whole_however_they_are_cut() -> None:
         assert [reader.recv() for _ in values] == values
         with pytest.raises(EOFError):
             reader.recv()
+
+
+def test_what_the_drafters_evaluation_found_is_where_the_controller_starts_from(tmp_path: Path) -> None:
+    assert known_acceptance(None) == known_acceptance(str(tmp_path)) == {}
+    rates = {0.0: (0.6, 0.3), 1.0: (0.5, 0.0)}
+    cells = [
+        BaselineCell(temperature=t, depth=2, rounds=9, acceptance_length=1 + sum(r), rate_by_depth=r)
+        for t, r in rates.items()
+    ]
+    Baseline(cells=tuple(cells), measured_on=("mt_bench",), fledge_version="1", date="2026-11-16").write(tmp_path)
+    found = known_acceptance(str(tmp_path))
+    assert found[RequestKind.GREEDY][:2] == pytest.approx([0.6, 0.5]), "of those that stood before it"
+    assert found[RequestKind.SAMPLED][:3] == [0.5, 0.0, 0.0]
+    policy, costs = AdaptiveDepth(2, 1), CostTable()
+    for arm, seconds in ((PLAIN, 0.010), (Arm(1), 0.013), (Arm(2), 0.014)):
+        costs.expect(batch=1, arm=arm, seconds=seconds)
+    llm = make_llm()
+    llm.engine.add_request("r", [1], SamplingParams(temperature=1.0))
+    requests = list(llm.engine.requests.values())
+    policy.expect(found | {kind: [0.01] for kind in (RequestKind.SAMPLED, RequestKind.SAMPLED_DRAFTS)})
+    assert policy.choose(requests, costs) == PLAIN
+    (tmp_path / "acceptance.json").write_text("{")
+    assert known_acceptance(str(tmp_path)) == {}

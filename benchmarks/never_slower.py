@@ -71,8 +71,10 @@ class OneArm:
 class Loop:
     """A closed loop on one engine."""
 
-    def __init__(self, engine: LLMEngine, prompts: dict[str, list[list[int]]], max_tokens: int) -> None:
-        self._engine, self._prompts, self._max_tokens = engine, prompts, max_tokens
+    def __init__(
+        self, engine: LLMEngine, prompts: dict[str, list[list[int]]], max_tokens: int, clock: Callable[[], float]
+    ) -> None:
+        self._engine, self._prompts, self._max_tokens, self._clock = engine, prompts, max_tokens, clock
         self._number = 0
         self._costs = engine._costs  # the controller's, not the other arms'
 
@@ -85,14 +87,14 @@ class Loop:
         engine = self._engine
         engine._depth_policy = policy
         engine._costs = self._costs if isinstance(policy, AdaptiveDepth) else RoundCosts()
-        before, started, length = engine.stats(), time.perf_counter(), 0.0
+        before, started, length = engine.stats(), self._clock(), 0.0
         for concurrency, requests in phases:
             for seed, (prompt, params) in enumerate(requests):
                 while len(engine.requests) >= concurrency:
                     engine.step()
                 engine.add_request(str(self._number), prompt, params, seed=seed, eos_ids=engine.info.eos_ids)
                 self._number += 1
-            length = time.perf_counter() - started
+            length = self._clock() - started
         tokens = engine.stats().output_tokens - before.output_tokens
         while engine.has_unfinished:
             engine.step()
@@ -118,6 +120,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=3, help="requests for each of those in flight")
     parser.add_argument("--least", type=int, default=12, help="requests in a cell at least")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="tokens per second of one busy CPU thread, not of time")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--changing", action="store_true", help="also a load that changes in size and content")
     parser.add_argument("--out", type=Path)
@@ -163,7 +166,7 @@ def main() -> None:
     if args.tree:
         arms[f"tree {args.tree}"] = OneArm(Arm(max(depths), is_tree=True))
     drawn: dict[str, DepthPolicy] = {f"K={d} drawn": OneArm(Arm(d), drawn=True) for d in depths}
-    loop = Loop(engine, prompts, args.max_tokens)
+    loop = Loop(engine, prompts, args.max_tokens, time.process_time if args.cpu_time else time.perf_counter)
     cells = []
 
     def measure(phases: Callable[[], list[tuple[int, Requests]]], **cell: object) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.admission import AcceptanceModel
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
@@ -80,6 +81,8 @@ class LLMEngine:
         on_gpu = self.device.type == "cuda"
         self._reads_late = on_gpu if config.read_late is None else config.read_late
         self._stats = EngineStats(costs=CostTable(host_overlaps=self._reads_late))
+        has_chains = drafter is not None and state.tree is None
+        self._acceptance_model = AcceptanceModel(config.max_depth) if has_chains else None
         self._sampled_costs = self._stats.costs.copy()  # of rounds with sampled requests; the others' are in the stats
         self._latest_costs = self._stats.costs  # of the kind of round that ran last: what `stats` hands out
         self.block_manager = BlockManager(
@@ -194,6 +197,7 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
+            calibration=None if self._acceptance_model is None else self._acceptance_model.calibration(),
             costs=self._latest_costs.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
@@ -287,6 +291,8 @@ class LLMEngine:
         if results.prefill_seconds is not None:
             read = sum(chunk.end - chunk.start for chunk in launch.batch.chunks)
             self.scheduler.observe_prefill(read, results.prefill_seconds)
+        if results.outcomes is not None and self._acceptance_model is not None:
+            self._acceptance_model.observe(results.outcomes)
         stats, report = self._stats, results.report
         if report is not None:
             stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]

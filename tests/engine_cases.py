@@ -18,6 +18,7 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
+from fledge.engine.admission import CPU_BUDGETS
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable
@@ -164,7 +165,7 @@ def make_engine(
     engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
         sizes = engine.config.cudagraph_capture_sizes or batch_sizes(engine.config.max_num_seqs)
-        engine.runner.graphs = CpuGraphs(engine.runner.state, sizes)
+        engine.runner.graphs = CpuGraphs(engine.runner.state, sizes, budgets=CPU_BUDGETS)
     return engine
 
 

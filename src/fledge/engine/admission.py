@@ -1,4 +1,4 @@
-"""How likely a draft is to be accepted, by how sure the drafter was when it chose it.
+"""How many of a round's drafts to verify: how likely each is to be accepted, and what that is worth.
 
 A draft at depth k stands, if all before it do, with probability
 
@@ -7,23 +7,42 @@ A draft at depth k stands, if all before it do, with probability
 q is never that of the token that was drawn: what is verified must not depend on it, or sampled answers would no longer
 follow the target's distribution. w and b are fitted to what became of drafts: greedy requests and sampled ones have
 their own.
+
+Of a batch of R requests the drafts likeliest to be reached and accepted are verified (`kernels/admit.py`), in the
+number for which
+
+    (R + their expected acceptances) / measured cost of the round
+
+is highest; there are a few numbers to choose from. With sampled drafts the expectation is that of rounds before: by
+this round's it would depend on the tokens drawn first how many of them are verified.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fledge.engine.config import SpeculativeConfig
+from fledge.engine.costs import CostTable
+from fledge.engine.request import Request
+from fledge.kernels.admit import CERTAIN
+
 BINS = 10  # of predicted probabilities, equally wide
-CERTAIN = 1e-4  # q is taken to be no nearer to 0 and 1 than this
 REFIT_ROUNDS = 100  # after so many rounds of batches
 REFIT_OUTCOMES = 2048  # or of single requests, the model is fitted again
 WINDOW = 4096  # drafts that it is fitted to, of each kind of request
 RIDGE = 2.0  # drafts that w = 1, b = 0 are worth
 NEWTON_STEPS = 4
 LONGEST_STEP = 1.0
+
+HYSTERESIS = 1.01  # how much better than a full round one of fewer drafts must be
+FULL_EVERY = 8  # rounds, one is full: of its drafts the controller learns, which were not chosen for their chances
+GAIN_SMOOTHING = 0.2  # weight of the newest round in the expected acceptances
+GAIN_EVERY = 4  # rounds
+WORTH_MEASURING = 0.8  # of a full round's tokens, that a round must be expected to give to be timed
 
 Floats = NDArray[np.float64]
 
@@ -35,6 +54,34 @@ class DraftOutcomes(NamedTuple):
     drafted: NDArray[np.int64]  # [requests]: how many were up for acceptance
     accepted: NDArray[np.int64]  # [requests]
     is_greedy: NDArray[np.bool_]  # [requests]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Of how many drafts rounds may verify the likeliest: shares of all, but only where a row less saves time."""
+
+    shares: tuple[float, ...]  # ascending, all below 1
+    min_batch: int
+    min_depth: int
+
+    def sizes(self, batch: int, depth: int) -> list[int]:
+        """The numbers of drafts, ascending; all of them is not among these."""
+        if batch < self.min_batch or depth < self.min_depth:
+            return []
+        return sorted({size for share in self.shares if (size := math.ceil(share * batch * depth)) < batch * depth})
+
+
+NO_BUDGETS = Budgets(shares=(), min_batch=1, min_depth=1)
+# Each is a graph of its own there, and up to some sixteen requests a pass takes as long as reading the weights does.
+GPU_BUDGETS = Budgets(shares=(0.5, 0.75), min_batch=16, min_depth=3)
+CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=1, min_depth=2)
+
+
+def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
+    """None where the config says how many drafts are verified."""
+    if speculation is None or not speculation.is_adaptive:
+        return NO_BUDGETS
+    return GPU_BUDGETS if on_gpu else CPU_BUDGETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +185,84 @@ class _Fit:
 
     def _by_depth(self, values: Floats) -> Floats:
         return np.bincount(self.depth, values, self.max_depth).astype(np.float64)
+
+
+def may_admit(requests: Sequence[Request]) -> bool:
+    """Whether rounds of these may verify some drafts only: nobody's logits are changed before they decide."""
+    return not any(request.needs_host or request.slot is not None for request in requests)
+
+
+class AdmissionPolicy:
+    """Chooses how many drafts of the next round are verified. Asked before every round, so it must be quick.
+
+    Costs are those of rounds with this share of their drafts: a table for each, as there is one of full rounds.
+    """
+
+    def __init__(self, max_depth: int, budgets: Budgets) -> None:
+        self.model = AcceptanceModel(max_depth)
+        self.budgets = budgets
+        self._costs: dict[tuple[bool, float], CostTable] = {}  # whether all requests are greedy, share of the drafts
+        self._gains: dict[int, Floats] = {}  # depth -> acceptances of a request at each share, and of a full round
+        self._rounds = 0
+
+    def observe(self, outcomes: DraftOutcomes) -> bool:
+        """Learn from a round; whether the model's coefficients have changed."""
+        depth = outcomes.confidence.shape[1]
+        self._rounds += 1
+        if self._rounds % GAIN_EVERY == 0 and self.budgets.sizes(len(outcomes.drafted), depth):
+            gains = self._expected(outcomes.confidence, outcomes.is_greedy)
+            before = self._gains.get(depth, gains)
+            self._gains[depth] = before + GAIN_SMOOTHING * (gains - before)
+        return self.model.observe(outcomes)
+
+    def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, *, is_greedy: bool) -> None:
+        """Learn how long a round took that was to verify `admit` drafts. `is_greedy`: all of its requests are."""
+        share = min(self.budgets.shares, key=lambda share: abs(share - admit / (batch * depth)))
+        self._costs.setdefault((is_greedy, share), CostTable()).add(batch=batch, depth=depth, seconds=seconds)
+
+    def admit(
+        self,
+        requests: Sequence[Request],
+        depth: int,
+        full: CostTable,
+        confidence: Callable[[Sequence[Request], int], NDArray[np.float32] | None],
+    ) -> int | None:
+        """Return how many drafts to verify; None: all. `full` are the costs of full rounds.
+
+        `confidence` tells that of the drafts themselves, [requests, depth], if it is known and none of them was drawn.
+        """
+        batch = len(requests)
+        cost = full.cost(batch, depth)
+        if cost is None or self._rounds % FULL_EVERY == 0 or not self.budgets.sizes(batch, depth):
+            return None
+        if not may_admit(requests):
+            return None
+        is_greedy = np.array([request.params.is_greedy for request in requests])
+        known = confidence(requests, depth)
+        gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
+        if gains is None:
+            return None
+        best, best_rate = 1.0, HYSTERESIS * (1 + gains[-1]) / cost
+        for share, gain in zip(self.budgets.shares, gains[:-1].tolist(), strict=True):
+            table = self._costs.get((bool(is_greedy.all()), share))
+            on_device = None if table is None else table.cost(batch, depth)
+            if on_device is None:
+                if 1 + gain < WORTH_MEASURING * (1 + gains[-1]):
+                    continue
+                best = share
+                break
+            rate = (1 + gain) / full.with_host(batch, on_device)
+            if rate > best_rate:
+                best, best_rate = share, rate
+        size = math.ceil(best * batch * depth)
+        return size if size < batch * depth else None
+
+    def _expected(self, confidence: NDArray[np.float32], is_greedy: NDArray[np.bool_]) -> Floats:
+        """Acceptances of a request, on average: of the likeliest drafts at each share, and of all."""
+        survival = np.sort(self.model.probabilities(confidence, is_greedy).cumprod(axis=1), axis=None)[::-1]
+        sizes = [math.ceil(share * survival.size) for share in (*self.budgets.shares, 1.0)]
+        expected: Floats = survival.cumsum()[np.array(sizes) - 1] / len(confidence)
+        return expected
 
 
 def log_odds(confidence: NDArray[np.float32] | Sequence[float]) -> Floats:

@@ -65,9 +65,12 @@ class CostTable:
 
     def cost(self, batch: int, depth: int) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
-        on_device, on_host = self._device_cost(batch, depth), self._host.get(batch.bit_length(), 0.0)
-        if on_device is None:
-            return None
+        on_device = self._device_cost(batch, depth)
+        return None if on_device is None else self.with_host(batch, on_device)
+
+    def with_host(self, batch: int, on_device: float) -> float:
+        """What a round costs that takes so long on the device."""
+        on_host = self._host.get(batch.bit_length(), 0.0)
         return max(on_device, on_host) if self._host_overlaps else on_device + on_host
 
     def _device_cost(self, batch: int, depth: int) -> float | None:

@@ -20,12 +20,12 @@ import torch
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.admission import AcceptanceModel
+from fledge.engine.admission import AdmissionPolicy, budgets_for
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthPolicy, make_policy
-from fledge.engine.costs import MIN_SAMPLES, CostTable
+from fledge.engine.costs import CostTable
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
@@ -42,7 +42,6 @@ from fledge.native import accelerate
 
 RECENT_ROUNDS = 16
 MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
-MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
 NOT_FINITE = "the target computed values that are not finite"
 
 _log = logging.getLogger("fledge.engine")
@@ -81,8 +80,8 @@ class LLMEngine:
         on_gpu = self.device.type == "cuda"
         self._reads_late = on_gpu if config.read_late is None else config.read_late
         self._stats = EngineStats(costs=CostTable(host_overlaps=self._reads_late))
-        has_chains = drafter is not None and state.tree is None
-        self._acceptance_model = AcceptanceModel(config.max_depth) if has_chains else None
+        budgets, has_chains = budgets_for(config.speculative_config, on_gpu), drafter is not None and state.tree is None
+        self.admission = AdmissionPolicy(config.max_depth, budgets) if has_chains else None
         self._sampled_costs = self._stats.costs.copy()  # of rounds with sampled requests; the others' are in the stats
         self._latest_costs = self._stats.costs  # of the kind of round that ran last: what `stats` hands out
         self.block_manager = BlockManager(
@@ -99,7 +98,7 @@ class LLMEngine:
         graphs = None
         if on_gpu and not config.enforce_eager:
             sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
-            graphs = GraphRunner(state, sorted({*sizes, config.max_num_seqs}))
+            graphs = GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)
         self.runner = Runner(state, graphs)
         self.info = EngineInfo(
             model=model,
@@ -135,21 +134,9 @@ class LLMEngine:
             graphs.capture(program)
         if graphs is not None and programs:
             graphs.compile_long_prompts(max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
-        self._measure_rounds(rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds)))
-
-    def _measure_rounds(self, rounds: Sequence[tuple[int, int]], progress: Callable[[int], None]) -> None:
-        """Time rounds of these sizes and depths, small ones first, as far as `MEASURING_SECONDS` go."""
-        started = time.perf_counter()
-        kinds = ((SamplingMode.GREEDY, self._stats.costs), (SamplingMode.SAMPLED, self._sampled_costs))
-        for done, (batch, depth) in enumerate(rounds):
-            progress(done)
-            if depth == 0 and time.perf_counter() - started > MEASURING_SECONDS:
-                break
-            for mode, costs in kinds:
-                seconds = min(self.runner.time_round(batch, depth, mode) for _ in range(MIN_SAMPLES + 1))
-                for _ in range(MIN_SAMPLES):
-                    costs.add(batch=batch, depth=depth, seconds=seconds)
-        progress(len(rounds))
+        tables = {SamplingMode.GREEDY: self._stats.costs, SamplingMode.SAMPLED: self._sampled_costs}
+        for done in self.runner.measure_rounds(rounds, tables, self.admission if graphs is not None else None):
+            progress(len(programs) + done, len(programs) + len(rounds))
 
     def add_request(
         self,
@@ -197,7 +184,7 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
-            calibration=None if self._acceptance_model is None else self._acceptance_model.calibration(),
+            calibration=None if self.admission is None else self.admission.model.calibration(),
             costs=self._latest_costs.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
@@ -252,9 +239,17 @@ class LLMEngine:
                 depth = self._depth_policy.depth(self.requests.values(), self._costs_of(self.requests.values()))
                 assert 0 <= depth <= self.config.max_depth, f"depth {depth} is beyond what the engine was set up for"
             try:
-                return self.scheduler.schedule(depth)
+                return self._admitted(self.scheduler.schedule(depth))
             except MustSettle:
                 self._settle()
+
+    def _admitted(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch, with how many drafts its round verifies."""
+        requests, depth = batch.decoding, batch.verify
+        if self.admission is None or not requests or not depth or depth != batch.draft:
+            return batch
+        admit = self.admission.admit(requests, depth, self._costs_of(requests), self.runner.confidence)
+        return replace(batch, admit=admit)
 
     def _costs_of(self, requests: Iterable[Request]) -> CostTable:
         """What rounds of these cost: sampling takes time too, and more of it the more drafts there are."""
@@ -283,7 +278,7 @@ class LLMEngine:
         self._device_seconds += results.waited
         for result in results.requests:
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
-                self._updates.append(self._take(result, now, drafted=launch.batch.draft > 0))
+                self._updates.append(self._take(result, now, launch.batch))
         for chunk in launch.batch.chunks:
             request = chunk.request
             if request.phase is not Phase.FINISHED:
@@ -291,22 +286,25 @@ class LLMEngine:
         if results.prefill_seconds is not None:
             read = sum(chunk.end - chunk.start for chunk in launch.batch.chunks)
             self.scheduler.observe_prefill(read, results.prefill_seconds)
-        if results.outcomes is not None and self._acceptance_model is not None:
-            self._acceptance_model.observe(results.outcomes)
-        stats, report = self._stats, results.report
+        stats, report, admission = self._stats, results.report, self.admission
+        if admission is not None and results.outcomes is not None and admission.observe(results.outcomes):
+            self.runner.state.set_acceptance(admission.model.coefficients)
         if report is not None:
             stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]
             stats.num_rounds += 1
             seconds = sum(report.seconds)
             self._device_seconds += 0.0 if self._reads_late else seconds
-            if report.verify == report.draft:  # others change the depth: no one's cost
+            if report.admit is not None and admission is not None:
+                is_greedy = self._costs_of(launch.batch.decoding) is stats.costs
+                admission.observe_cost(report.batch, report.verify, report.admit, seconds, is_greedy=is_greedy)
+            elif report.verify == report.draft:  # others change the depth: no one's cost
                 self._latest_costs = self._costs_of(launch.batch.decoding)
                 self._latest_costs.add(batch=report.batch, depth=report.verify, seconds=seconds)
             self._depth_policy.observe_round(depth=report.draft, seconds=seconds)
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
 
-    def _take(self, result: RequestResult, now: float, *, drafted: bool) -> RequestUpdate:
+    def _take(self, result: RequestResult, now: float, batch: ScheduledBatch) -> RequestUpdate:
         request = result.request
         request.in_flight -= result.in_flight
         if not result.is_finite:
@@ -319,13 +317,14 @@ class LLMEngine:
         for tally in (request.acceptance, self._stats.acceptance):
             tally.add(drafted=result.drafted, accepted=result.accepted)
         in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
-        self._depth_policy.observe(request, drafted=result.drafted * in_step, accepted=result.accepted)
+        unchosen = result.drafted if in_step and batch.admit is None else 0  # what is admitted is accepted more often
+        self._depth_policy.observe(request, drafted=unchosen, accepted=result.accepted)
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
         self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.
-        if (drafted or self.runner.state.drafter is None) and in_step:
+        if (batch.draft or self.runner.state.drafter is None) and in_step:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.block_manager.commit(request.table, request.tokens, request.settled)
         if known > len(request.prompt):  # not its first token: a round has gone well

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.engine.adjustments import SIZES, entries_adjusting
+from fledge.engine.admission import GPU_BUDGETS, Budgets
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked
 from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
@@ -38,6 +39,7 @@ class RoundProgram(NamedTuple):
     sampling: SamplingMode
     asked: Asked = Asked()
     adjusting: int = 0  # entries
+    admit: int | None = None  # drafts that are verified, over the batch; None: all
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
         """Return their rows, and the padding row up to the batch's size; then which entries have which wishes."""
@@ -56,6 +58,7 @@ class RoundProgram(NamedTuple):
             sampler,
             verify=self.verify,
             draft=self.draft,
+            admit=self.admit,
             asking=asking if self.asked else None,
             top=self.asked.top,
         )
@@ -106,9 +109,12 @@ class GraphRunner:
     They share their memory: what one of them computed on the way is lost to the next.
     """
 
-    def __init__(self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS) -> None:
+    def __init__(
+        self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS, budgets: Budgets = GPU_BUDGETS
+    ) -> None:
         """`sizes`: the batch sizes of rounds, in order; the last is the largest there can be."""
         self.sizes = sizes
+        self.budgets = budgets  # of drafts
         self.coarse = False
         self.prompt_depths: Sequence[int] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], PassOutcome]]] = {}  # inputs and replay
@@ -122,7 +128,10 @@ class GraphRunner:
         sizes = self._round_sizes(program.draft)
         batch = next(size for size in sizes if size >= program.batch)
         adjusting = next(size for size in SIZES if size >= program.adjusting)
-        padded = program._replace(batch=batch, asked=program.asked.of(batch), adjusting=adjusting)
+        admit = program.admit
+        if admit is not None:
+            admit = next((size for size in self.budgets.sizes(batch, program.verify) if size >= admit), None)
+        padded = program._replace(batch=batch, asked=program.asked.of(batch), adjusting=adjusting, admit=admit)
         outcome = self._replay(padded, requests)
         return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
 
@@ -166,11 +175,12 @@ class GraphRunner:
         """
         has_drafter = self._state.drafter is not None
         programs: list[Program] = [
-            RoundProgram(size, depth, depth, sampling)
+            RoundProgram(size, depth, depth, sampling, admit=admit)
             for sampling in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
             for depth in sorted(depths)
             for size in reversed(self._round_sizes(depth))
             if size <= max_batch
+            for admit in (None, *(() if self._state.tree is not None else self.budgets.sizes(size, depth)))
         ]
         self.prompt_depths = self._prompt_depths(depths)
         self.coarse = len(depths) > 2

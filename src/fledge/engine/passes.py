@@ -25,6 +25,7 @@ from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
 from fledge.kernels.accept import PADDING, Accepted, accept_chain, accept_greedy
+from fledge.kernels.admit import AdmittedRound, admit_drafts
 from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
 from fledge.kernels.sample import choose
 from fledge.kernels.timestamp import timestamp
@@ -78,10 +79,18 @@ class RoundClock:
 
 
 def run_round(
-    state: DeviceState, sampler: Sampler, *, verify: int, draft: int, asking: Tensor | None = None, top: int = 0
+    state: DeviceState,
+    sampler: Sampler,
+    *,
+    verify: int,
+    draft: int,
+    admit: int | None = None,
+    asking: Tensor | None = None,
+    top: int = 0,
 ) -> PassOutcome:
     """Verify `verify` drafts (levels of a tree) of each of the sampler's rows, then draft `draft` more.
 
+    With `admit`, only so many of the drafts of all rows are verified: chains of rows that the host need not see to.
     Entries `asking` [n] of the batch get log-probabilities, of `top` tokens besides.
 
     Updates the state of those rows: last token, length, drafts. With `draft` 0 the drafter is left alone.
@@ -90,17 +99,24 @@ def run_round(
     clock = RoundClock(rows.device)
     clock.mark()
     opened = open_round(rows, state, verify)
-    fed: OpenedRound | OpenedTrees = opened
-    if verify and state.tree is not None:
+    fed: OpenedRound | OpenedTrees | AdmittedRound = opened
+    storage: PagedPass
+    if admit is not None:
+        fed = admit_drafts(opened, state.acceptance_of(rows), admit)
+        storage = state.ragged_storage(state.target_cache, opened, fed)
+    elif verify and state.tree is not None:
         fed, storage = lay_out_trees(state, rows, opened, verify)
     else:
         storage = state.storage(state.target_cache, opened.tables, opened.context, opened.slots)
     aux_layer_ids = state.drafter.aux_layer_ids if state.drafter is not None and draft else ()
     states = state.target(fed.tokens, fed.positions, storage, aux_layer_ids)
-    logits = state.target.logits(states.final)  # [batch * rows fed, vocab]
+    logits = state.target.logits(states.final)  # [rows fed, vocab]
     clock.mark()
     if isinstance(fed, OpenedTrees):
         tokens, accepted, states, decided_by = accept_paths(state, sampler, opened, fed, logits, states, verify)
+    elif isinstance(fed, AdmittedRound):
+        tokens, accepted = _accept_admitted(state, sampler, opened, fed, logits)
+        decided_by = fed.rows
     else:
         tokens, accepted = _accept_chains(state, sampler, opened, logits)
         decided_by = torch.arange(len(logits), device=rows.device)
@@ -114,18 +130,27 @@ def run_round(
     settled = settle_round(rows, state, opened, tokens, accepted, draft)
     clock.mark()
     health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
-    torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
+    if isinstance(fed, AdmittedRound):
+        health[:, :width] = states.final.sum(-1, dtype=torch.float32)[fed.rows]
+    else:
+        torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
     if draft:
         # Rows after the last settled one hold padding: leaving them out would take longer than computing them.
         assert state.drafter_cache is not None
-        storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
-        deepest = _extend_drafter(state, rows, states, opened.positions, storage, settled, draft)
+        positions = opened.positions
+        if isinstance(fed, AdmittedRound):
+            positions, last_rows = fed.positions, fed.starts[:-1] + accepted
+            settled = settled._replace(tokens=settled.tokens[fed.places], last_rows=last_rows)
+            storage = state.ragged_storage(state.drafter_cache, opened, fed)
+        else:
+            storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
+        deepest = _extend_drafter(state, rows, states, positions, storage, settled, draft)
         torch.sum(deepest, -1, dtype=torch.float32, out=health[:, width])
     clock.mark()
     return PassOutcome(
         tokens=tokens,
         accepted=accepted,
-        drafted=opened.drafted,
+        drafted=fed.drafted if isinstance(fed, AdmittedRound) else opened.drafted,
         confidence=opened.confidence if state.tree is None else None,
         health=health,
         stamps=clock.stamps,
@@ -150,6 +175,26 @@ def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, lo
         )
     choices = sampler.choices(logits, decided).view(batch, width)
     return accept_chain(drafts, choices, draft_lengths=opened.drafted)
+
+
+def _accept_admitted(
+    state: DeviceState, sampler: Sampler, opened: OpenedRound, fed: AdmittedRound, logits: Tensor
+) -> Accepted:
+    """`_accept_chains` where logits are those of the rows that were fed. Nobody looks behind the admitted drafts."""
+    batch, width = fed.rows.shape
+    drafts = opened.tokens.view(batch, width)[:, 1:]
+    by_row = sampler.for_rows(sampler.rows[fed.places // width])
+    if state.sample_drafts and not sampler.is_greedy:
+        decided = opened.positions.view(batch, width) + 1
+        return accept_rejection(
+            drafts,
+            state.draft_probs[sampler.rows, : width - 1],
+            by_row.probabilities(logits)[fed.rows],
+            *sampler.rejection_uniforms(decided, fed.drafted),
+            draft_lengths=fed.drafted,
+        )
+    choices = by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows]
+    return accept_chain(drafts, choices, draft_lengths=fed.drafted)
 
 
 def _extend_drafter(

@@ -77,6 +77,7 @@ class RoundReport(NamedTuple):
     draft: int  # tokens drafted for the next round
     tokens: int  # chosen in it, in all
     seconds: PhaseSeconds
+    admit: int | None = None  # drafts that were verified, of all requests together; None: all there were
 
 
 @dataclass(kw_only=True)

@@ -2,15 +2,17 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fledge.engine.admission import DraftOutcomes
+from fledge.engine.admission import AdmissionPolicy, DraftOutcomes
+from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
@@ -20,6 +22,8 @@ from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import ScheduledBatch
+
+MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -119,9 +123,9 @@ class Runner:
         return event
 
     @torch.inference_mode()
-    def time_round(self, batch: int, depth: int, sampling: SamplingMode) -> float:
+    def time_round(self, batch: int, depth: int, sampling: SamplingMode, admit: int | None = None) -> float:
         """Seconds of a round of nobody's: `batch` times the padding row."""
-        program = RoundProgram(batch, depth, depth, sampling)
+        program = RoundProgram(batch, depth, depth, sampling, admit=admit)
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -129,6 +133,46 @@ class Runner:
             self.state.reset_padding()
         assert stamps is not None
         return float(stamps[3] - stamps[0]) * 1e-9
+
+    def measure_rounds(
+        self,
+        rounds: Sequence[tuple[int, int]],
+        tables: Mapping[SamplingMode, CostTable],
+        admission: AdmissionPolicy | None,
+    ) -> Iterator[int]:
+        """Time rounds of these sizes and depths, small ones first, as far as `MEASURING_SECONDS` go; yield how many.
+
+        With `admission`, those that verify fewer drafts too.
+        """
+        started = time.perf_counter()
+        for done, (batch, depth) in enumerate(rounds):
+            yield done
+            if depth == 0 and time.perf_counter() - started > MEASURING_SECONDS:
+                break
+            for mode, costs in tables.items():
+                for admit in (None, *([] if admission is None else admission.budgets.sizes(batch, depth))):
+                    seconds = min(self.time_round(batch, depth, mode, admit) for _ in range(MIN_SAMPLES + 1))
+                    for _ in range(MIN_SAMPLES):
+                        if admit is None:
+                            costs.add(batch=batch, depth=depth, seconds=seconds)
+                        elif admission is not None:
+                            is_greedy = mode is SamplingMode.GREEDY
+                            admission.observe_cost(batch, depth, admit, seconds, is_greedy=is_greedy)
+        yield len(rounds)
+
+    def confidence(self, requests: Sequence[Request], depth: int) -> NDArray[np.float32] | None:
+        """The drafter's in the drafts that a round now would verify, [requests, depth]; 0 where there is none.
+
+        None where asking the device would mean to wait for it, and where drafts were drawn: by how many were verified
+        then, it would show what was.
+        """
+        state = self.state
+        if state.device.type != "cpu" or state.sample_drafts:
+            return None
+        rows = torch.tensor([request.running_row for request in requests])
+        is_draft = torch.arange(depth) < state.draft_count[rows, None]
+        found: NDArray[np.float32] = (state.confidence[rows, :depth] * is_draft).numpy()
+        return found
 
     def read(self, launch: Launch) -> StepResults:
         """Wait for a launch and return its results."""
@@ -144,7 +188,7 @@ class Runner:
             chosen = sum(len(result.tokens) for result in results.requests)
             if batch.verify and not any(request.needs_host for request in batch.decoding):
                 results.outcomes = _outcomes(batch.decoding, launch.round)
-            results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds)
+            results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit)
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
@@ -181,7 +225,7 @@ class Runner:
         requests = batch.decoding
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
-        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, asked, adjusting)
+        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, asked, adjusting, batch.admit)
         needs_host = any(request.needs_host for request in requests)
         if self.graphs is not None and not needs_host:
             return self.graphs.round(program, requests)

@@ -45,6 +45,7 @@ class ScheduledBatch:
     decoding: list[Request]
     verify: int
     draft: int
+    admit: int | None = None  # drafts that are verified, of all requests together; None: all there are
     first_draft: int = 0  # for chunks that complete; 0: their first round verifies nothing
 
     @property

@@ -1,14 +1,15 @@
 """The engine against the reference loop, whatever happens in whatever order.
 
-Hypothesis joins, aborts, steps and changes the depth at will, or the costs by which the controller chooses it, on pools
-that are too small, with prompts that share prefixes, with chains, trees and sampled drafts, reading at once or one
-launch late, with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every
-aborted one a prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n
-random examples instead of the fixed ones.
+Hypothesis joins, aborts, steps and changes the depth at will, or the costs by which the controller chooses it, and how
+many drafts are verified, on pools that are too small, with prompts that share prefixes, with chains, trees and sampled
+drafts, reading at once or one launch late, with and without (stand-ins for) graphs. Every request that ends must have
+the reference's tokens, every aborted one a prefix of them, and between steps every block and row must be accounted for.
+FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones.
 """
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
+from fledge.engine.admission import CPU_BUDGETS, AdmissionPolicy, may_admit
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
 from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, GivenCosts, answer_of, drafter, make_engine
@@ -25,6 +27,8 @@ EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
 MAX_DEPTH = 4
 COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 1, max_size=MAX_DEPTH + 1)
 CHOSEN: Counter[int] = Counter()  # depths, by the controller, in all runs together
+ADMITTED: Counter[bool] = Counter()  # rounds that verified some drafts only, and others
+EIGHTHS = st.sampled_from([None, None, *range(9)])  # of the drafts of a round
 
 # Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
 _STEMS = ((2, 3, 4, 5, 0, 2, 3, 4, 5, 0, 2, 3, 3, 0, 5, 4), (2, 3, 4, 5, 1, 1, 2), (5,), (4, 4, 4, 4, 4, 4, 4, 4, 4))
@@ -73,6 +77,17 @@ ASKS = st.builds(
 )
 
 
+class AnyBudget(AdmissionPolicy):
+    """Admits a share of the drafts, whatever it is good for."""
+
+    eighths: int | None = None
+
+    def admit(self, requests: Sequence[Request], depth: int, *_: Any) -> int | None:
+        is_ragged = self.eighths is not None and may_admit(requests)
+        ADMITTED[is_ragged] += 1
+        return len(requests) * depth * self.eighths // 8 if is_ragged else None
+
+
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(["chain", "controlled chain", "tree", "controlled tree", "sampled", "plain"]),
@@ -87,6 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         read_late=st.booleans(),
         graphs=st.booleans(),
         costs=COSTS,
+        eighths=EIGHTHS,
     )
     def start(
         self,
@@ -102,6 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         read_late: bool,
         graphs: bool,
         costs: list[float],
+        eighths: int | None,
     ) -> None:
         self.kind, self.depth = kind, depth
         is_tree = kind.endswith("tree")
@@ -129,6 +146,9 @@ class EngineMachine(RuleBasedStateMachine):
             read_late=read_late,
             graphs=graphs,
         )
+        if self.engine.admission is not None and kind != "sampled":
+            self.engine.admission = AnyBudget(MAX_DEPTH, CPU_BUDGETS)
+            self.change_budget(eighths)
         self.asked: list[tuple[Ask, Request, int]] = []
         self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
@@ -161,6 +181,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(depth=st.integers(0, MAX_DEPTH))
     def change_depth(self, depth: int) -> None:
         self.depth = depth
+
+    @precondition(lambda self: isinstance(self.engine.admission, AnyBudget))
+    @rule(eighths=EIGHTHS)
+    def change_budget(self, eighths: int | None) -> None:
+        self.engine.admission.eighths = eighths
 
     @precondition(lambda self: self.controller is not None)
     @rule(costs=COSTS)
@@ -206,4 +231,5 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
             phases=[Phase.generate] if not EXPLORE else tuple(Phase),
         ),
     )
+    assert min(ADMITTED.values()) > 20, ADMITTED
     assert len([depth for depth in CHOSEN if CHOSEN[depth] > 5]) > 2, CHOSEN

@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from scipy import stats
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.sampling import SamplingRows, distribution
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AcceptanceEstimator, AdaptiveDepth, DepthPolicy, FixedDepth, make_policy
 from fledge.engine.costs import MIN_SAMPLES, CostTable
@@ -252,56 +250,6 @@ def test_the_engine_says_what_it_chose_and_gives_the_reference_text_whatever_tha
     choice = engine.stats().choice
     assert choice is not None
     assert choice.reason in {"best", "trial", "return", "unmeasured"}
-
-
-def _p_value(admitted_by: str, runs: int) -> float:
-    """Chi-square of sampled answers against the target's distribution: drafts are sampled, a controller chooses depths.
-
-    Of the drafts, those before the first whose confidence is too low are verified: the drafter's largest probability
-    there, or that of the token that was drawn.
-    """
-    prompt, length, deepest, batch = (2, 3, 4), 3, 4, 64
-    policy = engine_cases.GivenCosts(deepest, batch)
-    engine = engine_cases.make_engine(
-        drafts=engine_cases.drafter(),
-        policy=policy,
-        max_depth=deepest,
-        sample_drafts=True,
-        max_num_seqs=batch,
-        num_blocks=1200,
-    )
-    requests = [
-        engine_cases.sampled(prompt, length, seed, temperature=1.0).submit(engine, str(seed)) for seed in range(runs)
-    ]
-    state, source = engine.runner.state, random.Random(0)
-    for step in itertools.count():
-        if step % 5 == 0:
-            policy.set_costs([source.choice([0.5, 1.0, 1.3, 2.0, 9.0]) for _ in range(deepest + 1)])
-        engine.step()
-        if not engine.has_unfinished:
-            break
-        drawn = state.draft_probs.gather(2, state.drafts.clamp(min=0)[:, :, None])[:, :, 0]
-        confidence = {"largest": state.draft_probs.amax(-1), "drawn": drawn}[admitted_by]
-        state.draft_count.clamp_(max=(confidence > 0.25).long().cumprod(1).sum(1))
-    assert len([depth for depth in policy.chosen if policy.chosen[depth] > 5]) > 2, policy.chosen
-    rows = SamplingRows.from_params([requests[0].params], [0], vocab_size=engine_cases.VOCAB)
-    exact = {(): float(runs)}
-    for _ in range(length):
-        exact = {
-            (*tokens, token): mean * p
-            for tokens, mean in exact.items()
-            for token, p in enumerate(distribution(engine_cases.next_logits((*prompt, *tokens)), rows)[0].tolist())
-        }
-    seen = Counter(tuple(one.output) for one in requests)
-    pairs = [(seen[answer], mean) for answer, mean in exact.items() if mean >= 5]
-    rest = [runs - sum(column) for column in zip(*pairs, strict=True)]
-    assert len(pairs) > 15
-    return float(stats.chisquare(*zip(*pairs, rest, strict=True)).pvalue)
-
-
-def test_sampled_answers_keep_the_targets_distribution_unless_drafts_are_admitted_by_what_was_drawn() -> None:
-    assert _p_value("largest", runs=1200) > 1e-4
-    assert _p_value("drawn", runs=800) < 1e-6
 
 
 def test_warming_up_measures_what_rounds_cost() -> None:

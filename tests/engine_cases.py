@@ -18,7 +18,7 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.admission import CPU_BUDGETS
+from fledge.engine.admission import CPU_BUDGETS, AdmissionPolicy, may_admit
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable
@@ -222,6 +222,20 @@ class GivenCosts(AdaptiveDepth):
 
     def observe_round(self, *, depth: int, seconds: float) -> None:
         super().observe_round(depth=depth, seconds=self._given.estimate(1, depth) or 0.0)
+
+
+class AnyBudget(AdmissionPolicy):
+    """Admits a share of the drafts, whatever that is good for; None: all, in full rounds."""
+
+    def __init__(self, max_depth: int, share: float | None) -> None:
+        super().__init__(max_depth, CPU_BUDGETS)
+        self.share = share
+        self.rounds: Counter[bool] = Counter()  # by whether some drafts only were admitted
+
+    def admit(self, requests: Sequence[Request], depth: int, *_: object) -> int | None:
+        is_ragged = self.share is not None and may_admit(requests)
+        self.rounds[is_ragged] += 1
+        return int((self.share or 0) * len(requests) * depth) if is_ragged else None
 
 
 def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:

@@ -195,13 +195,13 @@ def may_admit(requests: Sequence[Request]) -> bool:
 class AdmissionPolicy:
     """Chooses how many drafts of the next round are verified. Asked before every round, so it must be quick.
 
-    Costs are those of rounds with this share of their drafts: a table for each, as there is one of full rounds.
+    What rounds with a share of their drafts cost is kept in full rounds: what slows one slows the other.
     """
 
     def __init__(self, max_depth: int, budgets: Budgets) -> None:
         self.model = AcceptanceModel(max_depth)
         self.budgets = budgets
-        self._costs: dict[tuple[bool, float], CostTable] = {}  # whether all requests are greedy, share of the drafts
+        self._costs: dict[float, CostTable] = {}  # by share of the drafts; in full rounds
         self._gains: dict[int, Floats] = {}  # depth -> acceptances of a request at each share, and of a full round
         self._rounds = 0
 
@@ -215,10 +215,13 @@ class AdmissionPolicy:
             self._gains[depth] = before + GAIN_SMOOTHING * (gains - before)
         return self.model.observe(outcomes)
 
-    def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, *, is_greedy: bool) -> None:
-        """Learn how long a round took that was to verify `admit` drafts. `is_greedy`: all of its requests are."""
+    def observe_cost(self, batch: int, depth: int, admit: int, seconds: float, full: CostTable) -> None:
+        """Learn how long a round took that was to verify `admit` drafts, beside `full` ones of its kind."""
+        whole = full.device_cost(batch, depth)
+        if not whole:
+            return
         share = min(self.budgets.shares, key=lambda share: abs(share - admit / (batch * depth)))
-        self._costs.setdefault((is_greedy, share), CostTable()).add(batch=batch, depth=depth, seconds=seconds)
+        self._costs.setdefault(share, CostTable()).add(batch=batch, depth=depth, seconds=seconds / whole)
 
     def admit(
         self,
@@ -232,8 +235,8 @@ class AdmissionPolicy:
         `confidence` tells that of the drafts themselves, [requests, depth], if it is known and none of them was drawn.
         """
         batch = len(requests)
-        cost = full.cost(batch, depth)
-        if cost is None or self._rounds % FULL_EVERY == 0 or not self.budgets.sizes(batch, depth):
+        whole = full.device_cost(batch, depth)
+        if whole is None or self._rounds % FULL_EVERY == 0 or not self.budgets.sizes(batch, depth):
             return None
         if not may_admit(requests):
             return None
@@ -242,16 +245,16 @@ class AdmissionPolicy:
         gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
         if gains is None:
             return None
-        best, best_rate = 1.0, HYSTERESIS * (1 + gains[-1]) / cost
+        best, best_rate = 1.0, HYSTERESIS * (1 + gains[-1]) / full.with_host(batch, whole)
         for share, gain in zip(self.budgets.shares, gains[:-1].tolist(), strict=True):
-            table = self._costs.get((bool(is_greedy.all()), share))
-            on_device = None if table is None else table.cost(batch, depth)
-            if on_device is None:
+            table = self._costs.get(share)
+            relative = None if table is None else table.cost(batch, depth)
+            if relative is None:
                 if 1 + gain < WORTH_MEASURING * (1 + gains[-1]):
                     continue
                 best = share
                 break
-            rate = (1 + gain) / full.with_host(batch, on_device)
+            rate = (1 + gain) / full.with_host(batch, relative * whole)
             if rate > best_rate:
                 best, best_rate = share, rate
         size = math.ceil(best * batch * depth)

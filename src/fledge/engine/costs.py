@@ -65,7 +65,7 @@ class CostTable:
 
     def cost(self, batch: int, depth: int) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
-        on_device = self._device_cost(batch, depth)
+        on_device = self.device_cost(batch, depth)
         return None if on_device is None else self.with_host(batch, on_device)
 
     def with_host(self, batch: int, on_device: float) -> float:
@@ -73,7 +73,8 @@ class CostTable:
         on_host = self._host.get(batch.bit_length(), 0.0)
         return max(on_device, on_host) if self._host_overlaps else on_device + on_host
 
-    def _device_cost(self, batch: int, depth: int) -> float | None:
+    def device_cost(self, batch: int, depth: int) -> float | None:
+        """`cost` without the host's part."""
         below, above = self._neighbours(batch, depth)
         if below is not None and above is not None:
             low, high = self._now(depth, below), self._now(depth, above)

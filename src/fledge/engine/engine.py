@@ -295,8 +295,8 @@ class LLMEngine:
             seconds = sum(report.seconds)
             self._device_seconds += 0.0 if self._reads_late else seconds
             if report.admit is not None and admission is not None:
-                is_greedy = self._costs_of(launch.batch.decoding) is stats.costs
-                admission.observe_cost(report.batch, report.verify, report.admit, seconds, is_greedy=is_greedy)
+                full = self._costs_of(launch.batch.decoding)
+                admission.observe_cost(report.batch, report.verify, report.admit, seconds, full)
             elif report.verify == report.draft:  # others change the depth: no one's cost
                 self._latest_costs = self._costs_of(launch.batch.decoding)
                 self._latest_costs.add(batch=report.batch, depth=report.verify, seconds=seconds)

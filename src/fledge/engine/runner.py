@@ -156,8 +156,7 @@ class Runner:
                         if admit is None:
                             costs.add(batch=batch, depth=depth, seconds=seconds)
                         elif admission is not None:
-                            is_greedy = mode is SamplingMode.GREEDY
-                            admission.observe_cost(batch, depth, admit, seconds, is_greedy=is_greedy)
+                            admission.observe_cost(batch, depth, admit, seconds, costs)
         yield len(rounds)
 
     def confidence(self, requests: Sequence[Request], depth: int) -> NDArray[np.float32] | None:

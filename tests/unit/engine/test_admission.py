@@ -4,8 +4,7 @@ import itertools
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, distribution
 from fledge.engine.admission import (
     BINS,
-    CPU_BUDGETS,
     GPU_BUDGETS,
     REFIT_ROUNDS,
     AcceptanceModel,
@@ -86,17 +84,6 @@ def test_the_engine_counts_every_draft_that_was_reached() -> None:
     assert engine_cases.make_engine(drafts=engine_cases.drafter(), tree=engine_cases.TREE).stats().calibration is None
 
 
-class Admit(AdmissionPolicy):
-    """Admits a share of the drafts, whatever it is good for."""
-
-    def __init__(self, max_depth: int, share: float) -> None:
-        super().__init__(max_depth, CPU_BUDGETS)
-        self.share = share
-
-    def admit(self, requests: Sequence[Request], depth: int, *_: Any) -> int | None:
-        return int(self.share * len(requests) * depth)
-
-
 def _p_value(admitted_by: str, runs: int) -> float:
     """Chi-square of sampled answers against the target's distribution: drafts are sampled, a controller chooses depths.
 
@@ -116,12 +103,12 @@ def _p_value(admitted_by: str, runs: int) -> float:
     requests = [
         engine_cases.sampled(prompt, length, seed, temperature=1.0).submit(engine, str(seed)) for seed in range(runs)
     ]
-    engine.admission = Admit(deepest, 1 / 4)
+    engine.admission = engine_cases.AnyBudget(deepest, 1 / 8)
     state, source = engine.runner.state, random.Random(0)
     for step in itertools.count():
         if step % 5 == 0:
             policy.set_costs([source.choice([0.5, 1.0, 1.3, 2.0, 9.0]) for _ in range(deepest + 1)])
-            engine.admission.share = source.choice([1 / 8, 1 / 4])
+            engine.admission.share = source.choice([1 / 10, 1 / 8])
         engine.step()
         if not engine.has_unfinished:
             break
@@ -145,7 +132,7 @@ def _p_value(admitted_by: str, runs: int) -> float:
 
 def test_sampled_answers_keep_the_targets_distribution_unless_drafts_are_admitted_by_what_was_drawn() -> None:
     assert _p_value("largest", runs=1200) > 1e-4
-    assert _p_value("drawn", runs=800) < 1e-6
+    assert _p_value("drawn", runs=1200) < 1e-6
 
 
 @pytest.mark.parametrize("sample_drafts", [False, True])
@@ -164,7 +151,7 @@ def test_what_was_drawn_does_not_decide_how_many_are_verified(sample_drafts: boo
 def test_fewer_drafts_are_verified_and_the_text_is_the_references(share: float, graphs: bool) -> None:
     asks = [engine_cases.greedy([2, 3, 4], 30), engine_cases.greedy([5], 30), engine_cases.sampled([4, 4], 30, seed=3)]
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), depth=DEPTH, graphs=graphs)
-    engine.admission = Admit(DEPTH, share)
+    engine.admission = engine_cases.AnyBudget(DEPTH, share)
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     engine_cases.run(engine)
     assert [request.output for request in requests] == [engine_cases.answer_of(ask)[0] for ask in asks]
@@ -186,13 +173,15 @@ def _table(*costs: tuple[int, float]) -> CostTable:
     return table
 
 
+FULL = _table((4, 2.0))
+
+
 def _policy(confidence: np.ndarray, cost: Callable[[float], float]) -> AdmissionPolicy:
     """One that has seen rounds of 16 requests with these confidences, and has timed all shares."""
     policy = AdmissionPolicy(4, GPU_BUDGETS)
-    policy.observe_cost(16, 4, 32, 0.0, is_greedy=False)  # of another kind
     for admit in policy.budgets.sizes(16, 4):
         for _ in range(MIN_SAMPLES):
-            policy.observe_cost(16, 4, admit, cost(admit / 64), is_greedy=True)
+            policy.observe_cost(16, 4, admit, cost(admit / 64), FULL)
     all_of = np.full(16, 4)
     for _ in range(9):
         policy.observe(DraftOutcomes(confidence, all_of, all_of, np.ones(16, dtype=np.bool_)))
@@ -203,7 +192,7 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     half_dead = np.full((16, 4), 0.95, dtype=np.float32)
     half_dead[8:] = 0.02
     good = np.full((16, 4), 0.98, dtype=np.float32)
-    requests, full, unknown = _requests(16), _table((4, 2.0)), lambda *_: None
+    requests, full, unknown = _requests(16), FULL, lambda *_: None
 
     def by_rows(share: float) -> float:
         return 1.0 + share
@@ -211,6 +200,10 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     assert _policy(half_dead, by_rows).admit(requests, 4, full, unknown) == 32
     assert _policy(good, by_rows).admit(requests, 4, full, unknown) is None
     assert _policy(half_dead, lambda _: 2.0).admit(requests, 4, full, unknown) is None, "nothing is saved"
+    slower = _table((4, 6.0))
+    assert _policy(half_dead, by_rows).admit(requests, 4, slower, unknown) == 32, "all have become slower"
+    slower.add_host(batch=16, seconds=6.0)
+    assert _policy(half_dead, by_rows).admit(requests, 4, slower, unknown) is None, "the host takes as long"
     policy = _policy(good, by_rows)
     assert policy.admit(requests, 4, full, lambda *_: half_dead) == 32, "these very drafts are known"
     assert policy.admit(requests[:8], 4, full, unknown) is None, "a few rows more cost nothing"
@@ -222,13 +215,13 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
 def test_rounds_that_may_pay_are_timed_and_full_ones_stay_among_them() -> None:
     half_dead = np.full((16, 4), 0.95, dtype=np.float32)
     half_dead[8:] = 0.02
-    policy, requests, full = AdmissionPolicy(4, GPU_BUDGETS), _requests(16), _table((4, 2.0))
+    policy, requests, full = AdmissionPolicy(4, GPU_BUDGETS), _requests(16), FULL
     chosen = []
     for _ in range(24):
         admit = policy.admit(requests, 4, full, lambda *_: half_dead)
         chosen.append(admit)
         if admit is not None:
-            policy.observe_cost(16, 4, admit, 1.0 + admit / 64, is_greedy=True)
+            policy.observe_cost(16, 4, admit, 1.0 + admit / 64, FULL)
         all_of = np.full(16, 4)
         policy.observe(DraftOutcomes(half_dead, all_of, all_of, np.ones(16, dtype=np.bool_)))
     assert chosen[0] is chosen[8] is chosen[16] is None, "of full rounds the controller learns"

@@ -9,7 +9,6 @@ FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones.
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -18,17 +17,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Speculation
-from fledge.engine.admission import CPU_BUDGETS, AdmissionPolicy, may_admit
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
-from tests.engine_cases import DRAFTERS, EOS, MAX_LENGTH, TREE, VOCAB, Ask, GivenCosts, answer_of, drafter, make_engine
+from tests.engine_cases import (
+    DRAFTERS,
+    EOS,
+    MAX_LENGTH,
+    TREE,
+    VOCAB,
+    AnyBudget,
+    Ask,
+    GivenCosts,
+    answer_of,
+    drafter,
+    make_engine,
+)
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
 MAX_DEPTH = 4
 COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 1, max_size=MAX_DEPTH + 1)
 CHOSEN: Counter[int] = Counter()  # depths, by the controller, in all runs together
 ADMITTED: Counter[bool] = Counter()  # rounds that verified some drafts only, and others
-EIGHTHS = st.sampled_from([None, None, *range(9)])  # of the drafts of a round
+SHARES = st.sampled_from([None, None, 0.0, 0.2, 0.4, 0.5, 0.7, 1.0])  # of the drafts of a round
 
 # Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
 _STEMS = ((2, 3, 4, 5, 0, 2, 3, 4, 5, 0, 2, 3, 3, 0, 5, 4), (2, 3, 4, 5, 1, 1, 2), (5,), (4, 4, 4, 4, 4, 4, 4, 4, 4))
@@ -77,17 +87,6 @@ ASKS = st.builds(
 )
 
 
-class AnyBudget(AdmissionPolicy):
-    """Admits a share of the drafts, whatever it is good for."""
-
-    eighths: int | None = None
-
-    def admit(self, requests: Sequence[Request], depth: int, *_: Any) -> int | None:
-        is_ragged = self.eighths is not None and may_admit(requests)
-        ADMITTED[is_ragged] += 1
-        return len(requests) * depth * self.eighths // 8 if is_ragged else None
-
-
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(["chain", "controlled chain", "tree", "controlled tree", "sampled", "plain"]),
@@ -102,7 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
         read_late=st.booleans(),
         graphs=st.booleans(),
         costs=COSTS,
-        eighths=EIGHTHS,
+        share=SHARES,
     )
     def start(
         self,
@@ -118,7 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
         read_late: bool,
         graphs: bool,
         costs: list[float],
-        eighths: int | None,
+        share: float | None,
     ) -> None:
         self.kind, self.depth = kind, depth
         is_tree = kind.endswith("tree")
@@ -147,8 +146,8 @@ class EngineMachine(RuleBasedStateMachine):
             graphs=graphs,
         )
         if self.engine.admission is not None and kind != "sampled":
-            self.engine.admission = AnyBudget(MAX_DEPTH, CPU_BUDGETS)
-            self.change_budget(eighths)
+            self.engine.admission = AnyBudget(MAX_DEPTH, share)
+            self.engine.admission.rounds = ADMITTED
         self.asked: list[tuple[Ask, Request, int]] = []
         self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
@@ -183,9 +182,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.depth = depth
 
     @precondition(lambda self: isinstance(self.engine.admission, AnyBudget))
-    @rule(eighths=EIGHTHS)
-    def change_budget(self, eighths: int | None) -> None:
-        self.engine.admission.eighths = eighths
+    @rule(share=SHARES)
+    def change_budget(self, share: float | None) -> None:
+        assert isinstance(self.engine.admission, AnyBudget)
+        self.engine.admission.share = share
 
     @precondition(lambda self: self.controller is not None)
     @rule(costs=COSTS)

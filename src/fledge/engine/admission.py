@@ -60,21 +60,22 @@ class DraftOutcomes(NamedTuple):
 class Budgets:
     """Of how many drafts rounds may verify the likeliest: shares of all, but only where a row less saves time."""
 
-    shares: tuple[float, ...]  # ascending, all below 1
-    min_batch: int
-    min_depth: int
+    shares: tuple[float, ...] = ()  # ascending, all below 1
+    min_batch: int = 1
+    max_depth: int = 64
 
     def sizes(self, batch: int, depth: int) -> list[int]:
         """The numbers of drafts, ascending; all of them is not among these."""
-        if batch < self.min_batch or depth < self.min_depth:
+        if batch < self.min_batch or depth > self.max_depth:
             return []
         return sorted({size for share in self.shares if (size := math.ceil(share * batch * depth)) < batch * depth})
 
 
-NO_BUDGETS = Budgets(shares=(), min_batch=1, min_depth=1)
-# Each is a graph of its own there, and up to some sixteen requests a pass takes as long as reading the weights does.
-GPU_BUDGETS = Budgets(shares=(0.5, 0.75), min_batch=16, min_depth=3)
-CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=1, min_depth=2)
+NO_BUDGETS = Budgets()
+# Each is a graph of its own there. Up to some sixteen requests a pass takes as long as reading the weights does, and
+# with more of them deep drafts do not pay.
+GPU_BUDGETS = Budgets(shares=(0.5, 0.75), min_batch=16, max_depth=3)
+CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75))
 
 
 def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
@@ -245,7 +246,8 @@ class AdmissionPolicy:
         gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
         if gains is None:
             return None
-        best, best_rate = 1.0, HYSTERESIS * (1 + gains[-1]) / full.with_host(batch, whole)
+        full_rate = (1 + gains[-1]) / full.with_host(batch, whole)
+        best, best_rate = 1.0, HYSTERESIS * full_rate
         for share, gain in zip(self.budgets.shares, gains[:-1].tolist(), strict=True):
             table = self._costs.get(share)
             relative = None if table is None else table.cost(batch, depth)
@@ -257,6 +259,8 @@ class AdmissionPolicy:
             rate = (1 + gain) / full.with_host(batch, relative * whole)
             if rate > best_rate:
                 best, best_rate = share, rate
+        saved = 1 - full_rate / best_rate if best < 1 else 0.0
+        full.discount(batch, depth, 1 - saved * (1 - 1 / FULL_EVERY))
         size = math.ceil(best * batch * depth)
         return size if size < batch * depth else None
 

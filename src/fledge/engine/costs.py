@@ -37,6 +37,7 @@ class CostTable:
         self._host_overlaps = host_overlaps
         self._host: dict[int, float] = {}  # seconds of the host's work for a round, by the power of two of the batch
         self._costs: dict[int, dict[int, _Cost]] = {}  # depth -> batch
+        self._discounts: dict[tuple[int, int], float] = {}  # power of two of the batch, depth: see `discount`
         self._trend = 0.0  # logarithm of how much slower everything has become
 
     def add(self, *, batch: int, depth: int, seconds: float) -> None:
@@ -63,6 +64,11 @@ class CostTable:
         before = self._host.get(size, seconds)
         self._host[size] = before + SMOOTHING * (min(seconds, OUTLIER * before) - before)
 
+    def discount(self, batch: int, depth: int, factor: float) -> None:
+        """Say what full rounds cost too much by: fewer drafts verified give as many tokens in `factor` of the time."""
+        before = self._discounts.get((batch.bit_length(), depth), 1.0)
+        self._discounts[batch.bit_length(), depth] = before + SMOOTHING * (factor - before)
+
     def cost(self, batch: int, depth: int) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
         on_device = self.device_cost(batch, depth)
@@ -85,10 +91,14 @@ class CostTable:
         return None
 
     def estimate(self, batch: int, depth: int) -> float | None:
-        """As `cost`; but what was not measured is guessed: from depths that were, or else from the nearest size.
+        """As `cost`, less its discount; what was not measured is guessed: from other depths, or from the nearest size.
 
         None only if nothing was measured at this depth or at two others.
         """
+        found = self._estimate(batch, depth)
+        return None if found is None else found * self._discounts.get((batch.bit_length(), depth), 1.0)
+
+    def _estimate(self, batch: int, depth: int) -> float | None:
         exact = self.cost(batch, depth)
         if exact is not None:
             return exact
@@ -122,6 +132,7 @@ class CostTable:
     def copy(self) -> "CostTable":
         twin = CostTable(host_overlaps=self._host_overlaps)
         twin.rounds, twin._trend, twin._host = self.rounds, self._trend, dict(self._host)
+        twin._discounts = dict(self._discounts)
         twin._costs = {
             depth: {batch: _Cost(**vars(cost)) for batch, cost in costs.items()} for depth, costs in self._costs.items()
         }

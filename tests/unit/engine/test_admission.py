@@ -14,10 +14,10 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, distribution
 from fledge.engine.admission import (
     BINS,
-    GPU_BUDGETS,
     REFIT_ROUNDS,
     AcceptanceModel,
     AdmissionPolicy,
+    Budgets,
     DraftOutcomes,
 )
 from fledge.engine.costs import MIN_SAMPLES, CostTable
@@ -174,11 +174,12 @@ def _table(*costs: tuple[int, float]) -> CostTable:
 
 
 FULL = _table((4, 2.0))
+BUDGETS = Budgets(shares=(0.5, 0.75), min_batch=16)
 
 
 def _policy(confidence: np.ndarray, cost: Callable[[float], float]) -> AdmissionPolicy:
     """One that has seen rounds of 16 requests with these confidences, and has timed all shares."""
-    policy = AdmissionPolicy(4, GPU_BUDGETS)
+    policy = AdmissionPolicy(4, BUDGETS)
     for admit in policy.budgets.sizes(16, 4):
         for _ in range(MIN_SAMPLES):
             policy.observe_cost(16, 4, admit, cost(admit / 64), FULL)
@@ -215,15 +216,19 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
 def test_rounds_that_may_pay_are_timed_and_full_ones_stay_among_them() -> None:
     half_dead = np.full((16, 4), 0.95, dtype=np.float32)
     half_dead[8:] = 0.02
-    policy, requests, full = AdmissionPolicy(4, GPU_BUDGETS), _requests(16), FULL
+    policy, requests, full = AdmissionPolicy(4, BUDGETS), _requests(16), _table((4, 2.0))
     chosen = []
     for _ in range(24):
         admit = policy.admit(requests, 4, full, lambda *_: half_dead)
         chosen.append(admit)
         if admit is not None:
-            policy.observe_cost(16, 4, admit, 1.0 + admit / 64, FULL)
+            policy.observe_cost(16, 4, admit, 1.0 + admit / 64, full)
         all_of = np.full(16, 4)
         policy.observe(DraftOutcomes(half_dead, all_of, all_of, np.ones(16, dtype=np.bool_)))
     assert chosen[0] is chosen[8] is chosen[16] is None, "of full rounds the controller learns"
     assert chosen[-6:] == [32] * 6
+    assert full.cost(16, 4) == 2.0
+    assert 1.5 < full.estimate(16, 4) < 1.95, "the controller knows that rounds of this depth give more for less"
+    assert full.copy().estimate(16, 4) == full.estimate(16, 4)
+    assert full.estimate(300, 4) == 2.0, "of this size"
     assert 48 in chosen, "timed too"

@@ -165,7 +165,7 @@ def make_engine(
     engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
     if graphs:
         sizes = engine.config.cudagraph_capture_sizes or batch_sizes(engine.config.max_num_seqs)
-        engine.runner.graphs = CpuGraphs(engine.runner.state, sizes, budgets=CPU_BUDGETS)
+        engine.runner.graphs = CpuGraphs(engine.runner.state, sizes)
     return engine
 
 
@@ -236,6 +236,14 @@ class AnyBudget(AdmissionPolicy):
         is_ragged = self.share is not None and may_admit(requests)
         self.rounds[is_ragged] += 1
         return int((self.share or 0) * len(requests) * depth) if is_ragged else None
+
+
+def verify_share(engine: LLMEngine, share: float | None) -> AnyBudget:
+    """Let an engine verify this share of the drafts of each round; return what decides it."""
+    budget = engine.admission = AnyBudget(engine.config.max_depth, share)
+    if engine.runner.graphs is not None:
+        engine.runner.graphs.budgets = budget.budgets
+    return budget
 
 
 def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:

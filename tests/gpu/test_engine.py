@@ -34,7 +34,7 @@ from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
-from tests.engine_cases import AnyBudget, AnyDepth, add_request, speculation
+from tests.engine_cases import AnyBudget, AnyDepth, add_request, speculation, verify_share
 from tests.gpu.script import run_checks
 from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
@@ -169,11 +169,7 @@ def random_mix(
     chance = random.Random(seed)
     depth = chance.randint(1, 4)
     engine = make_engine(target, drafter, lambda _: depth, **settings)
-    budget = AnyBudget(4, 0.5)
-    if budgets:
-        engine.admission = budget
-        if engine.runner.graphs is not None:
-            engine.runner.graphs.budgets = budget.budgets
+    budget = verify_share(engine, 0.5) if budgets else AnyBudget(4, None)
     vocab = target.config.vocab_size
     stem = [chance.randrange(vocab) for _ in range(70)]
     asked: list[Request] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.engine.adjustments import SIZES, entries_adjusting
-from fledge.engine.admission import GPU_BUDGETS, Budgets
+from fledge.engine.admission import NO_BUDGETS, Budgets
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked
 from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
@@ -110,7 +110,7 @@ class GraphRunner:
     """
 
     def __init__(
-        self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS, budgets: Budgets = GPU_BUDGETS
+        self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS, budgets: Budgets = NO_BUDGETS
     ) -> None:
         """`sizes`: the batch sizes of rounds, in order; the last is the largest there can be."""
         self.sizes = sizes

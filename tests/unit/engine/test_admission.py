@@ -103,12 +103,12 @@ def _p_value(admitted_by: str, runs: int) -> float:
     requests = [
         engine_cases.sampled(prompt, length, seed, temperature=1.0).submit(engine, str(seed)) for seed in range(runs)
     ]
-    engine.admission = engine_cases.AnyBudget(deepest, 1 / 8)
+    budget = engine_cases.verify_share(engine, 1 / 8)
     state, source = engine.runner.state, random.Random(0)
     for step in itertools.count():
         if step % 5 == 0:
             policy.set_costs([source.choice([0.5, 1.0, 1.3, 2.0, 9.0]) for _ in range(deepest + 1)])
-            engine.admission.share = source.choice([1 / 10, 1 / 8])
+            budget.share = source.choice([1 / 10, 1 / 8])
         engine.step()
         if not engine.has_unfinished:
             break
@@ -151,7 +151,7 @@ def test_what_was_drawn_does_not_decide_how_many_are_verified(sample_drafts: boo
 def test_fewer_drafts_are_verified_and_the_text_is_the_references(share: float, graphs: bool) -> None:
     asks = [engine_cases.greedy([2, 3, 4], 30), engine_cases.greedy([5], 30), engine_cases.sampled([4, 4], 30, seed=3)]
     engine = engine_cases.make_engine(drafts=engine_cases.drafter(), depth=DEPTH, graphs=graphs)
-    engine.admission = engine_cases.AnyBudget(DEPTH, share)
+    engine_cases.verify_share(engine, share)
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     engine_cases.run(engine)
     assert [request.output for request in requests] == [engine_cases.answer_of(ask)[0] for ask in asks]

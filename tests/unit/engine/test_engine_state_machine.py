@@ -31,6 +31,7 @@ from tests.engine_cases import (
     answer_of,
     drafter,
     make_engine,
+    verify_share,
 )
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
@@ -146,8 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
             graphs=graphs,
         )
         if self.engine.admission is not None and kind != "sampled":
-            self.engine.admission = AnyBudget(MAX_DEPTH, share)
-            self.engine.admission.rounds = ADMITTED
+            verify_share(self.engine, share).rounds = ADMITTED
         self.asked: list[tuple[Ask, Request, int]] = []
         self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 

@@ -14,7 +14,7 @@ from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.native.decoder import NativeTarget
 from fledge.native.drafter import NativeDrafter
 from fledge.native.library import library
-from tests.engine_cases import TREE, AnyBudget, Ask, answers, greedy, sampled, speculation
+from tests.engine_cases import TREE, Ask, answers, greedy, sampled, speculation, verify_share
 from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
@@ -58,7 +58,7 @@ def make_engine(
     config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, speculative_config=made, **settings)
     engine = LLMEngine(model, drafts, config)
     if share is not None:
-        engine.admission = AnyBudget(3, share)
+        verify_share(engine, share)
     return engine
 
 

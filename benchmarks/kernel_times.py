@@ -396,7 +396,7 @@ def sweep_paged() -> None:
     ):
         moved = 2.0 * batch * context * 8 * 128 * 2
         inputs = paged_inputs(batch, context, 4, 32, 8, 128, page, max(1, min(4, int(6e8 / moved))))
-        default = choose_launch(inputs[0][0], 8)
+        default = choose_launch(inputs[0][0], 8, batch=inputs[0][0].shape[0], queries=inputs[0][0].shape[1])
         tiles = ((32, 4, 3), (32, 4, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3))
         times: dict[SplitLaunch, float] = {}
         for block_n, num_warps, num_stages in tiles:

@@ -18,6 +18,7 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
+from fledge.engine.admission import CPU_BUDGETS, AdmissionPolicy, may_admit
 from fledge.engine.arms import PLAIN, Acceptance, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
@@ -246,6 +247,28 @@ class GivenCosts(AdaptiveDepth):
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
         super().observe_round(arm=arm, seconds=self._given.estimate(1, arm) or 0.0)
+
+
+class AnyBudget(AdmissionPolicy):
+    """Admits a share of the drafts, whatever that is good for; None: all, in full rounds."""
+
+    def __init__(self, max_depth: int, share: float | None) -> None:
+        super().__init__(max_depth, CPU_BUDGETS)
+        self.share = share
+        self.rounds: Counter[bool] = Counter()  # by whether some drafts only were admitted
+
+    def admit(self, requests: Sequence[Request], depth: int, *_: object) -> int | None:
+        is_ragged = self.share is not None and may_admit(requests)
+        self.rounds[is_ragged] += 1
+        return int((self.share or 0) * len(requests) * depth) if is_ragged else None
+
+
+def verify_share(engine: LLMEngine, share: float | None) -> AnyBudget:
+    """Let an engine verify this share of the drafts of each round; return what decides it."""
+    budget = engine.admission = AnyBudget(engine.config.max_depth, share)
+    if engine.runner.graphs is not None:
+        engine.runner.graphs.budgets = budget.budgets
+    return budget
 
 
 def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:

@@ -25,7 +25,7 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap
-from tests.unit.kernels import cases, tree_cases
+from tests.unit.kernels import admit_cases, cases, tree_cases
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
@@ -34,6 +34,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sample": partial(cases.sample, 12, 9001, BF16, CPU),
     "argmax": partial(cases.argmax, 4, 9001, BF16, CPU),
     "accept": partial(cases.accept, 7, 3, 5000, BF16, CPU),
+    "admit": partial(admit_cases.admit, 48, 5, 100, CPU),
     "swiglu": partial(cases.swiglu, 3, 4096, BF16, CPU),
     "rms_norm": partial(cases.rms_norm, 3, 4096, BF16, CPU),
     "round_ends": partial(round_ends, 3, 2, 4),
@@ -53,6 +54,8 @@ for head_dim in (64, 128):
     }.items():
         CASES[f"paged_attention {head_dim}{name}"] = partial(paged, **options)
         CASES[f"prefill_attention {head_dim}{name}"] = partial(prefill, **options)
+    ragged = partial(admit_cases.ragged_attention, [(300, 4), (5, 1), (70, 3)], 32, 8, head_dim, BF16, CPU)
+    CASES[f"paged_attention {head_dim} ragged"] = partial(ragged, block_size=64)
     CASES[f"paged_attention {head_dim} tree"] = partial(paged, tree="each")
 for heads in (16, 64, 128):  # DeepSeek's and Kimi's: latent rows of 512 and 64 rotated
     latent = {"block_size": 64, "latent": True}

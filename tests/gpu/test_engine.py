@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
-from tests.engine_cases import AnyDepth, add_request, speculation
+from tests.engine_cases import AnyBudget, AnyDepth, add_request, speculation, verify_share
 from tests.gpu.script import run_checks
 from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
@@ -152,12 +153,23 @@ def random_params(chance: random.Random) -> SamplingParams:
 
 
 def random_mix(
-    target: TargetModel, drafter: Drafter, exact: TargetModel, seed: int, count: int, **settings: object
+    target: TargetModel,
+    drafter: Drafter,
+    exact: TargetModel,
+    seed: int,
+    count: int,
+    *,
+    budgets: bool = False,
+    **settings: object,
 ) -> tuple[int, int]:
-    """Random requests that join, leave and are aborted; returns how many ended and how many parted at a near-tie."""
+    """Random requests that join, leave and are aborted; returns how many ended and how many parted at a near-tie.
+
+    `budgets`: of many rounds some drafts only are verified.
+    """
     chance = random.Random(seed)
     depth = chance.randint(1, 4)
     engine = make_engine(target, drafter, lambda _: depth, **settings)
+    budget = verify_share(engine, 0.5) if budgets else AnyBudget(4, None)
     vocab = target.config.vocab_size
     stem = [chance.randrange(vocab) for _ in range(70)]
     asked: list[Request] = []
@@ -172,9 +184,12 @@ def random_mix(
             engine.abort(chance.choice(asked).id)
         if chance.random() < 0.1 and not settings.get("sample_drafts"):
             depth = chance.randint(0, 4)
+        if chance.random() < 0.2:
+            budget.share = chance.choice([None, 0.0, 0.25, 0.5, 0.7, 1.0])
         engine.step()
         engine.check_integrity()
     assert engine.block_manager.used == 0
+    assert not budgets or budget.rounds[True] > 5, budget.rounds
     parted = 0
     for request in asked:
         speculation = None
@@ -202,7 +217,7 @@ def random_mix(
     return len(asked), parted
 
 
-def mixes(**settings: object) -> None:
+def mixes(**settings: Any) -> None:
     ended = parted = 0
     for number, (name, config) in enumerate(drafter_configs(SMALL).items()):
         cpu = make_target(SMALL)
@@ -221,7 +236,8 @@ def mixes_over_latent_rows() -> None:
         drafter = make_drafter(drafter_configs(cpu.config)["eagle3.1"], cpu, seed=2)
         for tree in (None, TREE):
             pair, exact = on_gpu(cpu, drafter, torch.float32), copy.deepcopy(cpu).double()
-            assert random_mix(*pair, exact, number, 12, tree=tree)[1] <= 2, "too many near-ties to be chance"
+            parted = random_mix(*pair, exact, number, 12, tree=tree, budgets=tree is None)[1]
+            assert parted <= 2, "too many near-ties to be chance"
 
 
 @check
@@ -237,6 +253,12 @@ def mixes_without_graphs() -> None:
 @check
 def mixes_of_trees() -> None:
     mixes(tree=TREE)
+
+
+@check
+def mixes_of_admitted_drafts() -> None:
+    mixes(budgets=True)
+    mixes(budgets=True, enforce_eager=True)
 
 
 @check

@@ -22,7 +22,7 @@ from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
 from fledge.layers.paged_cache import PagedCache
 from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks
-from tests.unit.kernels import cases
+from tests.unit.kernels import admit_cases, cases
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -154,6 +154,18 @@ def prefill() -> None:
     cases.prefill_attention([(0, 300), (5, 3)], 12, 12, 80, FP16, GPU)
     cases.prefill_attention([(0, 10)], 12, 4, 128, BF16, GPU)
     cases.prefill_attention([(0, 700), (300, 1)], 64, 8, 64, BF16, GPU, window=128, with_sinks=True)
+
+
+@check
+def admitted_drafts() -> None:
+    for batch, depth, admitted in ((1, 3, 1), (16, 3, 24), (256, 5, 640), (500, 7, 1000)):
+        admit_cases.admit(batch, depth, admitted, GPU)
+    chunks = [(3000, 4), (0, 1), (17, 2), (1023, 1), (512, 3)]
+    for dtype in cases.DTYPES:
+        admit_cases.ragged_attention(chunks, 32, 8, 128, dtype, GPU)
+    admit_cases.ragged_attention(chunks * 40, 32, 8, 128, BF16, GPU, block_size=64)
+    admit_cases.ragged_attention(chunks, 64, 8, 64, BF16, GPU, window=128, with_sinks=True)
+    admit_cases.ragged_attention(chunks, 16, 8, 256, BF16, GPU)
 
 
 @check

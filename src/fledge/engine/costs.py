@@ -44,6 +44,7 @@ class CostTable:
         self._host_overlaps = host_overlaps
         self._host: dict[int, float] = {}  # seconds of the host's work for a round, by the power of two of the batch
         self._costs: dict[Arm, dict[int, _Cost]] = {}  # by batch
+        self._discounts: dict[tuple[int, Arm], float] = {}  # power of two of the batch, arm: see `discount`
         self._trend = 0.0  # logarithm of how much slower everything has become
         self._slower = 0.0  # logarithm of how much slower rounds are than was expected of them
         self._compared = 0  # rounds that this was learned from
@@ -91,14 +92,23 @@ class CostTable:
         before = self._host.get(size, seconds)
         self._host[size] = before + SMOOTHING * (min(seconds, OUTLIER * before) - before)
 
+    def discount(self, batch: int, arm: Arm, factor: float) -> None:
+        """Say what full rounds cost too much by: fewer drafts verified give as many tokens in `factor` of the time."""
+        before = self._discounts.get((batch.bit_length(), arm), 1.0)
+        self._discounts[batch.bit_length(), arm] = before + SMOOTHING * (factor - before)
+
     def cost(self, batch: int, arm: Arm) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
-        on_device, on_host = self._device_cost(batch, arm), self._host.get(batch.bit_length(), 0.0)
-        if on_device is None:
-            return None
+        on_device = self.device_cost(batch, arm)
+        return None if on_device is None else self.with_host(batch, on_device)
+
+    def with_host(self, batch: int, on_device: float) -> float:
+        """What a round costs that takes so long on the device."""
+        on_host = self._host.get(batch.bit_length(), 0.0)
         return max(on_device, on_host) if self._host_overlaps else on_device + on_host
 
-    def _device_cost(self, batch: int, arm: Arm) -> float | None:
+    def device_cost(self, batch: int, arm: Arm) -> float | None:
+        """`cost` without the host's part."""
         below, above = self._neighbours(batch, arm)
         if below is not None and above is not None:
             low, high = self._now(arm, below), self._now(arm, above)
@@ -109,10 +119,14 @@ class CostTable:
         return None
 
     def estimate(self, batch: int, arm: Arm) -> float | None:
-        """As `cost`; but what was not measured is guessed: of a chain from others, or else from the nearest size.
+        """As `cost`, less its discount; what was not measured is guessed: of a chain from others, or the nearest size.
 
         None only if this arm was never measured, and if it is a chain at most one other was.
         """
+        found = self._estimate(batch, arm)
+        return None if found is None else found * self._discounts.get((batch.bit_length(), arm), 1.0)
+
+    def _estimate(self, batch: int, arm: Arm) -> float | None:
         exact = self.cost(batch, arm)
         if exact is not None:
             return exact
@@ -148,7 +162,7 @@ class CostTable:
 
     def copy(self) -> "CostTable":
         twin = CostTable(host_overlaps=self._host_overlaps)
-        vars(twin).update(vars(self) | {"_host": dict(self._host)})
+        vars(twin).update(vars(self) | {"_host": dict(self._host), "_discounts": dict(self._discounts)})
         twin._costs = {
             arm: {batch: _Cost(**vars(cost)) for batch, cost in costs.items()} for arm, costs in self._costs.items()
         }

@@ -23,8 +23,10 @@ from fledge.engine.arms import Arm
 from fledge.engine.config import EngineConfig
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
+from fledge.kernels.admit import AcceptanceCoefficients, AdmittedRound
+from fledge.kernels.round_ends import OpenedRound
 from fledge.layers.linear import compute_weight
-from fledge.layers.paged_cache import PagedCache, RoundPass
+from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
@@ -77,6 +79,9 @@ class DeviceState:
         self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
         self.length = column(torch.int64)  # tokens the target has seen: the position of last_token
         self.drafts = column(torch.int64, max(depth, 1))
+        self.confidence = column(torch.float32, max(depth, 1))  # the drafter's largest probability at each of them
+        self.acceptance = torch.zeros(2, 1 + max(depth, 1), device=self.device)  # see `AcceptanceCoefficients`
+        self.acceptance[:, 0] = 1.0
         self.draft_count = column(torch.int64)  # how many of `drafts` are there
         self.draft_until = column(torch.int64)  # no drafts for positions from here on; 0: no speculation at all
         self.draft_limit = column(torch.int64)  # no more drafts than this in a round
@@ -146,6 +151,13 @@ class DeviceState:
         host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
+    def set_acceptance(self, coefficients: NDArray[np.float64]) -> None:
+        """Let rounds choose drafts by other coefficients from now on, captured ones too."""
+        self.acceptance.copy_(self.tensor(coefficients.tolist(), torch.float32), non_blocking=True)
+
+    def acceptance_of(self, rows: Tensor) -> AcceptanceCoefficients:
+        return AcceptanceCoefficients(self.acceptance, self.sampling.is_greedy[rows])
+
     def drafted(self, rows: Tensor, arm: Arm) -> Tensor | DraftTree | None:
         """Return what a round of `rows` [batch] verifies: chains [batch, depth], or trees of so many levels."""
         if not arm.is_tree:
@@ -180,6 +192,19 @@ class DeviceState:
             max_context=self.max_length,
             tree_mask=tree_mask,
             depths=depths,
+        )
+
+    def ragged_storage(self, cache: PagedCache, opened: OpenedRound, admitted: AdmittedRound) -> ChunkPass:
+        """Storage for the admitted tokens of each sequence of a round."""
+        return ChunkPass(
+            cache=cache,
+            block_tables=opened.tables,
+            context_lens=opened.context,
+            slots=admitted.slots,
+            query_starts=admitted.starts,
+            max_chunk=admitted.rows.shape[1],
+            max_context=self.max_length,
+            is_round=True,
         )
 
     def tree_nodes(self, depth: int) -> int:

@@ -20,6 +20,7 @@ import torch
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.admission import AdmissionPolicy, budgets_for
 from fledge.engine.arms import PLAIN, Acceptance
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
@@ -86,6 +87,9 @@ class LLMEngine:
         self._stats = EngineStats()
         self._costs = RoundCosts(host_overlaps=self._reads_late)
         self._cost_cache = cost_cache
+        budgets = budgets_for(config.speculative_config, on_gpu)
+        has_chains = any(arm.depth and not arm.is_tree for arm in self._depth_policy.arms)
+        self.admission = AdmissionPolicy(config.max_depth, budgets) if has_chains else None
         self.block_manager = BlockManager(
             state.num_blocks, state.block_size, prefix_caching=config.enable_prefix_caching
         )
@@ -99,7 +103,7 @@ class LLMEngine:
         graphs = None
         if on_gpu and not config.enforce_eager:
             sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
-            graphs = GraphRunner(state, sorted({*sizes, config.max_num_seqs}))
+            graphs = GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)
         self.runner = Runner(state, graphs)
         self.info = EngineInfo(
             model=model,
@@ -145,7 +149,10 @@ class LLMEngine:
         if graphs is not None and programs:
             graphs.compile_long_prompts(max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
         self.runner.measure(
-            self._costs, rounds, lambda done: progress(len(programs) + done, len(programs) + len(rounds))
+            self._costs,
+            rounds,
+            lambda done: progress(len(programs) + done, len(programs) + len(rounds)),
+            self.admission if graphs is not None else None,
         )
         if rounds and self._cost_cache is not None:
             self._cost_cache.keep(self._costs)
@@ -203,6 +210,7 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
+            calibration=None if self.admission is None else self.admission.model.calibration(),
             costs=self._costs.latest.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
@@ -257,9 +265,18 @@ class LLMEngine:
                 arm = self._depth_policy.choose(requests, self._costs.tables[kind_of_round(requests)])
                 assert 0 <= arm.depth <= self.config.max_depth, f"{arm} is beyond what the engine was set up for"
             try:
-                return self.scheduler.schedule(arm)
+                return self._admitted(self.scheduler.schedule(arm))
             except MustSettle:
                 self._settle()
+
+    def _admitted(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch, with how many drafts its round verifies."""
+        requests, arm = batch.decoding, batch.verify
+        if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
+            return batch
+        costs = self._costs.tables[kind_of_round(requests)]
+        admit = self.admission.admit(requests, arm.depth, costs, self.runner.confidence)
+        return replace(batch, admit=admit)
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -291,14 +308,19 @@ class LLMEngine:
         if results.prefill_seconds is not None:
             read = sum(chunk.end - chunk.start for chunk in launch.batch.chunks)
             self.scheduler.observe_prefill(read, results.prefill_seconds)
-        stats, report = self._stats, results.report
+        stats, report, admission = self._stats, results.report, self.admission
+        if admission is not None and results.outcomes is not None and admission.observe(results.outcomes):
+            self.runner.state.set_acceptance(admission.model.coefficients)
         if report is not None:
             stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]
             stats.num_rounds += 1
             seconds = sum(report.seconds)
             self._device_seconds += 0.0 if self._reads_late else seconds
-            if report.verify == report.draft:  # others change the arm: no one's cost
-                kind = kind_of_round(launch.batch.decoding)
+            kind = kind_of_round(launch.batch.decoding)
+            if report.admit is not None and admission is not None:
+                full = self._costs.tables[kind]
+                admission.observe_cost(report.batch, report.verify.depth, report.admit, seconds, full)
+            elif report.verify == report.draft:  # others change the arm: no one's cost
                 self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
         if not results.drafts_finite:
@@ -317,8 +339,9 @@ class LLMEngine:
         for tally in (request.acceptance, self._stats.acceptance):
             tally.add(drafted=result.drafted, accepted=result.accepted)
         in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
-        drafted, is_tree = result.drafted * in_step, batch.verify.is_tree
-        self._depth_policy.observe(request, is_tree=is_tree, drafted=drafted, accepted=result.accepted)
+        unchosen = result.drafted if in_step and batch.admit is None else 0  # what is admitted is accepted more often
+        is_tree = batch.verify.is_tree
+        self._depth_policy.observe(request, is_tree=is_tree, drafted=unchosen, accepted=result.accepted)
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
         self._stats.output_tokens += len(tokens)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.engine.adjustments import SIZES, entries_adjusting
+from fledge.engine.admission import NO_BUDGETS, Budgets
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked
@@ -40,6 +41,7 @@ class RoundProgram(NamedTuple):
     sample_drafts: bool = False  # the drafts of some chains are drawn at random
     asked: Asked = Asked()
     adjusting: int = 0  # entries
+    admit: int | None = None  # drafts that are verified, over the batch; None: all
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
         """Return their rows, and the padding row up to the batch's size; then which entries have which wishes."""
@@ -59,6 +61,7 @@ class RoundProgram(NamedTuple):
             verify=self.verify,
             draft=self.draft,
             sample_drafts=self.sample_drafts,
+            admit=self.admit,
             asking=asking if self.asked else None,
             top=self.asked.top,
         )
@@ -118,9 +121,12 @@ class GraphRunner:
     They share their memory: what one of them computed on the way is lost to the next.
     """
 
-    def __init__(self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS) -> None:
+    def __init__(
+        self, state: DeviceState, sizes: Sequence[int], capacity: int = MAX_GRAPHS, budgets: Budgets = NO_BUDGETS
+    ) -> None:
         """`sizes`: the batch sizes of rounds, in order; the last is the largest there can be."""
         self.sizes = sizes
+        self.budgets = budgets  # of drafts
         self.coarse = False
         self.prompt_arms: Sequence[Arm] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], PassOutcome]]] = {}  # inputs and replay
@@ -134,7 +140,18 @@ class GraphRunner:
         sizes = self._round_sizes(program.draft)
         batch = next(size for size in sizes if size >= program.batch)
         adjusting = next(size for size in SIZES if size >= program.adjusting)
-        padded = program._replace(batch=batch, asked=program.asked.of(batch), adjusting=adjusting)
+        admit = program.admit
+        if admit is not None:
+            admit = next((size for size in self.budgets.sizes(batch, program.verify.depth) if size >= admit), None)
+        # Drawing drafts that nobody wants drawn costs little, a second set of graphs does not.
+        sample_drafts = program.sampling is SamplingMode.SAMPLED and self._samples(program.draft)
+        padded = program._replace(
+            batch=batch,
+            sample_drafts=program.sample_drafts or sample_drafts,
+            asked=program.asked.of(batch),
+            adjusting=adjusting,
+            admit=admit,
+        )
         outcome = self._replay(padded, requests)
         return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
 
@@ -181,16 +198,12 @@ class GraphRunner:
         """
         has_drafter = self._state.drafter is not None
         programs: list[Program] = [
-            RoundProgram(size, arm, arm, sampling, sample_drafts)
-            for sampling, sample_drafts in (
-                (SamplingMode.GREEDY, False),
-                (SamplingMode.SAMPLED, False),
-                (SamplingMode.SAMPLED, True),
-            )
+            RoundProgram(size, arm, arm, sampling, sampling is SamplingMode.SAMPLED and self._samples(arm), admit=admit)
+            for sampling in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
             for arm in sorted(arms)
-            if not sample_drafts or self._samples(arm)
             for size in reversed(self._round_sizes(arm))
             if size <= max_batch
+            for admit in (None, *(() if arm.is_tree else self.budgets.sizes(size, arm.depth)))
         ]
         self.prompt_arms = self._prompt_arms(arms)
         self.coarse = len(arms) > 2

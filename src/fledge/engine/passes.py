@@ -26,6 +26,7 @@ from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
 from fledge.kernels.accept import PADDING, Accepted, accept_chain, accept_greedy
+from fledge.kernels.admit import AdmittedRound, admit_drafts
 from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
 from fledge.kernels.sample import choose
 from fledge.kernels.timestamp import timestamp
@@ -52,6 +53,7 @@ class PassOutcome:
     health: Tensor  # [rows, width (+ 1 if it drafted)] sums of hidden states: finite where the models work
     accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
     drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
+    confidence: Tensor | None = None  # [rows, width - 1]: the drafter's in each draft of a chain
     stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None of prompts
     logprobs: LogprobsTensors | None = None  # of the entries that asked, `width` rows each
     prompt_logprobs: Sequence[LogprobsTensors | None] = ()  # of each chunk, if somebody asked
@@ -84,13 +86,15 @@ def run_round(
     verify: Arm,
     draft: Arm,
     sample_drafts: bool = False,
+    admit: int | None = None,
     asking: Tensor | None = None,
     top: int = 0,
 ) -> PassOutcome:
     """Verify what the sampler's rows have drafted, `verify` of it, then draft `draft`: chains or trees, each.
 
-    `sample_drafts`: the drafts of some chains are drawn at random. Entries `asking` [n] of the batch get
-    log-probabilities, of `top` tokens besides.
+    `sample_drafts`: the drafts of some chains are drawn at random. With `admit`, only so many of the drafts of all rows
+    are verified: chains of rows that the host need not see to. Entries `asking` [n] of the batch get log-probabilities,
+    of `top` tokens besides.
 
     Updates the state of those rows: last token, length, drafts. Where nothing is drafted the drafter is left alone.
     """
@@ -98,17 +102,24 @@ def run_round(
     clock = RoundClock(rows.device)
     clock.mark()
     opened = open_round(rows, state, verify.depth)
-    fed: OpenedRound | OpenedTrees = opened
-    if verify.is_tree:
+    fed: OpenedRound | OpenedTrees | AdmittedRound = opened
+    storage: PagedPass
+    if admit is not None:
+        fed = admit_drafts(opened, state.acceptance_of(rows), admit)
+        storage = state.ragged_storage(state.target_cache, opened, fed)
+    elif verify.is_tree:
         fed, storage = lay_out_trees(state, rows, opened, verify.depth)
     else:
         storage = state.storage(state.target_cache, opened.tables, opened.context, opened.slots)
     aux_layer_ids = state.drafter.aux_layer_ids if state.drafter is not None and draft.depth else ()
     states = state.target(fed.tokens, fed.positions, storage, aux_layer_ids)
-    logits = state.target.logits(states.final)  # [batch * rows fed, vocab]
+    logits = state.target.logits(states.final)  # [rows fed, vocab]
     clock.mark()
     if isinstance(fed, OpenedTrees):
         tokens, accepted, states, decided_by = accept_paths(state, sampler, opened, fed, logits, states, verify.depth)
+    elif isinstance(fed, AdmittedRound):
+        tokens, accepted = _accept_admitted(state, sampler, opened, fed, logits, sample_drafts=sample_drafts)
+        decided_by = fed.rows
     else:
         tokens, accepted = _accept_chains(state, sampler, opened, logits, sample_drafts=sample_drafts)
         decided_by = torch.arange(len(logits), device=rows.device)
@@ -122,20 +133,28 @@ def run_round(
     settled = settle_round(rows, state, opened, tokens, accepted, draft.depth)
     clock.mark()
     health = torch.empty(len(rows), width + bool(draft.depth), dtype=torch.float32, device=rows.device)
-    torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
+    if isinstance(fed, AdmittedRound):
+        health[:, :width] = states.final.sum(-1, dtype=torch.float32)[fed.rows]
+    else:
+        torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
     if draft.depth:
         # Rows after the last settled one hold padding: leaving them out would take longer than computing them.
         assert state.drafter_cache is not None
-        storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
-        deepest = _extend_drafter(
-            state, rows, states, opened.positions, storage, settled, draft, sample_drafts=sample_drafts
-        )
+        positions = opened.positions
+        if isinstance(fed, AdmittedRound):
+            positions, last_rows = fed.positions, fed.starts[:-1] + accepted
+            settled = settled._replace(tokens=settled.tokens[fed.places], last_rows=last_rows)
+            storage = state.ragged_storage(state.drafter_cache, opened, fed)
+        else:
+            storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
+        deepest = _extend_drafter(state, rows, states, positions, storage, settled, draft, sample_drafts=sample_drafts)
         torch.sum(deepest, -1, dtype=torch.float32, out=health[:, width])
     clock.mark()
     return PassOutcome(
         tokens=tokens,
         accepted=accepted,
-        drafted=opened.drafted,
+        drafted=fed.drafted if isinstance(fed, AdmittedRound) else opened.drafted,
+        confidence=None if verify.is_tree else opened.confidence,
         health=health,
         stamps=clock.stamps,
         logprobs=logprobs,
@@ -151,19 +170,66 @@ def _accept_chains(
     logits = sampler.adjusted(logits, decided)
     if sampler.is_greedy:
         return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
-    choices = sampler.choices(logits, decided).view(batch, width)
-    matching = accept_chain(drafts, choices, draft_lengths=opened.drafted)
-    if not sample_drafts or width == 1:
+    return _accept_sampled(
+        state,
+        sampler,
+        drafts,
+        decided,
+        opened.drafted,
+        choices=sampler.choices(logits, decided).view(batch, width),
+        probabilities=sampler.probabilities(logits).view(batch, width, -1) if sample_drafts and width > 1 else None,
+    )
+
+
+def _accept_admitted(
+    state: DeviceState,
+    sampler: Sampler,
+    opened: OpenedRound,
+    fed: AdmittedRound,
+    logits: Tensor,
+    *,
+    sample_drafts: bool,
+) -> Accepted:
+    """`_accept_chains` where logits are those of the rows that were fed. Nobody looks behind the admitted drafts."""
+    batch, width = fed.rows.shape
+    by_row = sampler.for_rows(sampler.rows[fed.places // width])
+    return _accept_sampled(
+        state,
+        sampler,
+        opened.tokens.view(batch, width)[:, 1:],
+        opened.positions.view(batch, width) + 1,
+        fed.drafted,
+        choices=by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows],
+        probabilities=by_row.probabilities(logits)[fed.rows] if sample_drafts and not sampler.is_greedy else None,
+    )
+
+
+def _accept_sampled(
+    state: DeviceState,
+    sampler: Sampler,
+    drafts: Tensor,
+    decided: Tensor,
+    drafted: Tensor,
+    *,
+    choices: Tensor,
+    probabilities: Tensor | None,
+) -> Accepted:
+    """Accept drafts that are what was chosen at their places; by rejection where they were drawn.
+
+    `choices` [batch, width] and `probabilities` [batch, width, vocab] are the target's; None: no drafts were drawn.
+    """
+    matching = accept_chain(drafts, choices, draft_lengths=drafted)
+    if probabilities is None:
         return matching
     rejection = accept_rejection(
         drafts,
-        state.draft_probs[sampler.rows, : width - 1],
-        sampler.probabilities(logits).view(batch, width, -1),
+        state.draft_probs[sampler.rows, : drafts.shape[1]],
+        probabilities,
         *sampler.rejection_uniforms(decided),
-        draft_lengths=opened.drafted,
+        draft_lengths=drafted,
     )
     # A row without drafts chooses as in a round without drafts: what others do must not change its tokens.
-    drawn = state.sample_drafts[sampler.rows] & (opened.drafted > 0)
+    drawn = state.sample_drafts[sampler.rows] & (drafted > 0)
     tokens = torch.where(drawn[:, None], rejection.tokens, matching.tokens)
     return Accepted(tokens, torch.where(drawn, rejection.accepted, matching.accepted))
 
@@ -190,11 +256,12 @@ def _extend_drafter(
         depth = arm.depth
         if depth and not arm.is_tree:
             sample = partial(_sample_drafts, state, drafter, rows) if sample_drafts else None
-            drafts, deepest = drafter.draft_chain(
+            chains = drafter.draft_chain(
                 states, settled.tokens, positions, storage, settled.last_rows, settled.places, depth, sample
             )
-            state.drafts[rows, :depth] = drafts
-            return deepest
+            state.drafts[rows, :depth] = chains.tokens
+            state.confidence[rows, :depth] = chains.confidence
+            return chains.deepest
         out = drafter(settled.tokens, drafter.fuse(states), positions, storage)
         last = DraftStates(head=out.head[settled.last_rows], feature=out.feature[settled.last_rows])
         return draft_trees(state, drafter, rows, settled.places.tables, last, depth) if depth else last.head
@@ -202,15 +269,20 @@ def _extend_drafter(
         raise DrafterError(describe(error)) from error
 
 
-def _sample_drafts(state: DeviceState, drafter: Drafter, rows: Tensor, head: Tensor, step: int) -> Tensor:
-    """Draw one draft for each row that has them drawn, at its temperature, and keep the distribution it came from."""
+def _sample_drafts(
+    state: DeviceState, drafter: Drafter, rows: Tensor, head: Tensor, step: int
+) -> tuple[Tensor, Tensor]:
+    """Draw one draft for each row that has them drawn, at its temperature, and keep the distribution it came from.
+
+    Returns the drafts and the largest probability of each distribution, which says nothing of what was drawn.
+    """
     # A drafter gone wrong must still draft from a distribution, or rejection would not be lossless.
     logits = drafter.full_vocab_logits(head).float().nan_to_num(posinf=1e30, neginf=-torch.inf)
     probs = (logits / state.sampling.temperature[rows, None]).softmax(-1)
     state.draft_probs[rows, step] = probs
     # The settled row is at length - 1 and predicts the token at length + 1.
     drawn = choose(probs, uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
-    return torch.where(state.sample_drafts[rows], drawn, logits.argmax(-1))
+    return torch.where(state.sample_drafts[rows], drawn, logits.argmax(-1)), probs.amax(-1)
 
 
 @dataclass(frozen=True)

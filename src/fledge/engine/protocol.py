@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.admission import Calibration
 from fledge.engine.arms import Acceptance, Arm
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthChoice
@@ -77,6 +78,7 @@ class RoundReport(NamedTuple):
     draft: Arm  # what was drafted for the next round
     tokens: int  # chosen in it, in all
     seconds: PhaseSeconds
+    admit: int | None = None  # drafts that were verified, of all requests together; None: all there were
 
 
 @dataclass(kw_only=True)
@@ -94,6 +96,7 @@ class EngineStats:
     prefix_queries: int = 0  # tokens looked up in the prefix cache
     prefix_hits: int = 0  # tokens found there
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    calibration: Calibration | None = None  # of what drafts are held to be worth; None: no chains are drafted
     drafter_failure: str | None = None  # why the engine goes on without its drafter
     num_rounds: int = 0  # of batches
     rounds: tuple[RoundReport, ...] = ()  # the latest few

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fledge.engine.admission import AdmissionPolicy, DraftOutcomes
 from fledge.engine.arms import PLAIN, Arm, RequestKind
-from fledge.engine.costs import RoundCosts
+from fledge.engine.costs import MIN_SAMPLES, RoundCosts
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
@@ -62,6 +65,16 @@ def _copied(results: Results) -> Results:
     return replace(results, **copies)
 
 
+def _outcomes(requests: Sequence[Request], outcome: PassOutcome) -> DraftOutcomes | None:
+    """What became of the drafts of a round that is on the host, if they were chains."""
+    if outcome.confidence is None or outcome.drafted is None or outcome.accepted is None:
+        return None
+    confidence, drafted, accepted = (
+        column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
+    )
+    return DraftOutcomes(confidence, drafted, accepted, np.array([request.params.is_greedy for request in requests]))
+
+
 class RequestResult(NamedTuple):
     """What a launch did for one request."""
 
@@ -80,6 +93,7 @@ class StepResults:
 
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
+    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or a grammar had a say
     prefill_seconds: float | None = None  # None: it read no prompts
     waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
@@ -111,24 +125,43 @@ class Runner:
         event.record()
         return event
 
-    def measure(self, costs: RoundCosts, rounds: Sequence[tuple[int, Arm]], progress: Callable[[int], None]) -> None:
-        """Time rounds of these sizes and arms, small ones first, as far as `MEASURING_SECONDS` go."""
+    def measure(
+        self,
+        costs: RoundCosts,
+        rounds: Sequence[tuple[int, Arm]],
+        progress: Callable[[int], None],
+        admission: AdmissionPolicy | None = None,
+    ) -> None:
+        """Time rounds of these sizes and arms, small ones first, as far as `MEASURING_SECONDS` go.
+
+        With `admission`, those that verify fewer drafts too.
+        """
         started = time.perf_counter()
+
+        def median(batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
+            return statistics.median([self.time_round(batch, arm, kind, admit) for _ in range(MEASURED_ROUNDS)][1:])
+
         for done, (batch, arm) in enumerate(rounds):
             progress(done)
             if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS:
                 break
             for kind, table in costs.tables.items():
-                if kind is not RequestKind.SAMPLED_DRAFTS or self.state.can_sample_drafts:
-                    took = [self.time_round(batch, arm, kind) for _ in range(MEASURED_ROUNDS)]
-                    table.expect(batch=batch, arm=arm, seconds=statistics.median(took[1:]))
+                if kind is RequestKind.SAMPLED_DRAFTS and not self.state.can_sample_drafts:
+                    continue
+                table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
+                if admission is None or arm.is_tree:
+                    continue
+                for admit in admission.budgets.sizes(batch, arm.depth):
+                    seconds = median(batch, arm, kind, admit)
+                    for _ in range(MIN_SAMPLES):
+                        admission.observe_cost(batch, arm.depth, admit, seconds, table)
         progress(len(rounds))
 
     @torch.inference_mode()
-    def time_round(self, batch: int, arm: Arm, kind: RequestKind) -> float:
+    def time_round(self, batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
         """Seconds of a round of nobody's: `batch` times the padding row."""
         sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
-        program = RoundProgram(batch, arm, arm, sampling, _draws([kind], arm))
+        program = RoundProgram(batch, arm, arm, sampling, _draws([kind], arm), admit=admit)
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -136,6 +169,20 @@ class Runner:
             self.state.reset_padding()
         assert stamps is not None
         return float(stamps[3] - stamps[0]) * 1e-9
+
+    def confidence(self, requests: Sequence[Request], depth: int) -> NDArray[np.float32] | None:
+        """The drafter's in the drafts that a round now would verify, [requests, depth]; 0 where there is none.
+
+        None where asking the device would mean to wait for it, and where drafts were drawn: by how many were verified
+        then, it would show what was.
+        """
+        state = self.state
+        if state.device.type != "cpu" or any(request.sample_drafts for request in requests):
+            return None
+        rows = torch.tensor([request.running_row for request in requests])
+        is_draft = torch.arange(depth) < state.draft_count[rows, None]
+        found: NDArray[np.float32] = (state.confidence[rows, :depth] * is_draft).numpy()
+        return found
 
     def read(self, launch: Launch) -> StepResults:
         """Wait for a launch and return its results."""
@@ -149,7 +196,9 @@ class Runner:
             assert stamps is not None
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
             chosen = sum(len(result.tokens) for result in results.requests)
-            results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds)
+            if batch.verify.depth and not any(request.needs_host for request in batch.decoding):
+                results.outcomes = _outcomes(batch.decoding, launch.round)
+            results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit)
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
@@ -187,7 +236,9 @@ class Runner:
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
         sample_drafts = _draws([request.kind for request in requests], batch.verify, batch.draft)
-        program = RoundProgram(len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting)
+        program = RoundProgram(
+            len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit
+        )
         needs_host = any(request.needs_host for request in requests)
         if self.graphs is not None and not needs_host:
             return self.graphs.round(program, requests)

@@ -51,6 +51,11 @@ class Sampler:
         self._state = state
         self._mode = mode
 
+    def for_rows(self, rows: Tensor) -> "Sampler":
+        """The same for other rows, of which nobody's logits are adjusted."""
+        assert self.adjusting is None
+        return Sampler(self._state, rows, self._mode)
+
     def adjusted(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return the logits that decide: with the rows of `adjusting` adjusted, in float32 then."""
         if self.adjusting is None:

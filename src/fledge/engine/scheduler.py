@@ -46,6 +46,7 @@ class ScheduledBatch:
     decoding: list[Request]
     verify: Arm
     draft: Arm
+    admit: int | None = None  # drafts that are verified, of all requests together; None: all there are
     first_draft: Arm = PLAIN  # for chunks that complete; nothing: nor has their first round anything to verify
 
     @property

@@ -15,6 +15,7 @@ from fledge.kernels._triton import sink_weight, softmax_step, tl, triton
 def piece_kernel(
     attended,
     results,
+    tables_ptr,
     sequences,
     sinks_ptr,
     tree_ptr,
@@ -43,6 +44,7 @@ def piece_kernel(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    RAGGED: tl.constexpr,
     TREE: tl.constexpr,
     DIRECT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -52,7 +54,7 @@ def piece_kernel(
     begin_overlapped(OVERLAP)
     query_ptr, key_ptr, value_ptr = attended
     out_ptr, partial_ptr, lse_ptr = results
-    tables_ptr, lengths_ptr = sequences
+    lengths_ptr, starts_ptr = sequences
     query_batch_stride, query_stride, query_head_stride = query_strides
     key_block_stride, key_token_stride, key_head_stride = key_strides
     value_block_stride, value_token_stride, value_head_stride = value_strides
@@ -61,14 +63,15 @@ def piece_kernel(
     unit = tl.program_id(1)
 
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
+    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, RAGGED)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
     if sequence >= batch:
         return
     first_unit, pieces = _units_of(sequence, numbers, cut)
     context = tl.load(lengths_ptr + sequence).to(tl.int32)
-    begin, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW)
+    first_query, own_queries = _queries_of(sequence, starts_ptr, num_queries, RAGGED)
+    begin, span = _key_span(context, own_queries if RAGGED else num_keys, window, BLOCK_N, WINDOW)
     length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
     first = begin + (unit - first_unit) * length
     last = tl.minimum(first + length, begin + span)
@@ -78,9 +81,11 @@ def piece_kernel(
     number = row // GROUP  # of the query
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, BLOCK_D)
-    row_inside = row < num_queries * GROUP
+    row_inside = row < own_queries * GROUP
     tile_inside = row_inside[:, None] & (dim < HEAD_DIM)[None, :]
     query_at = sequence * query_batch_stride + number[:, None] * query_stride + head[:, None] * query_head_stride
+    if RAGGED:
+        query_at += first_query * query_stride
     query = tl.load(query_ptr + query_at + dim[None, :], mask=tile_inside, other=0.0)
 
     depth = number
@@ -132,7 +137,7 @@ def piece_kernel(
         total += sink_weight(sinks_ptr, head, row_inside, peak)
     mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if DIRECT or pieces == 1:
-        out_at = ((sequence * num_queries + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
+        out_at = ((first_query + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
         tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=tile_inside)
     else:
         partial_at = (unit.to(tl.int64) * KV_HEADS + kv_head) * (num_queries * GROUP) + row
@@ -144,7 +149,7 @@ def piece_kernel(
 def combine_kernel(
     results,
     sinks_ptr,
-    lengths_ptr,
+    sequences,
     window,
     batch,
     num_queries,
@@ -162,6 +167,7 @@ def combine_kernel(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    RAGGED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program (ROWS rows, KV head, sequence): pieces, PIECES at a time, weighted by their share of the softmax."""
@@ -170,20 +176,22 @@ def combine_kernel(
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(lengths_ptr, limits, BLOCK_B, BLOCK_N, WINDOW)
+    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, RAGGED)
     first_unit, pieces = _units_of(sequence, numbers, cut)
     if pieces == 1:
         return  # written already
+    first_query, own_queries = _queries_of(sequence, sequences[1], num_queries, RAGGED)
+    own_rows = own_queries * GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
-    row_inside = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    row_inside = (row < own_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in range(0, pieces, PIECES):
         piece = start + tl.arange(0, PIECES)
         at = (((first_unit + piece).to(tl.int64) * KV_HEADS + kv_head) * num_rows)[:, None] + row[None, :]
-        inside = (piece < pieces)[:, None] & (row < num_rows)[None, :]
+        inside = (piece < pieces)[:, None] & (row < own_rows)[None, :]
         lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))  # [pieces, rows]
         partial_at = at[:, :, None] * HEAD_DIM + dim[None, None, :]
         partial = tl.load(
@@ -199,10 +207,21 @@ def combine_kernel(
     let_successor_in(OVERLAP)
     head = kv_head * GROUP + row % GROUP
     if SINKS:
-        total += sink_weight(sinks_ptr, head, row < num_rows, peak)
+        total += sink_weight(sinks_ptr, head, row < own_rows, peak)
     mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_at = ((sequence.to(tl.int64) * num_queries + row // GROUP) * (KV_HEADS * GROUP) + head) * HEAD_DIM
+    out_at = ((first_query + row // GROUP) * (KV_HEADS * GROUP) + head) * HEAD_DIM
     tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=row_inside)
+
+
+@triton.jit
+def _queries_of(sequence, starts_ptr, num_queries, RAGGED: tl.constexpr):
+    """Return where the queries of a sequence begin, and how many they are."""
+    first = sequence.to(tl.int64) * num_queries
+    count = num_queries
+    if RAGGED:
+        first = tl.load(starts_ptr + sequence).to(tl.int64)
+        count = tl.load(starts_ptr + sequence + 1).to(tl.int32) - first.to(tl.int32)
+    return first, count
 
 
 @triton.jit
@@ -213,13 +232,17 @@ def _units_of(owner, sequence, pieces):
 
 
 @triton.jit
-def _cut(lengths_ptr, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+def _cut(sequences, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr):
     """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
     All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
     """
     batch, num_keys, window, slots, min_split = limits
+    lengths_ptr, starts_ptr = sequences
     sequence = tl.arange(0, BLOCK_B)
+    if RAGGED:
+        first = tl.load(starts_ptr + sequence, mask=sequence < batch, other=0)
+        num_keys = (tl.load(starts_ptr + sequence + 1, mask=sequence < batch, other=0) - first).to(tl.int32)
     context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
     _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW)
     span = tl.where(sequence < batch, span, 0)

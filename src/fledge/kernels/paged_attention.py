@@ -49,6 +49,8 @@ def paged_attention(
     tree_mask: Tensor | None = None,
     key_depths: Tensor | None = None,
     sinks: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    max_queries: int = 0,
     launch: SplitLaunch | None = None,
 ) -> Tensor:
     """Return the attention [batch, queries, heads, head_dim] of new tokens whose keys and values are stored already.
@@ -64,10 +66,14 @@ def paged_attention(
     here") gets zeros. `sinks` [heads] are scores of something that every query sees and that adds nothing. Where the
     value cache has no width, keys are values too.
 
+    Ragged: the queries of chains lie one after another, [tokens, heads, head_dim], and so does the result; row b has
+    those from `query_starts[b]` to `query_starts[b + 1]` [batch + 1] int32, `max_queries` at most. All belong to a row.
+
     `max_context` bounds `context_lens` on the host, by default by the width of the block table. Triton's only: on a CPU
     a storage uses `attend_blocks`, with a mask that is the same for all layers.
     """
-    batch, queries, heads, head_dim = query.shape
+    heads, head_dim = query.shape[-2:]
+    batch, queries = query.shape[:2] if query_starts is None else (len(context_lens), max_queries)
     value_cache = value_cache if value_cache.shape[-1] else key_cache
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
@@ -80,7 +86,7 @@ def paged_attention(
         assert tree_mask.stride(1) == key_depths.stride(1) == 1
     if max_context is None:
         max_context = block_tables.shape[1] * key_cache.shape[1]
-    launch = launch or choose_launch(query, kv_heads)
+    launch = launch or choose_launch(query, kv_heads, batch=batch, queries=queries)
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
     # The block in which a window begins is taken whole.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + launch.block_n)
@@ -95,6 +101,7 @@ def paged_attention(
         partial_lse = torch.empty(units, kv_heads, rows, dtype=torch.float32, device=query.device)
     row_blocks = -(-rows // launch.block_m)
     cut = (sliding_window or 0, batch, queries, num_keys, launch.slots, launch.min_split)
+    sequences = (context_lens, context_lens if query_starts is None else query_starts)
     # Few compiled variants for all batch sizes.
     block_b = next(size for size in (1, 64, 512, next_power_of_two(batch)) if size >= batch)
     shared: dict[str, Any] = {
@@ -105,19 +112,21 @@ def paged_attention(
         "BLOCK_N": launch.block_n,
         "WINDOW": sliding_window is not None,
         "SINKS": sinks is not None,
+        "RAGGED": query_starts is not None,
         **overlapping(query.device),
     }
     piece_kernel[(kv_heads * row_blocks, units)](
         (query, key_cache, value_cache),
         (out, partial, partial_lse),
-        (block_tables, context_lens),
+        block_tables,
+        sequences,
         query if sinks is None else sinks,
         query if tree_mask is None else tree_mask,
         query if key_depths is None else key_depths,
         scale / math.log(2),
         *cut,
         row_blocks,
-        query.stride()[:3],
+        query.stride()[:3] if query_starts is None else (0, *query.stride()[:2]),
         key_cache.stride()[:3],
         value_cache.stride()[:3],
         block_tables.stride(0),
@@ -142,7 +151,7 @@ def paged_attention(
         combine_kernel[(-(-rows // combined), kv_heads, batch)](
             (out, partial, partial_lse),
             query if sinks is None else sinks,
-            context_lens,
+            sequences,
             *cut,
             rows,
             BLOCK_D=next_power_of_two(head_dim),
@@ -237,7 +246,7 @@ def visible_keys(
     return visible
 
 
-def choose_launch(query: Tensor, kv_heads: int) -> SplitLaunch:
+def choose_launch(query: Tensor, kv_heads: int, *, batch: int, queries: int) -> SplitLaunch:
     """Cut the work into as many pieces as the multiprocessors hold at once: uneven filling costs up to a fifth.
 
     A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
@@ -245,7 +254,7 @@ def choose_launch(query: Tensor, kv_heads: int) -> SplitLaunch:
     the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
     the GPU. Rows of latent attention are so wide that a multiprocessor holds one program.
     """
-    batch, queries, heads, head_dim = query.shape
+    heads, head_dim = query.shape[-2:]
     rows, element_size, available = queries * heads // kv_heads, query.element_size(), processors(query.device)
     wide = head_dim > WIDE_HEAD
     block_m = min(16 if wide else 64, max(16, next_power_of_two(rows)))

@@ -159,11 +159,27 @@ class ChunkPass(PagedPass):
 
     query_starts: Tensor  # [chunks + 1] int32
     max_chunk: int
+    is_round: bool = False  # a few tokens each, behind contexts of any length: attended to as in `RoundPass`
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         # Kernels attend to rows as they are kept; only torch can make keys and values of them first.
-        rows = 1 if runs_triton(self.cache.keys) else self.max_chunk
+        rows = 1 if runs_triton(self.cache.keys) or self.is_round else self.max_chunk
         cached = self.cache.store(heads, spec, self.slots, rows)
+        if self.is_round and runs_triton(self.cache.keys):
+            mixed = paged_attention(
+                cached.query,
+                self.cache.keys[spec.layer],
+                self.cache.values[spec.layer],
+                self.block_tables,
+                self.context_lens,
+                scale=spec.scale,
+                max_context=self.max_context,
+                sliding_window=spec.sliding_window,
+                sinks=heads.sinks,
+                query_starts=self.query_starts,
+                max_queries=self.max_chunk,
+            )
+            return cached.leave(mixed)
         mixed = paged_prefill_attention(
             cached.query,
             self.cache.keys[spec.layer],

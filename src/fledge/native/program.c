@@ -101,7 +101,8 @@ int32_t fledge_run(const Program *program, int64_t first, int64_t last, const Pa
 }
 
 int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps, float *states, const int64_t *tokens,
-                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *deepest, int threads) {
+                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *confidence, float *deepest,
+                     int threads) {
     int64_t batch = steps->tokens, width = program->widths[program->head], vocab = program->output.columns;
     int64_t first_step = program->fuse_count, end = program->fuse_count + program->step_count;
     float *given[program->buffers], *buffers[program->buffers], *logits;
@@ -123,7 +124,8 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
             copy_rows(buffers[FEATURES] + b * width, 0, feature + row * width, 0, 1, width);
         }
         fledge_linear(&program->output, deepest, width, batch, logits, threads);
-        fledge_argmax_rows(logits, program->offsets, drafts + i * batch, batch, vocab, threads);
+        fledge_argmax_rows(logits, program->offsets, drafts + i * batch, confidence + i * batch, batch, vocab,
+                           threads);
     }
     free(memory);
     return failed;

@@ -1,10 +1,11 @@
 """The engine against the reference loop, whatever happens in whatever order.
 
-Hypothesis joins, aborts, steps and changes what is drafted at will, or the costs by which the controller chooses it, on
-pools that are too small, with prompts that share prefixes, with chains, with chains and trees by turns, with drafts
-that are sampled for every other request, reading at once or one launch late, with and without (stand-ins for) graphs.
-Every request that ends must have the reference's tokens, every aborted one a prefix of them, and between steps every
-block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones.
+Hypothesis joins, aborts, steps and changes what is drafted at will, or the costs by which the controller chooses it,
+and how many drafts are verified, on pools that are too small, with prompts that share prefixes, with chains, with
+chains and trees by turns, with drafts that are sampled for every other request, reading at once or one launch late,
+with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every aborted one a
+prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples
+instead of the fixed ones.
 """
 
 import os
@@ -26,12 +27,14 @@ from tests.engine_cases import (
     MAX_LENGTH,
     TREE,
     VOCAB,
+    AnyBudget,
     AnyDepth,
     Ask,
     GivenCosts,
     answer_of,
     drafter,
     make_engine,
+    verify_share,
 )
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
@@ -39,6 +42,8 @@ MAX_DEPTH = 4
 COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH + 2, max_size=MAX_DEPTH + 2)
 ARMS = st.one_of(st.just(PLAIN), st.builds(Arm, st.integers(1, MAX_DEPTH), st.booleans()))
 CHOSEN: Counter[Arm] = Counter()  # by the controller, in all runs together
+ADMITTED: Counter[bool] = Counter()  # rounds that verified some drafts only, and others
+SHARES = st.sampled_from([None, None, 0.0, 0.2, 0.4, 0.5, 0.7, 1.0])  # of the drafts of a round
 
 # Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
 _STEMS = ((2, 3, 4, 5, 0, 2, 3, 4, 5, 0, 2, 3, 3, 0, 5, 4), (2, 3, 4, 5, 1, 1, 2), (5,), (4, 4, 4, 4, 4, 4, 4, 4, 4))
@@ -101,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
         read_late=st.booleans(),
         graphs=st.booleans(),
         costs=COSTS,
+        share=SHARES,
     )
     def start(
         self,
@@ -116,6 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
         read_late: bool,
         graphs: bool,
         costs: list[float],
+        share: float | None,
     ) -> None:
         self.kind = kind
         is_tree = kind.endswith("tree")
@@ -143,6 +150,8 @@ class EngineMachine(RuleBasedStateMachine):
             read_late=read_late,
             graphs=graphs,
         )
+        if self.engine.admission is not None and kind != "sampled":
+            verify_share(self.engine, share).rounds = ADMITTED
         self.asked: list[tuple[Ask, Request]] = []
         self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
@@ -175,6 +184,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(arm=ARMS)
     def change_arm(self, arm: Arm) -> None:
         self.arm = arm if self.kind.endswith("tree") else Arm(arm.depth)
+
+    @precondition(lambda self: isinstance(self.engine.admission, AnyBudget))
+    @rule(share=SHARES)
+    def change_budget(self, share: float | None) -> None:
+        assert isinstance(self.engine.admission, AnyBudget)
+        self.engine.admission.share = share
 
     @precondition(lambda self: self.controller is not None)
     @rule(costs=COSTS)
@@ -220,6 +235,7 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
             phases=[Phase.generate] if not EXPLORE else tuple(Phase),
         ),
     )
+    assert min(ADMITTED.values()) > 20, ADMITTED
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
     assert len(often) > 3, CHOSEN
     assert any(arm.is_tree for arm in often), CHOSEN

@@ -14,7 +14,7 @@ from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.native.decoder import NativeTarget
 from fledge.native.drafter import NativeDrafter
 from fledge.native.library import library
-from tests.engine_cases import TREE, Ask, answers, greedy, sampled, speculation
+from tests.engine_cases import TREE, Ask, answers, greedy, sampled, speculation, verify_share
 from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
@@ -43,16 +43,23 @@ def make_engine(
     even_head: bool = False,
     tree: TreeShape | None = None,
     sample_drafts: bool = False,
+    share: float | None = None,
     **settings: object,
 ) -> LLMEngine:
-    """`even_head`: all tokens are liked almost equally, so that rounding decides between them."""
+    """`even_head`: all tokens are liked almost equally, so that rounding decides between them.
+
+    `share`: of the drafts of a round, that are verified.
+    """
     model = make_target(target)
     if even_head:
         model.lm_head.weight.copy_(model.lm_head.weight[0] + 3e-7 * torch.randn_like(model.lm_head.weight))
     drafts = None if drafter is None else make_drafter(drafter, model, seed=2)
     made = None if drafter is None else speculation(3, tree=tree, sample_drafts=sample_drafts)
     config = EngineConfig(max_model_len=128, max_num_seqs=4, num_blocks=100, speculative_config=made, **settings)
-    return LLMEngine(model, drafts, config)
+    engine = LLMEngine(model, drafts, config)
+    if share is not None:
+        verify_share(engine, share)
+    return engine
 
 
 def watched(engine: LLMEngine, asks: list[Ask]) -> tuple[list[list[int]], list[list[list[int]]]]:
@@ -116,6 +123,7 @@ def test_rounding_never_tells_speculation_from_plain_decoding() -> None:
         (None, {"max_num_batched_tokens": 7}),
         ("eagle3.1", {}),
         ("eagle1", {}),
+        ("eagle3.1", {"share": 0.5}),
     ):
         for together in (True, False):
             torch.manual_seed(0)

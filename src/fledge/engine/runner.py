@@ -24,6 +24,7 @@ from fledge.engine.scheduler import ScheduledBatch
 
 MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
 MEASURED_ROUNDS = 5  # of each kind, size and arm; the first is left out
+ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -120,8 +121,10 @@ class Runner:
                 break
             for kind, table in costs.tables.items():
                 if kind is not RequestKind.SAMPLED_DRAFTS or self.state.can_sample_drafts:
-                    took = [self.time_round(batch, arm, kind) for _ in range(MEASURED_ROUNDS)]
-                    table.expect(batch=batch, arm=arm, seconds=statistics.median(took[1:]))
+                    took = [self.time_round(batch, arm, kind)]
+                    while len(took) < MEASURED_ROUNDS and sum(took) < ENOUGH_SECONDS:
+                        took.append(self.time_round(batch, arm, kind))
+                    table.expect(batch=batch, arm=arm, seconds=statistics.median(took[1:] or took))
         progress(len(rounds))
 
     @torch.inference_mode()

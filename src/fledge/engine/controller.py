@@ -31,6 +31,7 @@ MOST_CREDIT = 12  # plain steps that trials may lose at once while drafting goes
 TRIAL_OBSERVATIONS = 16  # a trial of drafting goes on until so many requests' rounds were seen
 STALE_ROUNDS = 400  # a cost that was not measured for so many rounds may be tried again
 WORTH_TRYING = 0.85  # arms with a rate further below the best one's are not tried
+WORTH_MEASURING = 0.6  # the same where their cost at such a batch is only a guess
 MEAN_ANSWER = 128.0  # tokens that an answer has still to come, until answers have ended
 OTHER_KIND_SHARE = 0.03  # of the rounds, in which a request drafts in the way that is not held to be the better one
 EVERY = 4  # steps between decisions, which take a tenth of a millisecond or two, unless the batch has changed
@@ -289,7 +290,7 @@ class AdaptiveDepth:
             is_stale = age is None or age > STALE_ROUNDS
             if arm == self._current or not (is_stale or not self._current.depth):
                 continue
-            if rate < WORTH_TRYING * best and self._current.depth and age is not None:
+            if rate < (WORTH_MEASURING if age is None else WORTH_TRYING) * best and self._current.depth:
                 continue
             rounds = TRIAL_ROUNDS if not arm.depth else max(TRIAL_ROUNDS, -(-TRIAL_OBSERVATIONS // batch))
             lost = rounds * known[arm] * max(0.0, 1 - rate / best)

@@ -121,7 +121,8 @@ class CostTable:
     def estimate(self, batch: int, arm: Arm) -> float | None:
         """As `cost`, less its discount; what was not measured is guessed: of a chain from others, or the nearest size.
 
-        None only if this arm was never measured, and if it is a chain at most one other was.
+        Another arm that was measured at both sizes tells how much dearer this one is. None only if this arm was never
+        measured, and if it is a chain at most one other was.
         """
         found = self._estimate(batch, arm)
         return None if found is None else found * self._discounts.get((batch.bit_length(), arm), 1.0)
@@ -137,7 +138,15 @@ class CostTable:
             return max(cost_a + (cost_b - cost_a) * (arm.depth - a) / (b - a), 0.5 * min(cost_a, cost_b))
         below, above = self._neighbours(batch, arm)
         nearest = below if above is None else above
-        return None if nearest is None else self._now(arm, nearest)
+        if nearest is None:
+            return None
+        guess = self._now(arm, nearest)
+        others = sorted(self._costs, key=lambda other: (not other.depth, -other.depth))  # plain steps grow least
+        for other in others:
+            here, there = self.cost(batch, other), self.cost(nearest, other)
+            if here and there:
+                return guess * here / there
+        return guess
 
     def age(self, batch: int, arm: Arm) -> int | None:
         """Rounds since this arm was last measured at about this size; None: never."""

@@ -27,6 +27,7 @@ from fledge.engine.scheduler import ScheduledBatch
 
 MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
 MEASURED_ROUNDS = 5  # of each kind, size and arm; the first is left out
+ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -139,7 +140,10 @@ class Runner:
         started = time.perf_counter()
 
         def median(batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
-            return statistics.median([self.time_round(batch, arm, kind, admit) for _ in range(MEASURED_ROUNDS)][1:])
+            took = [self.time_round(batch, arm, kind, admit)]
+            while len(took) < MEASURED_ROUNDS and sum(took) < ENOUGH_SECONDS:
+                took.append(self.time_round(batch, arm, kind, admit))
+            return statistics.median(took[1:] or took)
 
         for done, (batch, arm) in enumerate(rounds):
             progress(done)

@@ -92,6 +92,9 @@ def test_what_never_ran_is_as_much_slower_than_expected_as_what_did() -> None:
     for _ in range(60):
         table.add(batch=4, arm=PLAIN, seconds=0.015)
     assert table.estimate(64, tree) == pytest.approx(0.060, rel=0.02), "a tree is guessed from no chain"
+    for _ in range(MIN_SAMPLES):
+        table.add(batch=64, arm=Arm(3), seconds=3 * table.cost(4, Arm(3)))
+    assert table.estimate(64, tree) == pytest.approx(3 * table.cost(4, tree), rel=0.05), "but grows as chains do"
     assert table.estimate(64, Arm(9, is_tree=True)) is None
 
 

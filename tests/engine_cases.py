@@ -18,7 +18,7 @@ from fledge.decoding import reference
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.reference import Round, Speculation
-from fledge.engine.admission import CPU_BUDGETS, AdmissionPolicy, may_admit
+from fledge.engine.admission import AdmissionPolicy, Budgets, may_admit
 from fledge.engine.arms import PLAIN, Acceptance, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
@@ -253,7 +253,7 @@ class AnyBudget(AdmissionPolicy):
     """Admits a share of the drafts, whatever that is good for; None: all, in full rounds."""
 
     def __init__(self, max_depth: int, share: float | None) -> None:
-        super().__init__(max_depth, CPU_BUDGETS)
+        super().__init__(max_depth, Budgets(shares=(0.25, 0.5, 0.75)))
         self.share = share
         self.rounds: Counter[bool] = Counter()  # by whether some drafts only were admitted
 

@@ -76,7 +76,8 @@ NO_BUDGETS = Budgets()
 # Each is a graph of its own there. Up to some sixteen requests a pass takes as long as reading the weights does, and
 # with more of them deep drafts do not pay.
 GPU_BUDGETS = Budgets(shares=(0.5,), min_batch=16, max_depth=3)
-CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75))
+# There every row takes time; for a few requests, to choose takes as long as is saved.
+CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=4)
 
 
 def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
@@ -103,7 +104,7 @@ class AcceptanceModel:
         self.coefficients = np.zeros((2, 1 + max_depth))  # [sampled, greedy]: w, then b of each depth
         self.coefficients[:, 0] = 1.0
         self._kinds = [_Fit(max_depth) for _ in range(2)]
-        self._counts = np.zeros((max_depth, BINS, 2), dtype=np.int64)
+        self.calibration = Calibration(counts=np.zeros((max_depth, BINS, 2), dtype=np.int64))  # replaced, never changed
         self._pending: list[DraftOutcomes] = []
         self._waiting = 0  # requests in these
 
@@ -113,15 +114,11 @@ class AcceptanceModel:
         self._waiting += len(outcomes.drafted)
         if len(self._pending) < REFIT_ROUNDS and self._waiting < REFIT_OUTCOMES:
             return False
-        self._digest()
+        self.digest()
         self.coefficients = np.stack(
             [fit.refitted(old) for fit, old in zip(self._kinds, self.coefficients, strict=True)]
         )
         return True
-
-    def calibration(self) -> Calibration:
-        self._digest()
-        return Calibration(counts=self._counts.copy())
 
     def probabilities(self, confidence: NDArray[np.float32], is_greedy: NDArray[np.bool_]) -> Floats:
         """Confidences [requests, depth] -> how likely each is to stand if all before it do."""
@@ -129,8 +126,8 @@ class AcceptanceModel:
         depth = confidence.shape[1]
         return _sigmoid(coefficients[:, :1] * log_odds(confidence) + coefficients[:, 1 : 1 + depth])
 
-    def _digest(self) -> None:
-        """Count what is pending, by the coefficients of its time."""
+    def digest(self) -> None:
+        """Count what is pending, by the coefficients of its time: the calibration is up to date then."""
         if not self._pending:
             return
         pending, self._pending, self._waiting = self._pending, [], 0
@@ -148,8 +145,9 @@ class AcceptanceModel:
         predicted = self.probabilities(outcomes.confidence, outcomes.is_greedy)[row, depth]
         bins = np.minimum((predicted * BINS).astype(int), BINS - 1)
         cell = depth * BINS + bins
-        for column, values in enumerate((np.ones_like(cell), stood)):
-            self._counts[..., column] += np.bincount(cell, values, self.max_depth * BINS).reshape(-1, BINS).astype(int)
+        new = [np.bincount(cell, values, self.max_depth * BINS) for values in (np.ones_like(cell), stood)]
+        counts = np.stack(new, axis=1).reshape(self.max_depth, BINS, 2).astype(np.int64)
+        self.calibration = Calibration(counts=self.calibration.counts + counts)
         odds = log_odds(outcomes.confidence[row, depth])
         for kind, fit in enumerate(self._kinds):
             own = outcomes.is_greedy[row] == bool(kind)

@@ -210,7 +210,7 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
-            calibration=None if self.admission is None else self.admission.model.calibration(),
+            calibration=None if self.admission is None else self.admission.model.calibration,
             costs=self._costs.latest.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),

@@ -59,10 +59,12 @@ def test_calibration_says_what_was_predicted_and_what_came_true() -> None:
     source, model = np.random.default_rng(1), AcceptanceModel(DEPTH)
     for _ in range(4 * REFIT_ROUNDS):
         model.observe(_outcomes(source, 40))
-    before = model.calibration().counts
+    model.digest()
+    before = model.calibration.counts
     for _ in range(2 * REFIT_ROUNDS):
         model.observe(_outcomes(source, 40))
-    counts = pickle.loads(pickle.dumps(model.calibration())).counts
+    model.digest()
+    counts = pickle.loads(pickle.dumps(model.calibration)).counts
     assert counts.shape == (DEPTH, BINS, 2)
     assert counts[0, :, 0].sum() == 6 * REFIT_ROUNDS * 40, "every first draft is reached"
     assert counts[1, :, 0].sum() == counts[0, :, 1].sum(), "and a second where the first stood"
@@ -79,6 +81,7 @@ def test_the_engine_counts_every_draft_that_was_reached() -> None:
     requests = [ask.submit(engine, str(i)) for i, ask in enumerate(asks)]
     engine_cases.run(engine)
     rounds = [done for request in requests for done in request.rounds]
+    engine.admission.model.digest()
     counts = engine.stats().calibration.counts
     assert counts[..., 0].sum() == sum(min(done.accepted + 1, done.drafted) for done in rounds)
     assert counts[..., 1].sum() == sum(done.accepted for done in rounds)

@@ -35,6 +35,7 @@ def request(params: SamplingParams, row: int, seed: int = 3, draft_until: int = 
 
 def snapshot(state: DeviceState) -> dict[str, torch.Tensor]:
     columns = {**vars(state), **vars(state.sampling)}
+    del columns["acceptance"]  # nobody's in particular
     return {name: value.clone() for name, value in columns.items() if isinstance(value, torch.Tensor)}
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.decoding.statistics import AcceptanceStatistics, StateGrowth
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
@@ -194,6 +194,7 @@ class LLMEngine:
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
+            state_growth=StateGrowth.merge([self._stats.state_growth]),
             costs=self._latest_costs.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
@@ -316,6 +317,8 @@ class LLMEngine:
         self._depth_policy.observe(request, drafted=result.drafted * in_step, accepted=result.accepted)
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
+        if in_step and result.state_norms:
+            self._stats.state_growth.add(result.state_norms)
         self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.

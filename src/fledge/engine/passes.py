@@ -48,7 +48,7 @@ class PassOutcome:
     """
 
     tokens: Tensor  # [rows, width]: emitted tokens, then PADDING; a prompt has one, the first of its answer
-    health: Tensor  # [rows, width (+ 1 if it drafted)] sums of hidden states: finite where the models work
+    health: Tensor  # [rows, width + norms] finite where the models work: sums of the target's states, and `state_norms`
     accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
     drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
     stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None of prompts
@@ -112,14 +112,13 @@ def run_round(
         state.adjustments.count(slots, tokens[entries.clamp(max=len(rows) - 1)])
     settled = settle_round(rows, state, opened, tokens, accepted, draft)
     clock.mark()
-    health = torch.empty(len(rows), width + bool(draft), dtype=torch.float32, device=rows.device)
+    health = torch.empty(len(rows), width + (draft + 1 if draft else 0), dtype=torch.float32, device=rows.device)
     torch.sum(states.final.view(len(rows), width, -1), -1, dtype=torch.float32, out=health[:, :width])
     if draft:
         # Rows after the last settled one hold padding: leaving them out would take longer than computing them.
         assert state.drafter_cache is not None
         storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
-        deepest = _extend_drafter(state, rows, states, opened.positions, storage, settled, draft)
-        torch.sum(deepest, -1, dtype=torch.float32, out=health[:, width])
+        health[:, width:] = _extend_drafter(state, rows, states, opened.positions, storage, settled, draft)
     clock.mark()
     return PassOutcome(
         tokens=tokens,
@@ -161,22 +160,24 @@ def _extend_drafter(
 ) -> Tensor:
     """Let the drafter read settled rows (states, tokens, positions), then draft for `rows` [batch] from the last ones.
 
-    Row i pairs the feature at its position with the token emitted after it. Returns states of the deepest drafts,
-    [batch, n]: what went wrong on the way to them shows there as NaN.
+    Row i pairs the feature at its position with the token emitted after it. Returns `state_norms` of the drafts.
     """
     drafter = state.drafter
     assert drafter is not None
     try:
         if depth and state.tree is None:
             sample = partial(_sample_drafts, state, drafter, rows) if state.sample_drafts else None
-            drafts, deepest = drafter.draft_chain(
+            drafts, norms = drafter.draft_chain(
                 states, settled.tokens, positions, storage, settled.last_rows, settled.places, depth, sample
             )
             state.drafts[rows, :depth] = drafts
-            return deepest
+            return norms
         out = drafter(settled.tokens, drafter.fuse(states), positions, storage)
-        last = DraftStates(head=out.head[settled.last_rows], feature=out.feature[settled.last_rows])
-        return draft_trees(state, drafter, rows, settled.places.tables, last, depth) if depth else last.head
+        if not depth:
+            return torch.empty(len(rows), 0, device=rows.device)
+        rows_of = settled.last_rows
+        last = DraftStates(head=out.head[rows_of], feature=out.feature[rows_of], hidden=out.hidden[rows_of])
+        return draft_trees(state, drafter, rows, settled.places.tables, last, depth)
     except Exception as error:
         raise DrafterError(describe(error)) from error
 
@@ -303,20 +304,19 @@ def run_prefill(
     state.length[rows] = inputs.lengths
     state.last_token[rows] = first_tokens
     state.draft_count.index_fill_(0, rows, 0)  # assigning a number would copy it from the host, which graphs cannot
-    health = [final.sum(-1, dtype=torch.float32)]
+    health = [final.sum(-1, dtype=torch.float32)[:, None]]
     if state.drafter_cache is not None and drafter is not None:
         length = state.length[rows]
         places = draft_places(length, state.block_tables[rows], depth=depth, block_size=state.block_size)
         settled = SettledRound(tokens=inputs.following, last_rows=inputs.ends, places=places)
         along = storage(state.drafter_cache)
-        deepest = _extend_drafter(state, rows, states, inputs.positions, along, settled, depth)
+        health.append(_extend_drafter(state, rows, states, inputs.positions, along, settled, depth))
         if depth:
             count_drafts(rows, state, length, depth)
-            health.append(deepest.sum(-1, dtype=torch.float32))
     asking = inputs.asking
     return PassOutcome(
         tokens=first_tokens[:, None],
-        health=torch.stack(health, dim=1),
+        health=torch.cat(health, dim=1),
         logprobs=LogprobsTensors.from_logits(logits[asking], choices[asking], top) if len(asking) else None,
         prompt_logprobs=prompt_logprobs(state, chunks, states.final) if chunks else (),
     )

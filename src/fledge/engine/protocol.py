@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.decoding.statistics import AcceptanceStatistics, StateGrowth
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
@@ -93,6 +93,7 @@ class EngineStats:
     prefix_queries: int = 0  # tokens looked up in the prefix cache
     prefix_hits: int = 0  # tokens found there
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    state_growth: StateGrowth = field(default_factory=StateGrowth)
     drafter_failure: str | None = None  # why the engine goes on without its drafter
     num_rounds: int = 0  # of batches
     rounds: tuple[RoundReport, ...] = ()  # the latest few

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,8 @@ from fledge.engine.protocol import PhaseSeconds, RoundReport
 from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import ScheduledBatch
+
+SAMPLED_ROUNDS = 8  # of as many, the drafter's states are looked at in one
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -65,6 +68,7 @@ class RequestResult(NamedTuple):
     in_flight: int  # what the scheduler had reserved for it
     is_finite: bool  # the target's hidden states were
     logprobs: list[TokenLogprobs] | None
+    state_norms: Sequence[float] = ()  # behind each of the next drafts, in a sampled round
 
 
 @dataclass(kw_only=True)
@@ -84,6 +88,7 @@ class Runner:
     def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
         self.graphs = graphs
+        self._rounds_read = 0
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Launch:
@@ -123,7 +128,10 @@ class Runner:
         prefill_seconds = launch.wait()
         results.waited = time.perf_counter() - asked
         if launch.round is not None:
-            self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
+            self._rounds_read += 1
+            is_sampled = self._rounds_read % SAMPLED_ROUNDS == 0
+            entries = [(request, True, True) for request in batch.decoding]
+            self._read(launch.round, entries, results, is_sampled=is_sampled)
             stamps = launch.round.stamps
             assert stamps is not None
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
@@ -140,7 +148,14 @@ class Runner:
                     chunk.request.prompt_logprobs[chunk.start :] = told or ()
         return results
 
-    def _read(self, outcome: PassOutcome, entries: list[tuple[Request, bool, bool]], results: StepResults) -> None:
+    def _read(
+        self,
+        outcome: PassOutcome,
+        entries: list[tuple[Request, bool, bool]],
+        results: StepResults,
+        *,
+        is_sampled: bool = False,
+    ) -> None:
         """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did)."""
         width, nothing = outcome.tokens.shape[1], [0] * len(entries)
         tokens, health = outcome.tokens.tolist(), outcome.health.tolist()
@@ -154,8 +169,9 @@ class Runner:
                 logprobs = None
                 if i in asking and outcome.logprobs is not None:
                     logprobs = outcome.logprobs.read(asking[i] * width, kept, request.params.logprobs)
+                norms = health[i][width:-1] if is_sampled and request.draft_until else ()
                 results.requests.append(
-                    RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs)
+                    RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs, norms)
                 )
             # Behind a target that has gone wrong, a drafter cannot be right.
             if drafts and request.draft_until and is_finite and not all(map(math.isfinite, health[i][width:])):

@@ -90,15 +90,16 @@ def test_a_lowered_drafter_computes_what_it_was_made_of_computes(name: str) -> N
     found = native(tokens, features, positions, storages[1])
     torch.testing.assert_close(found.head, expected.head, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found.feature, expected.feature, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found.hidden, expected.hidden, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(storages[1].cache.keys, storages[0].cache.keys, atol=1e-3, rtol=1e-3)
     for depth in (1, 3):
         last_rows, places = settled(storages[0], depth)
         given = (states, tokens, positions)
-        drafts, deepest = plain.draft_chain(*given, storages[0], last_rows, places, depth)
-        found_drafts, found_deepest = native.draft_chain(*given, storages[1], last_rows, places, depth)
+        drafts, norms = plain.draft_chain(*given, storages[0], last_rows, places, depth)
+        found_drafts, found_norms = native.draft_chain(*given, storages[1], last_rows, places, depth)
         assert drafts.shape == (BATCH, depth)
         assert torch.equal(found_drafts, drafts)
-        torch.testing.assert_close(found_deepest, deepest, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found_norms, norms, atol=1e-3, rtol=1e-3)
         chosen, _ = native.draft_chain(*given, storages[1], last_rows, places, depth, _step_plus_3)
         assert chosen.tolist() == [[step + 3 for step in range(depth)]] * BATCH
 

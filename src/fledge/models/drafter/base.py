@@ -8,7 +8,7 @@ so a drafter is always one token ahead of the target's feature. While drafting, 
 drafter's own output instead of the target's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +32,17 @@ class DraftStates:
 
     head: Tensor  # [*lead, hidden]: what the head reads
     feature: Tensor  # [*lead, hidden]: what the next draft step reads in place of a target feature
+    hidden: Tensor  # [*lead, hidden]: the residual stream behind all layers, before the final norm if there is one
+
+
+def state_norms(hidden: Sequence[Tensor], head: Tensor) -> Tensor:
+    """Norms [n, depth + 1] of the hidden states [n, hidden] behind each draft, and of what the head read for the last.
+
+    How far a drafter's states grow with depth; what went wrong on the way to a draft shows as NaN.
+    """
+    wide = torch.promote_types(head.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(torch.stack([*hidden, head], dim=1), dim=-1, dtype=wide)
+    return norms.float()
 
 
 class DraftVocabulary(nn.Module):
@@ -129,19 +140,21 @@ class Drafter(nn.Module):
         """Read settled rows (states, tokens and positions, [rows] each), then draft from `last_rows` [n] of them.
 
         Each of `depth` steps takes the likeliest token, or `choose(head [n, hidden], step)`; `places` says where the
-        steps after the first go. Returns the drafts [n, depth] and the states [n, hidden] behind the last of them.
+        steps after the first go. Returns the drafts [n, depth] and the `state_norms` behind them [n, depth + 1].
         """
         out = self(tokens, self.fuse(states), positions, storage)
         head = out.head[last_rows]
         feature = head if out.feature is out.head else out.feature[last_rows]
+        hidden = [feature if out.hidden is out.feature else out.hidden[last_rows]]
         drafts: list[Tensor] = []
         for step in range(depth):
             if step > 0:
                 position = places.positions[step - 1]
                 out = self(drafts[-1], feature, position, storage.step(places.tables, position, places.slots[step - 1]))
                 head, feature = out.head, out.feature
+                hidden.append(out.hidden)
             drafts.append(self.likeliest(head) if choose is None else choose(head, step))
-        return torch.stack(drafts, dim=1), head
+        return torch.stack(drafts, dim=1), state_norms(hidden, head)
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "share_with(target) first"

@@ -101,22 +101,24 @@ class AcceptanceStatistics:
         }
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StateGrowth:
     """How large the drafter's hidden state is behind the draft at each depth, over that behind the first one.
 
-    Sums of norms over sampled rounds, one for each request in them; `add` changes them in place. The ratio of two sums
-    over the same rounds is what `fledge drift` calls `hidden_growth`. What EAGLE-3 feeds back is this very state, so
-    growth is drift; EAGLE-3.1 feeds it back normed, and growth shows what the norm takes away.
+    Sums of norms over sampled rounds, one for each request in them. The ratio of two sums over the same rounds is what
+    `fledge drift` calls `hidden_growth`. What EAGLE-3 feeds back is this very state, so growth is drift; EAGLE-3.1
+    feeds it back normed, and growth shows what the norm takes away.
     """
 
     sums: Counter[tuple[int, str]] = field(default_factory=Counter)  # of "rounds", "norm" and "first", by depth
 
-    def add(self, norms: Sequence[float]) -> None:
-        """Count one request's round by the norms of the states behind its drafts."""
+    def plus(self, norms: Sequence[float]) -> "StateGrowth":
+        """These sums and one request's round, by the norms of the states behind its drafts."""
+        sums = self.sums.copy()
         for depth, norm in enumerate(norms):
             for name, amount in (("rounds", 1), ("norm", norm), ("first", norms[0])):
-                self.sums[depth, name] += amount  # type: ignore[assignment]  # norms can be counted too
+                sums[depth, name] += amount  # type: ignore[assignment]  # norms can be counted too
+        return StateGrowth(sums=sums)
 
     @classmethod
     def merge(cls, parts: Iterable["StateGrowth"]) -> "StateGrowth":

@@ -70,6 +70,7 @@ class DeviceState:
         self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
         self.length = column(torch.int64)  # tokens the target has seen: the position of last_token
         self.drafts = column(torch.int64, max(depth, 1))
+        self.confidence = column(torch.float32, max(depth, 1))  # the drafter's largest probability at each of them
         self.draft_count = column(torch.int64)  # how many of `drafts` are there
         self.draft_until = column(torch.int64)  # no drafts for positions from here on; 0: no speculation at all
         self.draft_limit = column(torch.int64)  # no more drafts than this in a round

@@ -19,7 +19,8 @@ from dataclasses import replace
 import torch
 
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import AcceptanceStatistics, StateGrowth
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.admission import AcceptanceModel
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
@@ -74,12 +75,12 @@ class LLMEngine:
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
         self._seed = 0
-
         state = DeviceState(config, target, drafter)
         self.device = state.device
         on_gpu = self.device.type == "cuda"
         self._reads_late = on_gpu if config.read_late is None else config.read_late
         self._stats = EngineStats(costs=CostTable(host_overlaps=self._reads_late))
+        self._acceptance_model = None if drafter is None or state.tree else AcceptanceModel(config.max_depth)
         self._sampled_costs = self._stats.costs.copy()  # of rounds with sampled requests; the others' are in the stats
         self._latest_costs = self._stats.costs  # of the kind of round that ran last: what `stats` hands out
         self.block_manager = BlockManager(
@@ -188,13 +189,14 @@ class LLMEngine:
         return None if request is None else self._finish(request, reason)
 
     def stats(self) -> EngineStats:
+        model = self._acceptance_model
         return replace(
             self._stats,
             preemptions=self.scheduler.preemptions,
             prefix_queries=self.block_manager.asked_tokens,
             prefix_hits=self.block_manager.hit_tokens,
             acceptance=AcceptanceStatistics.merge([self._stats.acceptance]),
-            state_growth=StateGrowth.merge([self._stats.state_growth]),
+            calibration=None if model is None else model.calibration(is_idle=not self.requests),
             costs=self._latest_costs.copy(),
             choice=self._depth_policy.choice,
             running=len(self.scheduler.running),
@@ -255,8 +257,7 @@ class LLMEngine:
 
     def _costs_of(self, requests: Iterable[Request]) -> CostTable:
         """What rounds of these cost: sampling takes time too, and more of it the more drafts there are."""
-        is_greedy = all(request.params.is_greedy for request in requests)
-        return self._stats.costs if is_greedy else self._sampled_costs
+        return self._stats.costs if all(request.params.is_greedy for request in requests) else self._sampled_costs
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -286,8 +287,9 @@ class LLMEngine:
             if request.phase is not Phase.FINISHED:
                 self.block_manager.commit(request.table, request.tokens, min(chunk.end, request.settled))
         if results.prefill_seconds is not None:
-            read = sum(chunk.end - chunk.start for chunk in launch.batch.chunks)
-            self.scheduler.observe_prefill(read, results.prefill_seconds)
+            self.scheduler.observe_prefill(sum(c.end - c.start for c in launch.batch.chunks), results.prefill_seconds)
+        if results.outcomes is not None and self._acceptance_model is not None:
+            self._acceptance_model.observe(results.outcomes)
         stats, report = self._stats, results.report
         if report is not None:
             stats.rounds = (*stats.rounds, report)[-RECENT_ROUNDS:]
@@ -318,7 +320,7 @@ class LLMEngine:
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
         if in_step and result.state_norms:
-            self._stats.state_growth.add(result.state_norms)
+            self._stats.state_growth = self._stats.state_growth.plus(result.state_norms)
         self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.

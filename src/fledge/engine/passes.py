@@ -51,6 +51,7 @@ class PassOutcome:
     health: Tensor  # [rows, width + norms] finite where the models work: sums of the target's states, and `state_norms`
     accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
     drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
+    confidence: Tensor | None = None  # [rows, width - 1]: the drafter's in each draft of a chain
     stamps: Tensor | None = None  # [4] nanoseconds: begun, verified, accepted, drafted; None of prompts
     logprobs: LogprobsTensors | None = None  # of the entries that asked, `width` rows each
     prompt_logprobs: Sequence[LogprobsTensors | None] = ()  # of each chunk, if somebody asked
@@ -124,6 +125,7 @@ def run_round(
         tokens=tokens,
         accepted=accepted,
         drafted=opened.drafted,
+        confidence=opened.confidence if state.tree is None else None,
         health=health,
         stamps=clock.stamps,
         logprobs=logprobs,
@@ -167,11 +169,12 @@ def _extend_drafter(
     try:
         if depth and state.tree is None:
             sample = partial(_sample_drafts, state, drafter, rows) if state.sample_drafts else None
-            drafts, norms = drafter.draft_chain(
+            chains = drafter.draft_chain(
                 states, settled.tokens, positions, storage, settled.last_rows, settled.places, depth, sample
             )
-            state.drafts[rows, :depth] = drafts
-            return norms
+            state.drafts[rows, :depth] = chains.tokens
+            state.confidence[rows, :depth] = chains.confidence
+            return chains.norms
         out = drafter(settled.tokens, drafter.fuse(states), positions, storage)
         if not depth:
             return torch.empty(len(rows), 0, device=rows.device)
@@ -182,17 +185,24 @@ def _extend_drafter(
         raise DrafterError(describe(error)) from error
 
 
-def _sample_drafts(state: DeviceState, drafter: Drafter, rows: Tensor, head: Tensor, step: int) -> Tensor:
-    """Draw one draft for each row at its temperature, and keep the distribution it came from."""
+def _sample_drafts(
+    state: DeviceState, drafter: Drafter, rows: Tensor, head: Tensor, step: int
+) -> tuple[Tensor, Tensor]:
+    """Draw one draft for each row at its temperature, and keep the distribution it came from.
+
+    Returns the drafts and the largest probability of each distribution, which says nothing of what was drawn.
+    """
     # A drafter gone wrong must still draft from a distribution, or rejection would not be lossless.
     logits = drafter.full_vocab_logits(head).float().nan_to_num(posinf=1e30, neginf=-torch.inf)
     probs = (logits / state.sampling.temperature[rows, None]).softmax(-1)
+    confidence = probs.amax(-1)
     # A greedy request drafts its best token, with certainty.
     best = torch.zeros_like(probs).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
     probs = torch.where(state.sampling.is_greedy[rows, None], best, probs)
     state.draft_probs[rows, step] = probs
     # The settled row is at length - 1 and predicts the token at length + 1.
-    return choose(probs, uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
+    uniforms = uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT)
+    return choose(probs, uniforms), confidence
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics, StateGrowth
+from fledge.engine.admission import Calibration
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthChoice
 from fledge.engine.costs import CostTable
@@ -94,6 +95,7 @@ class EngineStats:
     prefix_hits: int = 0  # tokens found there
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     state_growth: StateGrowth = field(default_factory=StateGrowth)
+    calibration: Calibration | None = None  # None: no chains are drafted, or nothing is new to whom it is told
     drafter_failure: str | None = None  # why the engine goes on without its drafter
     num_rounds: int = 0  # of batches
     rounds: tuple[RoundReport, ...] = ()  # the latest few

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fledge.engine.admission import DraftOutcomes
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
@@ -58,6 +60,16 @@ def _copied(results: Results) -> Results:
     return replace(results, **copies)
 
 
+def _outcomes(requests: Sequence[Request], outcome: PassOutcome) -> DraftOutcomes | None:
+    """What became of the drafts of a round that is on the host, if they were chains."""
+    if outcome.confidence is None or outcome.drafted is None or outcome.accepted is None:
+        return None
+    confidence, drafted, accepted = (
+        column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
+    )
+    return DraftOutcomes(confidence, drafted, accepted, np.array([request.params.is_greedy for request in requests]))
+
+
 class RequestResult(NamedTuple):
     """What a launch did for one request."""
 
@@ -77,6 +89,7 @@ class StepResults:
 
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
+    outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or a grammar had a say
     prefill_seconds: float | None = None  # None: it read no prompts
     waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
@@ -136,6 +149,8 @@ class Runner:
             assert stamps is not None
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
             chosen = sum(len(result.tokens) for result in results.requests)
+            if batch.verify and not any(request.needs_host for request in batch.decoding):
+                results.outcomes = _outcomes(batch.decoding, launch.round)
             results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds)
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]

@@ -22,6 +22,7 @@ class RowState(Protocol):
     draft_until: Tensor
     draft_limit: Tensor
     drafts: Tensor  # [requests, max_depth]
+    confidence: Tensor  # [requests, max_depth] float32
     block_tables: Tensor  # [requests, max_blocks] int32
     block_size: int
     lookahead: int  # neither a round nor the drafts after it reach so far beyond the context, if they are no chains
@@ -40,6 +41,7 @@ class OpenedRound(NamedTuple):
     tables: Tensor  # [batch, max_blocks] int32; entries beyond those in use are undefined
     context: Tensor  # [batch] int64: tokens stored before
     drafted: Tensor  # [batch] int64: how many of the drafts count
+    confidence: Tensor  # [batch, width - 1] float32: the drafter's in each draft
 
 
 class DraftPlaces(NamedTuple):
@@ -66,8 +68,9 @@ def open_round(rows: Tensor, state: RowState, verify: int) -> OpenedRound:
     (batch, width), max_blocks = (len(rows), verify + 1), state.block_tables.shape[1]
     tokens, positions, slots = (rows.new_empty(batch * width) for _ in range(3))
     tables = rows.new_empty(batch, max_blocks, dtype=torch.int32)
-    opened = OpenedRound(tokens, positions, slots, tables, rows.new_empty(batch), rows.new_empty(batch))
-    columns = (state.last_token, state.drafts, state.length, state.draft_count, state.block_tables)
+    confidence = rows.new_empty(batch, verify, dtype=torch.float32)
+    opened = OpenedRound(tokens, positions, slots, tables, rows.new_empty(batch), rows.new_empty(batch), confidence)
+    columns = (state.last_token, state.drafts, state.confidence, state.length, state.draft_count, state.block_tables)
     strides = (state.drafts.stride(0), max_blocks)
     if native is not None:
         native(rows, *columns, *opened, batch, width, state.block_size, *strides)
@@ -98,6 +101,7 @@ def open_round_reference(rows: Tensor, state: RowState, verify: int) -> OpenedRo
         tables=tables,
         context=context,
         drafted=state.draft_count[rows].clamp(max=verify),
+        confidence=state.confidence[rows, :verify],
     )
 
 
@@ -175,8 +179,8 @@ def _open_kernel(
     AHEAD: tl.constexpr,
     COPY: tl.constexpr,
 ):
-    last_token_ptr, drafts_ptr, length_ptr, draft_count_ptr, block_tables_ptr = state
-    tokens_ptr, positions_ptr, slots_ptr, tables_ptr, context_ptr, drafted_ptr = opened
+    last_token_ptr, drafts_ptr, likely_ptr, length_ptr, draft_count_ptr, block_tables_ptr = state
+    tokens_ptr, positions_ptr, slots_ptr, tables_ptr, context_ptr, drafted_ptr, confidence_ptr = opened
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + entry)
     context = tl.load(length_ptr + row)
@@ -185,7 +189,10 @@ def _open_kernel(
 
     place = tl.arange(0, BLOCK)
     inside = place < WIDTH
-    draft = tl.load(drafts_ptr + row * drafts_stride + place - 1, mask=inside & (place > 0), other=0)
+    is_draft = inside & (place > 0)
+    draft = tl.load(drafts_ptr + row * drafts_stride + place - 1, mask=is_draft, other=0)
+    likely = tl.load(likely_ptr + row * drafts_stride + place - 1, mask=is_draft, other=0.0)
+    tl.store(confidence_ptr + entry * (WIDTH - 1) + place - 1, likely, mask=is_draft)
     token = tl.where(place == 0, tl.load(last_token_ptr + row), draft)
     position = context + place
     block = tl.minimum(position // BLOCK_SIZE, max_blocks - 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fledge.kernels.round_ends import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.paged_cache import PagedPass
-from fledge.models.drafter.base import Drafter, DraftStates
+from fledge.models.drafter.base import DraftedChains, Drafter, DraftStates
 from fledge.models.drafter.eagle import Eagle3Drafter, Eagle3FirstLayer, EagleDrafter
 from fledge.models.target.decoder import TargetStates
 from fledge.native import team
@@ -72,8 +72,8 @@ class NativeDrafter(Drafter):
         last_rows: Tensor,
         places: DraftPlaces,
         depth: int,
-        choose: Callable[[Tensor, int], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        choose: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+    ) -> DraftedChains:
         read = self._read(states)
         if choose is not None or not is_lowerable_pass(storage, read):
             return super().draft_chain(states, tokens, positions, storage, last_rows, places, depth, choose)
@@ -84,7 +84,7 @@ class NativeDrafter(Drafter):
         changed |= {"positions": places.positions.contiguous(), "slots": places.slots.contiguous()}
         steps = struct("Pass", **{**described.held, **changed, "tables": tables, "table_stride": tables.shape[1]})
         drafts = torch.empty(depth, batch, dtype=torch.int64)
-        norms = torch.empty(batch, depth + 1)
+        confidence, norms = torch.empty(depth, batch), torch.empty(batch, depth + 1)
         team.call(
             required().fledge_draft,
             self._program,
@@ -95,9 +95,10 @@ class NativeDrafter(Drafter):
             last_rows.contiguous(),
             depth,
             drafts,
+            confidence,
             norms,
         )
-        return drafts.T, norms
+        return DraftedChains(drafts.T, confidence.T, norms)
 
     def _read(self, states: TargetStates) -> Tensor:
         """What of the target's states the drafter fuses."""

@@ -110,7 +110,8 @@ static float norm(const float *row, int64_t size) {
 
 /* norms [batch, depth + 1]: of the hidden states behind each draft, and of what the head read for the last. */
 int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps, float *states, const int64_t *tokens,
-                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *norms, int threads) {
+                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *confidence, float *norms,
+                     int threads) {
     int64_t batch = steps->tokens, width = program->widths[program->head], vocab = program->output.columns;
     int64_t first_step = program->fuse_count, end = program->fuse_count + program->step_count;
     float *given[program->buffers], *buffers[program->buffers], *rest;
@@ -136,7 +137,8 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
             copy_rows(buffers[FEATURES] + b * width, 0, feature + row * width, 0, 1, width);
         }
         fledge_linear(&program->output, read, width, batch, logits, threads);
-        fledge_argmax_rows(logits, program->offsets, drafts + i * batch, batch, vocab, threads);
+        fledge_argmax_rows(logits, program->offsets, drafts + i * batch, confidence + i * batch, batch, vocab,
+                           threads);
     }
     for (int64_t b = 0; b < batch; b++) norms[b * (depth + 1) + depth] = norm(read + b * width, width);
     free(memory);

@@ -24,12 +24,25 @@ static int64_t argmax(const float *x, int64_t size) {
     return i;
 }
 
-void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, int64_t rows, int64_t vocab,
-                        int threads) {
+/* The sum of exp(x - peak). */
+static float exponentials(const float *x, float peak, int64_t size) {
+    vec sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) sums += exp_vec(load(x + i) - peak);
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += sums[lane];
+    for (; i < size; i++) total += expf(x[i] - peak);
+    return total;
+}
+
+void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, float *confidence, int64_t rows,
+                        int64_t vocab, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 4)
     for (int64_t row = 0; row < rows; row++) {
-        int64_t index = argmax(logits + row * vocab, vocab);
+        const float *x = logits + row * vocab;
+        int64_t index = argmax(x, vocab);
         out[row] = offsets ? index + offsets[index] : index;
+        if (confidence) confidence[row] = 1 / exponentials(x, x[index], vocab);
     }
 }
 
@@ -62,16 +75,18 @@ void fledge_accept_chain(const int64_t *drafts, const int64_t *choices, const in
     }
 }
 
-void fledge_open_round(const int64_t *rows, const int64_t *last_token, const int64_t *drafts, const int64_t *length,
-                       const int64_t *draft_count, const int32_t *block_tables, int64_t *tokens, int64_t *positions,
-                       int64_t *slots, int32_t *tables, int64_t *context, int64_t *drafted, int64_t batch,
-                       int64_t width, int64_t block_size, int64_t drafts_stride, int64_t max_blocks) {
+void fledge_open_round(const int64_t *rows, const int64_t *last_token, const int64_t *drafts, const float *likely,
+                       const int64_t *length, const int64_t *draft_count, const int32_t *block_tables, int64_t *tokens,
+                       int64_t *positions, int64_t *slots, int32_t *tables, int64_t *context, int64_t *drafted,
+                       float *confidence, int64_t batch, int64_t width, int64_t block_size, int64_t drafts_stride,
+                       int64_t max_blocks) {
     for (int64_t entry = 0; entry < batch; entry++) {
         int64_t row = rows[entry];
         const int32_t *table = block_tables + row * max_blocks;
         memcpy(tables + entry * max_blocks, table, (size_t)max_blocks * sizeof(int32_t));
         context[entry] = length[row];
         drafted[entry] = draft_count[row] < width - 1 ? draft_count[row] : width - 1;
+        memcpy(confidence + entry * (width - 1), likely + row * drafts_stride, (size_t)(width - 1) * sizeof(float));
         for (int64_t i = 0; i < width; i++) {
             int64_t at = entry * width + i;
             tokens[at] = i ? drafts[row * drafts_stride + i - 1] : last_token[row];

@@ -6,9 +6,10 @@
 
 #define PADDING (-1)
 
-/* out [rows]: the first of the largest of each row, plus its offset if there are any. */
-void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, int64_t rows, int64_t vocab,
-                        int threads);
+/* out [rows]: the first of the largest of each row, plus its offset if there are any; confidence [rows] or NULL: its
+   probability under the row's softmax. */
+void fledge_argmax_rows(const float *logits, const int64_t *offsets, int64_t *out, float *confidence, int64_t rows,
+                        int64_t vocab, int threads);
 
 /* values, indices [rows, count]: the largest of each row, equals in order; what is not a number is the smallest. */
 void fledge_first_largest(const float *x, float *values, int64_t *indices, int64_t rows, int64_t size, int64_t count);

@@ -34,7 +34,7 @@ def check(library: ctypes.CDLL) -> None:
     logits = (3 * _random(source, 6, 45)).round()
     logits[0, 44], logits[1, 7], logits[2], logits[3, 44] = 10, torch.nan, -torch.inf, torch.nan
     chosen = torch.empty(len(logits), dtype=torch.int64)
-    library.fledge_argmax_rows(logits, None, chosen, *logits.shape, torch.get_num_threads())
+    library.fledge_argmax_rows(logits, None, chosen, None, *logits.shape, torch.get_num_threads())
     if not torch.equal(chosen, argmax_rows_reference(logits)):
         raise OSError("the choice of the largest fails its self-test (miscompiled?)")
     drafts, choices = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2, 9, 8], [4, 5, 6, 7]])

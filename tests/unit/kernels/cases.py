@@ -36,6 +36,7 @@ from tests.unit.kernels.references import paged_attention_reference, rope_and_st
 rms_norm_triton, add_rms_norm_triton = in_triton(norming.rms_norm), in_triton(norming.add_rms_norm)
 draft_input_triton, swiglu_triton = in_triton(norming.draft_input), in_triton(gating.swiglu)
 argmax_rows_triton, sample_rows_triton = in_triton(choosing.argmax_rows), in_triton(sampling.sample_rows)
+likeliest_rows_triton = in_triton(choosing.likeliest_rows)
 accept_chain_triton, accept_greedy_triton = in_triton(accepting.accept_chain), in_triton(accepting.accept_greedy)
 paged_prefill_attention_triton = in_triton(paged_prefill_attention)
 uniform_triton = in_triton(uniform)
@@ -293,6 +294,9 @@ def argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
     offsets = torch.arange(vocab, device=device) * 3
     assert torch.equal(argmax_rows_triton(logits, offsets).cpu(), 4 * first)
     assert torch.equal(argmax_rows_reference(logits, offsets).cpu(), 4 * argmax_rows_reference(logits).cpu())
+    chosen, confidence = likeliest_rows_triton(logits, offsets)
+    assert torch.equal(chosen.cpu(), 4 * first)
+    close(confidence, choosing.largest_probability(logits), 4)
 
 
 def accept(batch: int, depth: int, vocab: int, dtype: torch.dtype, device: str) -> None:

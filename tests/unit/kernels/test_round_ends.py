@@ -18,6 +18,7 @@ def state(requests: int, max_depth: int, max_blocks: int) -> dict[str, torch.Ten
     return {
         "last_token": torch.randint(100, (requests,)),
         "drafts": torch.randint(100, (requests, max_depth)),
+        "confidence": torch.rand(requests, max_depth),
         "length": torch.randint(0, (max_blocks - 6) * BLOCK_SIZE, (requests,)),
         "draft_count": torch.randint(0, max_depth + 1, (requests,)),
         "block_tables": torch.randint(1, 500, (requests, max_blocks), dtype=torch.int32),
@@ -25,7 +26,7 @@ def state(requests: int, max_depth: int, max_blocks: int) -> dict[str, torch.Ten
 
 
 def same_opening(found: OpenedRound, expected: OpenedRound) -> None:
-    for name in ("tokens", "positions", "slots", "context", "drafted"):
+    for name in ("tokens", "positions", "slots", "context", "drafted", "confidence"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     for row, context in enumerate(expected.context.tolist()):
         used = context // BLOCK_SIZE + 1

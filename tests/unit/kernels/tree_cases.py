@@ -126,7 +126,13 @@ def tree_ends(
     device, batch, nodes = rows.device, len(rows), len(ranked[0].tokens)
     nothing = rows.new_zeros(0)
     opened = OpenedRound(
-        tokens=nothing, positions=nothing, slots=nothing, tables=tables, context=length, drafted=nothing
+        tokens=nothing,
+        positions=nothing,
+        slots=nothing,
+        tables=tables,
+        context=length,
+        drafted=nothing,
+        confidence=nothing,
     )
     expected = ends.open_trees_reference(rows, state, opened, nodes)
     found = run(ends.open_trees)(rows, state, opened, nodes)

@@ -66,8 +66,8 @@ def settled(storage: RoundPass, depth: int) -> tuple[Tensor, DraftPlaces]:
     return torch.arange(BATCH) * WIDTH + 1, places
 
 
-def _step_plus_3(head: Tensor, step: int) -> Tensor:
-    return torch.full((len(head),), step + 3)
+def _step_plus_3(head: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    return torch.full((len(head),), step + 3), torch.full((len(head),), 0.5)
 
 
 @needs_library
@@ -95,13 +95,15 @@ def test_a_lowered_drafter_computes_what_it_was_made_of_computes(name: str) -> N
     for depth in (1, 3):
         last_rows, places = settled(storages[0], depth)
         given = (states, tokens, positions)
-        drafts, norms = plain.draft_chain(*given, storages[0], last_rows, places, depth)
-        found_drafts, found_norms = native.draft_chain(*given, storages[1], last_rows, places, depth)
-        assert drafts.shape == (BATCH, depth)
-        assert torch.equal(found_drafts, drafts)
-        torch.testing.assert_close(found_norms, norms, atol=1e-3, rtol=1e-3)
-        chosen, _ = native.draft_chain(*given, storages[1], last_rows, places, depth, _step_plus_3)
-        assert chosen.tolist() == [[step + 3 for step in range(depth)]] * BATCH
+        chains = plain.draft_chain(*given, storages[0], last_rows, places, depth)
+        found_chains = native.draft_chain(*given, storages[1], last_rows, places, depth)
+        assert chains.tokens.shape == chains.confidence.shape == (BATCH, depth)
+        assert torch.equal(found_chains.tokens, chains.tokens)
+        torch.testing.assert_close(found_chains.confidence, chains.confidence, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found_chains.norms, chains.norms, atol=1e-3, rtol=1e-3)
+        chosen = native.draft_chain(*given, storages[1], last_rows, places, depth, _step_plus_3)
+        assert chosen.tokens.tolist() == [[step + 3 for step in range(depth)]] * BATCH
+        assert chosen.confidence.tolist() == [[0.5] * depth] * BATCH
 
 
 @needs_library

@@ -11,11 +11,12 @@ drafter's own output instead of the target's.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.argmax import argmax_rows
+from fledge.kernels.argmax import likeliest_rows
 from fledge.kernels.round_ends import DraftPlaces
 from fledge.kernels.top_rows import top_rows
 from fledge.layers.attention import KeyValueStorage
@@ -43,6 +44,14 @@ def state_norms(hidden: Sequence[Tensor], head: Tensor) -> Tensor:
     wide = torch.promote_types(head.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(torch.stack([*hidden, head], dim=1), dim=-1, dtype=wide)
     return norms.float()
+
+
+class DraftedChains(NamedTuple):
+    """Drafts for `n` sequences."""
+
+    tokens: Tensor  # [n, depth] int64
+    confidence: Tensor  # [n, depth] float32: the largest probability where each was chosen, whichever token that was
+    norms: Tensor  # [n, depth + 1]: `state_norms` behind them
 
 
 class DraftVocabulary(nn.Module):
@@ -135,26 +144,29 @@ class Drafter(nn.Module):
         last_rows: Tensor,
         places: DraftPlaces,
         depth: int,
-        choose: Callable[[Tensor, int], Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        choose: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
+    ) -> DraftedChains:
         """Read settled rows (states, tokens and positions, [rows] each), then draft from `last_rows` [n] of them.
 
-        Each of `depth` steps takes the likeliest token, or `choose(head [n, hidden], step)`; `places` says where the
-        steps after the first go. Returns the drafts [n, depth] and the `state_norms` behind them [n, depth + 1].
+        Each of `depth` steps takes the likeliest token and its probability, or `choose(head [n, hidden], step)`;
+        `places` says where the steps after the first go.
         """
         out = self(tokens, self.fuse(states), positions, storage)
         head = out.head[last_rows]
         feature = head if out.feature is out.head else out.feature[last_rows]
         hidden = [feature if out.hidden is out.feature else out.hidden[last_rows]]
         drafts: list[Tensor] = []
+        confidence: list[Tensor] = []
         for step in range(depth):
             if step > 0:
                 position = places.positions[step - 1]
                 out = self(drafts[-1], feature, position, storage.step(places.tables, position, places.slots[step - 1]))
                 head, feature = out.head, out.feature
                 hidden.append(out.hidden)
-            drafts.append(self.likeliest(head) if choose is None else choose(head, step))
-        return torch.stack(drafts, dim=1), state_norms(hidden, head)
+            chosen, likely = self.likeliest(head) if choose is None else choose(head, step)
+            drafts.append(chosen)
+            confidence.append(likely)
+        return DraftedChains(torch.stack(drafts, dim=1), torch.stack(confidence, dim=1), state_norms(hidden, head))
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "share_with(target) first"
@@ -167,9 +179,9 @@ class Drafter(nn.Module):
         out: Tensor = self.lm_head(head)
         return out
 
-    def likeliest(self, head: Tensor) -> Tensor:
-        """[n, hidden] -> [n]: the token, by its id in the target's vocabulary, that each row likes best."""
-        return argmax_rows(self.logits(head), None if self.vocabulary is None else self.vocabulary.d2t)
+    def likeliest(self, head: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, hidden] -> [n] both: the target id of the token that each row likes best, and its probability."""
+        return likeliest_rows(self.logits(head), None if self.vocabulary is None else self.vocabulary.d2t)
 
     def likeliest_few(self, head: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[n, hidden] -> [n, count] both: log-probabilities and target ids of the tokens each row likes best."""

@@ -10,7 +10,7 @@ they say nothing about the drafter.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
@@ -99,41 +99,3 @@ class AcceptanceStatistics:
             "rate_by_depth": list(self.rate_by_depth),
             "conditional_rate_by_depth": list(self.conditional_rate_by_depth),
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateGrowth:
-    """How large the drafter's hidden state is behind the draft at each depth, over that behind the first one.
-
-    Sums of norms over sampled rounds, one for each request in them. The ratio of two sums over the same rounds is what
-    `fledge drift` calls `hidden_growth`. What EAGLE-3 feeds back is this very state, so growth is drift; EAGLE-3.1
-    feeds it back normed, and growth shows what the norm takes away.
-    """
-
-    sums: Counter[tuple[int, str]] = field(default_factory=Counter)  # of "rounds", "norm" and "first", by depth
-
-    def plus(self, norms: Sequence[float]) -> "StateGrowth":
-        """These sums and one request's round, by the norms of the states behind its drafts."""
-        sums = self.sums.copy()
-        for depth, norm in enumerate(norms):
-            for name, amount in (("rounds", 1), ("norm", norm), ("first", norms[0])):
-                sums[depth, name] += amount  # type: ignore[assignment]  # norms can be counted too
-        return StateGrowth(sums=sums)
-
-    @classmethod
-    def merge(cls, parts: Iterable["StateGrowth"]) -> "StateGrowth":
-        pooled = cls()
-        for part in parts:
-            pooled.sums.update(part.sums)
-        return pooled
-
-    @property
-    def rounds_by_depth(self) -> tuple[int, ...]:
-        """Sampled rounds that drafted to each depth; entry 0 is the first draft."""
-        depths = sorted(depth for depth, name in self.sums if name == "rounds")
-        return tuple(self.sums[depth, "rounds"] for depth in depths)
-
-    @property
-    def by_depth(self) -> tuple[float, ...]:
-        """The growth at each depth; 1 at the first."""
-        return tuple(self.sums[depth, "norm"] / self.sums[depth, "first"] for depth in range(len(self.rounds_by_depth)))

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-BINS = 10  # of predicted probabilities, equally wide
+from fledge.decoding.drafter_statistics import BINS
+
 CERTAIN = 1e-4  # q is taken to be no nearer to 0 and 1 than this
 REFIT_ROUNDS = 100  # after so many rounds of batches
 REFIT_OUTCOMES = 2048  # or of single requests, the model is fitted again

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from fledge.decoding.drafter_statistics import StateGrowth
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.statistics import AcceptanceStatistics, StateGrowth
+from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.admission import Calibration
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthChoice

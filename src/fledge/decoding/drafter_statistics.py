@@ -51,7 +51,11 @@ class StateGrowth(Sums):
 
     def plus(self, norms: Sequence[float]) -> "StateGrowth":
         """These sums and one request's round, by the norms of the states behind its drafts."""
-        return StateGrowth.merge([self, StateGrowth.of((1, norm, norms[0]) for norm in norms)])
+        sums = self.sums.copy()
+        for depth, norm in enumerate(norms):
+            for name, amount in zip(self.names, (1, norm, norms[0]), strict=True):
+                sums[depth, name] += amount  # type: ignore[assignment]  # norms can be counted too
+        return StateGrowth(sums=sums)
 
     @property
     def by_depth(self) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import ScheduledBatch
 
-SAMPLED_ROUNDS = 8  # of as many, the drafter's states are looked at in one
+SAMPLED_ROUNDS = 8  # of as many that draft, the drafter's states are looked at in one
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -101,7 +101,7 @@ class Runner:
     def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
         self.graphs = graphs
-        self._rounds_read = 0
+        self._rounds_drafted = 0
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Launch:
@@ -141,8 +141,8 @@ class Runner:
         prefill_seconds = launch.wait()
         results.waited = time.perf_counter() - asked
         if launch.round is not None:
-            self._rounds_read += 1
-            is_sampled = self._rounds_read % SAMPLED_ROUNDS == 0
+            self._rounds_drafted += batch.draft > 0
+            is_sampled = batch.draft > 0 and self._rounds_drafted % SAMPLED_ROUNDS == 0
             entries = [(request, True, True) for request in batch.decoding]
             self._read(launch.round, entries, results, is_sampled=is_sampled)
             stamps = launch.round.stamps

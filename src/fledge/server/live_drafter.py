@@ -19,7 +19,8 @@ KINDS = ("sampled", "greedy")  # requests, in the order of `Calibration.by_confi
 GROWTH_TOLERANCE = 0.25  # of the growth that was measured: kinds of prompts differ by some 15 %
 ERROR_TOLERANCE = 0.1  # of the calibration error, beyond the one that was measured
 ENDS_AT = 0.8  # of a tolerance: what has begun ends below it, and does not flicker
-MIN_ROUNDS, MIN_DRAFTS = 200, 500  # before anything is said
+MIN_ROUNDS, MIN_DRAFTS = 200, 500  # before a departure is said
+MIN_SAID = 20  # sampled rounds, before a growth is put into words
 APART = 0.03  # between mean confidence and accepted share: less is as good as none
 CHECK_SECONDS = 10.0  # from one look to the next
 
@@ -122,9 +123,9 @@ def drafter_panel(seen: HistoryInterval, baseline: Baseline | None) -> dict[str,
     """What the page shows of the drafter, as JSON values."""
     growth, measured = growth_of(seen), () if baseline is None else baseline.growth_by_depth
     words = []
-    if len(growth.triples) > 1:
-        deepest = {"value": growth.by_depth[-1], "depth": len(growth.triples)}
-        words.append(note("growth", **deepest).text)
+    deepest = sum(rounds >= MIN_SAID for rounds, *_ in growth.triples)
+    if deepest > 1:
+        words.append(note("growth", value=growth.by_depth[deepest - 1], depth=deepest).text)
     kinds = {}
     for kind in KINDS[::-1]:
         found = reliability_of(seen, kind)

@@ -34,7 +34,7 @@ class Curves {
       svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(top * share), y2: y(top * share) }, this.plot);
       text(LEFT - 6, y(top * share) + 4, "end", formatY(top * share));
     }
-    for (const tick of ticks) text(x(tick), HEIGHT - 18, "middle", format(tick));
+    for (const tick of ticks) text(x(tick), HEIGHT - 18, tick === high ? "end" : "middle", format(tick));
     text((LEFT + width - RIGHT) / 2, HEIGHT - 3, "middle", this.across);
     if (!this.curves.some((curve) => curve.points.length)) text((LEFT + width) / 2, HEIGHT / 2 - 10, "middle", this.empty);
     this.keys.replaceChildren();
@@ -55,7 +55,7 @@ class Curves {
 export class DrafterPanel {
   constructor(host) {
     this.growth = new Curves(host, { title: "State growth", unit: "size of the hidden state, over that at depth 1", across: "depth", empty: "No round was sampled yet" });
-    this.reliability = new Curves(host, { title: "Reliability", unit: "share of drafts that stand, by confidence; larger points have more drafts", across: "the drafter's confidence", empty: "No drafts were counted yet" });
+    this.reliability = new Curves(host, { title: "Reliability", unit: "share of drafts that stand; larger points: more drafts", across: "the drafter's confidence", empty: "No drafts were counted yet" });
   }
 
   draw({ growth, reliability }) {

@@ -21,7 +21,7 @@ from fledge.decoding.drafter_statistics import BINS
 CERTAIN = 1e-4  # q is taken to be no nearer to 0 and 1 than this
 REFIT_ROUNDS = 100  # after so many rounds of batches
 REFIT_OUTCOMES = 2048  # or of single requests, the model is fitted again
-COUNT_ROUNDS = 16  # of batches, are counted together
+COUNT_ROUNDS = 64  # of batches, are counted together
 WINDOW = 4096  # drafts that it is fitted to, of each kind of request
 RIDGE = 2.0  # drafts that w = 1, b = 0 are worth
 NEWTON_STEPS = 4
@@ -93,9 +93,12 @@ class AcceptanceModel:
         if not self._pending:
             return
         pending, self._pending, self._waiting = self._pending, [], 0
-        deepest = [np.pad(one.confidence, ((0, 0), (0, self.max_depth - one.confidence.shape[1]))) for one in pending]
+        confidence, end = np.zeros((sum(len(one.drafted) for one in pending), self.max_depth), dtype=np.float32), 0
+        for one in pending:
+            start, end = end, end + len(one.drafted)
+            confidence[start:end, : one.confidence.shape[1]] = one.confidence
         outcomes = DraftOutcomes(
-            confidence=np.concatenate(deepest),
+            confidence=confidence,
             drafted=np.concatenate([one.drafted for one in pending]),
             accepted=np.concatenate([one.accepted for one in pending]),
             is_greedy=np.concatenate([one.is_greedy for one in pending]),

@@ -90,7 +90,7 @@ class ToyDrafter(Drafter):
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
         state = F.one_hot(tokens, self.config.vocab_size).float()
-        return DraftStates(head=state, feature=state)
+        return DraftStates(head=state, feature=state, hidden=state)
 
 
 class Prompter(Drafter):
@@ -113,7 +113,8 @@ class Prompter(Drafter):
         return torch.zeros(len(states.final), self.config.hidden_size)
 
     def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, storage: KeyValueStorage) -> DraftStates:
-        return DraftStates(head=self.preferences[positions + 2], feature=features)  # row t predicts token t + 2
+        head = self.preferences[positions + 2]  # row t predicts token t + 2
+        return DraftStates(head=head, feature=features, hidden=head)
 
     def logits(self, head: Tensor) -> Tensor:
         return head

@@ -96,7 +96,7 @@ def test_promtool_accepts_the_alerts_of_the_documentation(tmp_path: Path) -> Non
     command = ["promtool", "check", "rules", str(tmp_path / "alerts.yml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 rules found" in done.stdout
+    assert "12 rules found" in done.stdout
 
 
 def test_every_query_of_the_dashboard_returns_data(serving: Serving, prometheus: httpx.Client) -> None:

@@ -222,24 +222,21 @@ def replay(
     states = target(text, positions, CausalPass(), drafter.aux_layer_ids)
     kinds = torch.tensor(segments[:rows], device=text.device)
     verified = VerifiedRows([start - 2 for start in starts], kinds)
-    fused, hidden, parts = list[Tensor](), list[Tensor](), []
-    # What leaves the last layer in each pass is what the final norm reads.
-    with drafter.layers[-1].register_forward_hook(lambda _module, _inputs, both: hidden.append(both[1] + both[0])):
-        with drafter.fc.register_forward_hook(lambda _module, inputs, _output: fused.append(inputs[0][verified.slots])):
-            truth = DraftStates(head=states.final, feature=drafter.fuse(states))
-            first = drafter(text[1 : rows + 1], truth.feature[:rows], positions[:rows], verified)
-        begun = hidden.pop()
-        heads = max(query.shape[1] for _, query, *_ in verified.layers)
-        chunk = max(1, min(_MAX_ROUNDS, max_scores // (heads * (rows + depth))))
-        for rounds in (slice(low, low + chunk) for low in range(0, len(starts), chunk)):
-            slots = verified.slots[rounds]
-            storage = DraftedRows(verified, rounds)
-            step = DraftStates(head=first.head[slots], feature=first.feature[slots])
-            recorded = [_record(drafter, step, begun[slots], storage, truth, slots + 1)]
-            for d in range(2, depth + 1):
-                step = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
-                recorded.append(_record(drafter, step, hidden.pop(), storage, truth, slots + d))
-            parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
+    fused, parts = list[Tensor](), []
+    with drafter.fc.register_forward_hook(lambda _module, inputs, _output: fused.append(inputs[0][verified.slots])):
+        truth = states.final, drafter.fuse(states)
+        first = drafter(text[1 : rows + 1], truth[1][:rows], positions[:rows], verified)
+    heads = max(query.shape[1] for _, query, *_ in verified.layers)
+    chunk = max(1, min(_MAX_ROUNDS, max_scores // (heads * (rows + depth))))
+    for rounds in (slice(low, low + chunk) for low in range(0, len(starts), chunk)):
+        slots = verified.slots[rounds]
+        storage = DraftedRows(verified, rounds)
+        step = DraftStates(**{name: whole[slots] for name, whole in vars(first).items()})
+        recorded = [_record(drafter, step, storage, truth, slots + 1)]
+        for d in range(2, depth + 1):
+            step = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
+            recorded.append(_record(drafter, step, storage, truth, slots + d))
+        parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
     slots = verified.slots
     steps, ends = torch.arange(depth, device=slots.device), slots[:, None] + 1
     before = F.pad(F.one_hot(kinds, len(Segment)).cumsum(0), (0, 0, 1, 0))  # [rows + 1, segments]: rows before each
@@ -249,19 +246,19 @@ def replay(
     return Replayed(
         starts=torch.tensor(starts),
         visible=visible.cpu(),
-        fused_rms=_rms(truth.feature[slots]).cpu(),
+        fused_rms=_rms(truth[1][slots]).cpu(),
         contributions=_contributions(fused[0], drafter.fc.weight, len(fusion_parts(drafter))).cpu(),
         **{name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]},
     )
 
 
 def _record(
-    drafter: Drafter, step: DraftStates, hidden: Tensor, storage: DraftedRows, truth: DraftStates, places: Tensor
+    drafter: Drafter, step: DraftStates, storage: DraftedRows, truth: tuple[Tensor, Tensor], places: Tensor
 ) -> dict[str, Tensor]:
     """The fields of `Replayed` that one draft step of some rounds fills in, [rounds, ...] each.
 
-    `hidden` is the state before the final norm. `truth` is what the target says at every place, [n, hidden] each, and
-    `places` [rounds] where the state is that the drafter's stands for.
+    `truth` is what the target says at every place, its final state and the feature made of its states, [n, hidden]
+    each, and `places` [rounds] where the state is that the drafter's stands for.
     """
     logits = drafter.logits(step.head)
     wide = logits.float()
@@ -269,11 +266,11 @@ def _record(
     return {
         "drafts": drafter.to_target_ids(argmax_rows(logits)),
         "confidence": (wide.amax(-1) - wide.logsumexp(-1)).exp(),
-        "hidden_rms": _rms(hidden),
+        "hidden_rms": _rms(step.hidden),
         "head_rms": _rms(step.head),
         "feature_rms": _rms(step.feature),
-        "head_cosine": _cosine(step.head, truth.head, places),
-        "feature_cosine": _cosine(step.feature, truth.feature, places),
+        "head_cosine": _cosine(step.head, truth[0], places),
+        "feature_cosine": _cosine(step.feature, truth[1], places),
         **{name: torch.stack([record[name] for record in attention], dim=1) for name in attention[0]},
     }
 

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fledge.decoding.drafter_statistics import BINS
 from fledge.engine.arms import Arm
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.costs import CostTable
 from fledge.engine.request import Request
 from fledge.kernels.admit import CERTAIN
 
-BINS = 10  # of predicted probabilities, equally wide
 REFIT_ROUNDS = 100  # after so many rounds of batches
 REFIT_OUTCOMES = 2048  # or of single requests, the model is fitted again
 WINDOW = 4096  # drafts that it is fitted to, of each kind of request
@@ -89,11 +89,14 @@ def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How often drafts stood by how likely they were held to be. Can be pickled."""
+    """How often drafts stood by how likely they were held to be, and by how sure the drafter was. Can be pickled."""
 
     # [depths, BINS, 2]: drafts whose predecessors all stood, by depth and by the tenth that the predicted probability
     # lay in; and how many of them were accepted.
     counts: NDArray[np.int64]
+    # [2, BINS, 3]: the same drafts, of sampled requests and of greedy ones, by the tenth that the drafter's
+    # own confidence lay in; the sum of their confidence; and how many of them were accepted.
+    by_confidence: Floats
 
 
 class AcceptanceModel:
@@ -104,7 +107,8 @@ class AcceptanceModel:
         self.coefficients = np.zeros((2, 1 + max_depth))  # [sampled, greedy]: w, then b of each depth
         self.coefficients[:, 0] = 1.0
         self._kinds = [_Fit(max_depth) for _ in range(2)]
-        self.calibration = Calibration(counts=np.zeros((max_depth, BINS, 2), dtype=np.int64))  # replaced, never changed
+        nothing = np.zeros((max_depth, BINS, 2), dtype=np.int64)
+        self.calibration = Calibration(counts=nothing, by_confidence=np.zeros((2, BINS, 3)))  # replaced, never changed
         self._pending: list[DraftOutcomes] = []
         self._waiting = 0  # requests in these
 
@@ -131,9 +135,12 @@ class AcceptanceModel:
         if not self._pending:
             return
         pending, self._pending, self._waiting = self._pending, [], 0
-        deepest = [np.pad(one.confidence, ((0, 0), (0, self.max_depth - one.confidence.shape[1]))) for one in pending]
+        confidence, end = np.zeros((sum(len(one.drafted) for one in pending), self.max_depth), dtype=np.float32), 0
+        for one in pending:
+            start, end = end, end + len(one.drafted)
+            confidence[start:end, : one.confidence.shape[1]] = one.confidence
         outcomes = DraftOutcomes(
-            confidence=np.concatenate(deepest),
+            confidence=confidence,
             drafted=np.concatenate([one.drafted for one in pending]),
             accepted=np.concatenate([one.accepted for one in pending]),
             is_greedy=np.concatenate([one.is_greedy for one in pending]),
@@ -145,9 +152,15 @@ class AcceptanceModel:
         predicted = self.probabilities(outcomes.confidence, outcomes.is_greedy)[row, depth]
         bins = np.minimum((predicted * BINS).astype(int), BINS - 1)
         cell = depth * BINS + bins
-        new = [np.bincount(cell, values, self.max_depth * BINS) for values in (np.ones_like(cell), stood)]
-        counts = np.stack(new, axis=1).reshape(self.max_depth, BINS, 2).astype(np.int64)
-        self.calibration = Calibration(counts=self.calibration.counts + counts)
+        counts = [np.bincount(cell, of, self.max_depth * BINS) for of in (None, stood)]
+        sure = np.nan_to_num(outcomes.confidence[row, depth])
+        tenth = outcomes.is_greedy[row] * BINS + np.minimum((sure * BINS).astype(int), BINS - 1)
+        by_confidence = [np.bincount(tenth, of, 2 * BINS) for of in (None, sure, stood)]
+        before = self.calibration
+        self.calibration = Calibration(
+            counts=before.counts + np.stack(counts, axis=-1).astype(np.int64).reshape(before.counts.shape),
+            by_confidence=before.by_confidence + np.stack(by_confidence, axis=-1).reshape(2, BINS, 3),
+        )
         odds = log_odds(outcomes.confidence[row, depth])
         for kind, fit in enumerate(self._kinds):
             own = outcomes.is_greedy[row] == bool(kind)

@@ -36,6 +36,7 @@ from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
 from fledge.engine.request import UNLIMITED, Phase, Request, kind_of_round
 from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
+from fledge.engine.warm_up import warm_up
 from fledge.errors import ConfigError, describe
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
@@ -79,7 +80,6 @@ class LLMEngine:
         self._involved: Sequence[Request] = ()  # in what is being done: a failure is one of theirs
         self._death: DeadEngineError | None = None
         self._seed = 0
-
         state = DeviceState(config, target, drafter)
         self.device = state.device
         on_gpu = self.device.type == "cuda"
@@ -131,31 +131,9 @@ class LLMEngine:
         acceptance: Acceptance | None = None,
     ) -> None:
         self._depth_policy.expect(acceptance or {})
-        graphs, largest = self.runner.graphs, self.config.max_num_seqs
         arms = set(self._depth_policy.arms) if self.runner.state.drafter is not None else {PLAIN}
         arms |= {PLAIN} if plain else set()
-        programs = []
-        if graphs is not None:
-            programs = graphs.missing(arms, max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
-        sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
-        rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
-        if rounds and self._cost_cache is not None:
-            self._cost_cache.recall(self._costs)
-        rounds = [one for one in rounds if self._costs.latest.age(*one) is None]
-        for done, program in enumerate(programs):
-            progress(done, len(programs) + len(rounds))
-            assert graphs is not None
-            graphs.capture(program)
-        if graphs is not None and programs:
-            graphs.compile_long_prompts(max_batch=largest, max_tokens=self.config.max_num_batched_tokens)
-        self.runner.measure(
-            self._costs,
-            rounds,
-            lambda done: progress(len(programs) + done, len(programs) + len(rounds)),
-            self.admission if graphs is not None else None,
-        )
-        if rounds and self._cost_cache is not None:
-            self._cost_cache.keep(self._costs)
+        warm_up(self.runner, self.config, arms, self._costs, self.admission, self._cost_cache, progress)
 
     def add_request(
         self,
@@ -191,11 +169,9 @@ class LLMEngine:
         )
         if request.draft_until and not params.is_greedy and self.runner.state.can_sample_drafts:
             # A request with a seed of its own has the text of that seed, whatever is drafted.
-            request.may_sample_drafts = self.config.sample_drafts is None and params.seed is None
-            request.sample_drafts = self.config.sample_drafts or (
-                request.may_sample_drafts
-                and self._depth_policy.samples_drafts(request, self.requests.values(), self._costs)
-            )
+            choice = request.may_sample_drafts = self.config.sample_drafts is None and params.seed is None
+            choice = choice and self._depth_policy.samples_drafts(request, self.requests.values(), self._costs)
+            request.sample_drafts = self.config.sample_drafts or choice
         self.requests[request_id] = request
         self.scheduler.add(request)
 
@@ -204,6 +180,8 @@ class LLMEngine:
         return None if request is None else self._finish(request, reason)
 
     def stats(self) -> EngineStats:
+        if self.admission is not None and not self.requests:  # with requests it is done now and then: it takes time
+            self.admission.model.digest()
         return replace(
             self._stats,
             preemptions=self.scheduler.preemptions,
@@ -275,8 +253,7 @@ class LLMEngine:
         if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
         costs = self._costs.tables[kind_of_round(requests)]
-        admit = self.admission.admit(requests, arm.depth, costs, self.runner.confidence)
-        return replace(batch, admit=admit)
+        return replace(batch, admit=self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
@@ -306,8 +283,7 @@ class LLMEngine:
             if request.phase is not Phase.FINISHED:
                 self.block_manager.commit(request.table, request.tokens, min(chunk.end, request.settled))
         if results.prefill_seconds is not None:
-            read = sum(chunk.end - chunk.start for chunk in launch.batch.chunks)
-            self.scheduler.observe_prefill(read, results.prefill_seconds)
+            self.scheduler.observe_prefill(sum(c.end - c.start for c in launch.batch.chunks), results.prefill_seconds)
         stats, report, admission = self._stats, results.report, self.admission
         if admission is not None and results.outcomes is not None and admission.observe(results.outcomes):
             self.runner.state.set_acceptance(admission.model.coefficients)
@@ -318,8 +294,8 @@ class LLMEngine:
             self._device_seconds += 0.0 if self._reads_late else seconds
             kind = kind_of_round(launch.batch.decoding)
             if report.admit is not None and admission is not None:
-                full = self._costs.tables[kind]
-                admission.observe_cost(report.batch, report.verify.depth, report.admit, seconds, full)
+                depth, full = report.verify.depth, self._costs.tables[kind]
+                admission.observe_cost(report.batch, depth, report.admit, seconds, full)
             elif report.verify == report.draft:  # others change the arm: no one's cost
                 self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
@@ -344,6 +320,8 @@ class LLMEngine:
         self._depth_policy.observe(request, is_tree=is_tree, drafted=unchosen, accepted=result.accepted)
         if result.drafted > 0:
             request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
+        if in_step and result.state_norms:
+            self._stats.state_growth = self._stats.state_growth.plus(result.state_norms)
         self._stats.output_tokens += len(tokens)
         # A gap stays where the drafter missed rounds and nobody sent the request back to read them: nothing after it
         # is settled, or others would find drafter rows there that were never written.

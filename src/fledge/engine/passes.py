@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.decoding.acceptance import accept_rejection
 from fledge.decoding.random import Stream, uniform
+from fledge.engine.accepting import accept_admitted, accept_chains
 from fledge.engine.arms import Arm
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import LogprobsTensors, prompt_logprobs
@@ -25,7 +25,7 @@ from fledge.engine.sampler import Sampler
 from fledge.engine.scheduler import Chunk
 from fledge.engine.tree_passes import accept_paths, draft_trees, lay_out_trees
 from fledge.errors import describe
-from fledge.kernels.accept import PADDING, Accepted, accept_chain, accept_greedy
+from fledge.kernels.accept import PADDING
 from fledge.kernels.admit import AdmittedRound, admit_drafts
 from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, draft_places, open_round, settle_round
 from fledge.kernels.sample import choose
@@ -50,7 +50,7 @@ class PassOutcome:
     """
 
     tokens: Tensor  # [rows, width]: emitted tokens, then PADDING; a prompt has one, the first of its answer
-    health: Tensor  # [rows, width (+ 1 if it drafted)] sums of hidden states: finite where the models work
+    health: Tensor  # [rows, width + norms] finite where the models work: sums of the target's states, and `state_norms`
     accepted: Tensor | None = None  # [rows]; None where there are no drafts to accept: prompts
     drafted: Tensor | None = None  # [rows]: how many drafts there were to accept
     confidence: Tensor | None = None  # [rows, width - 1]: the drafter's in each draft of a chain
@@ -118,10 +118,10 @@ def run_round(
     if isinstance(fed, OpenedTrees):
         tokens, accepted, states, decided_by = accept_paths(state, sampler, opened, fed, logits, states, verify.depth)
     elif isinstance(fed, AdmittedRound):
-        tokens, accepted = _accept_admitted(state, sampler, opened, fed, logits, sample_drafts=sample_drafts)
+        tokens, accepted = accept_admitted(state, sampler, opened, fed, logits, sample_drafts=sample_drafts)
         decided_by = fed.rows
     else:
-        tokens, accepted = _accept_chains(state, sampler, opened, logits, sample_drafts=sample_drafts)
+        tokens, accepted = accept_chains(state, sampler, opened, logits, sample_drafts=sample_drafts)
         decided_by = torch.arange(len(logits), device=rows.device)
     logprobs = None
     if asking is not None:
@@ -132,7 +132,9 @@ def run_round(
         state.adjustments.count(slots, tokens[entries.clamp(max=len(rows) - 1)])
     settled = settle_round(rows, state, opened, tokens, accepted, draft.depth)
     clock.mark()
-    health = torch.empty(len(rows), width + bool(draft.depth), dtype=torch.float32, device=rows.device)
+    health = torch.empty(
+        len(rows), width + (draft.depth + 1 if draft.depth else 0), dtype=torch.float32, device=rows.device
+    )
     if isinstance(fed, AdmittedRound):
         health[:, :width] = states.final.sum(-1, dtype=torch.float32)[fed.rows]
     else:
@@ -147,8 +149,9 @@ def run_round(
             storage = state.ragged_storage(state.drafter_cache, opened, fed)
         else:
             storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
-        deepest = _extend_drafter(state, rows, states, positions, storage, settled, draft, sample_drafts=sample_drafts)
-        torch.sum(deepest, -1, dtype=torch.float32, out=health[:, width])
+        health[:, width:] = _extend_drafter(
+            state, rows, states, positions, storage, settled, draft, sample_drafts=sample_drafts
+        )
     clock.mark()
     return PassOutcome(
         tokens=tokens,
@@ -159,79 +162,6 @@ def run_round(
         stamps=clock.stamps,
         logprobs=logprobs,
     )
-
-
-def _accept_chains(
-    state: DeviceState, sampler: Sampler, opened: OpenedRound, logits: Tensor, *, sample_drafts: bool
-) -> Accepted:
-    batch, width = len(sampler.rows), len(opened.tokens) // len(sampler.rows)
-    drafts = opened.tokens.view(batch, width)[:, 1:]
-    decided = opened.positions.view(batch, width) + 1
-    logits = sampler.adjusted(logits, decided)
-    if sampler.is_greedy:
-        return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
-    return _accept_sampled(
-        state,
-        sampler,
-        drafts,
-        decided,
-        opened.drafted,
-        choices=sampler.choices(logits, decided).view(batch, width),
-        probabilities=sampler.probabilities(logits).view(batch, width, -1) if sample_drafts and width > 1 else None,
-    )
-
-
-def _accept_admitted(
-    state: DeviceState,
-    sampler: Sampler,
-    opened: OpenedRound,
-    fed: AdmittedRound,
-    logits: Tensor,
-    *,
-    sample_drafts: bool,
-) -> Accepted:
-    """`_accept_chains` where logits are those of the rows that were fed. Nobody looks behind the admitted drafts."""
-    batch, width = fed.rows.shape
-    by_row = sampler.for_rows(sampler.rows[fed.places // width])
-    return _accept_sampled(
-        state,
-        sampler,
-        opened.tokens.view(batch, width)[:, 1:],
-        opened.positions.view(batch, width) + 1,
-        fed.drafted,
-        choices=by_row.choices(logits, fed.positions[:, None] + 1)[fed.rows],
-        probabilities=by_row.probabilities(logits)[fed.rows] if sample_drafts and not sampler.is_greedy else None,
-    )
-
-
-def _accept_sampled(
-    state: DeviceState,
-    sampler: Sampler,
-    drafts: Tensor,
-    decided: Tensor,
-    drafted: Tensor,
-    *,
-    choices: Tensor,
-    probabilities: Tensor | None,
-) -> Accepted:
-    """Accept drafts that are what was chosen at their places; by rejection where they were drawn.
-
-    `choices` [batch, width] and `probabilities` [batch, width, vocab] are the target's; None: no drafts were drawn.
-    """
-    matching = accept_chain(drafts, choices, draft_lengths=drafted)
-    if probabilities is None:
-        return matching
-    rejection = accept_rejection(
-        drafts,
-        state.draft_probs[sampler.rows, : drafts.shape[1]],
-        probabilities,
-        *sampler.rejection_uniforms(decided),
-        draft_lengths=drafted,
-    )
-    # A row without drafts chooses as in a round without drafts: what others do must not change its tokens.
-    drawn = state.sample_drafts[sampler.rows] & (drafted > 0)
-    tokens = torch.where(drawn[:, None], rejection.tokens, matching.tokens)
-    return Accepted(tokens, torch.where(drawn, rejection.accepted, matching.accepted))
 
 
 def _extend_drafter(
@@ -247,8 +177,7 @@ def _extend_drafter(
 ) -> Tensor:
     """Let the drafter read settled rows (states, tokens, positions), then draft for `rows` [batch] from the last ones.
 
-    Row i pairs the feature at its position with the token emitted after it. Returns states of the deepest drafts,
-    [batch, n]: what went wrong on the way to them shows there as NaN.
+    Row i pairs the feature at its position with the token emitted after it. Returns `state_norms` of the drafts.
     """
     drafter = state.drafter
     assert drafter is not None
@@ -261,10 +190,13 @@ def _extend_drafter(
             )
             state.drafts[rows, :depth] = chains.tokens
             state.confidence[rows, :depth] = chains.confidence
-            return chains.deepest
+            return chains.norms
         out = drafter(settled.tokens, drafter.fuse(states), positions, storage)
-        last = DraftStates(head=out.head[settled.last_rows], feature=out.feature[settled.last_rows])
-        return draft_trees(state, drafter, rows, settled.places.tables, last, depth) if depth else last.head
+        if not depth:
+            return torch.empty(len(rows), 0, device=rows.device)
+        rows_of = settled.last_rows
+        last = DraftStates(head=out.head[rows_of], feature=out.feature[rows_of], hidden=out.hidden[rows_of])
+        return draft_trees(state, drafter, rows, settled.places.tables, last, depth)
     except Exception as error:
         raise DrafterError(describe(error)) from error
 
@@ -395,22 +327,21 @@ def run_prefill(
     state.length[rows] = inputs.lengths
     state.last_token[rows] = first_tokens
     state.draft_count.index_fill_(0, rows, 0)  # assigning a number would copy it from the host, which graphs cannot
-    health = [final.sum(-1, dtype=torch.float32)]
+    health = [final.sum(-1, dtype=torch.float32)[:, None]]
     if state.drafter_cache is not None and drafter is not None:
         length = state.length[rows]
         places = draft_places(length, state.block_tables[rows], depth=draft.depth, block_size=state.block_size)
         settled = SettledRound(tokens=inputs.following, last_rows=inputs.ends, places=places)
         along = storage(state.drafter_cache)
-        deepest = _extend_drafter(
-            state, rows, states, inputs.positions, along, settled, draft, sample_drafts=sample_drafts
+        health.append(
+            _extend_drafter(state, rows, states, inputs.positions, along, settled, draft, sample_drafts=sample_drafts)
         )
         if draft.depth:
             count_drafts(rows, state, length, draft.depth)
-            health.append(deepest.sum(-1, dtype=torch.float32))
     asking = inputs.asking
     return PassOutcome(
         tokens=first_tokens[:, None],
-        health=torch.stack(health, dim=1),
+        health=torch.cat(health, dim=1),
         logprobs=LogprobsTensors.from_logits(logits[asking], choices[asking], top) if len(asking) else None,
         prompt_logprobs=prompt_logprobs(state, chunks, states.final) if chunks else (),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from fledge.decoding.drafter_statistics import StateGrowth
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.admission import Calibration
@@ -96,7 +97,8 @@ class EngineStats:
     prefix_queries: int = 0  # tokens looked up in the prefix cache
     prefix_hits: int = 0  # tokens found there
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    calibration: Calibration | None = None  # of what drafts are held to be worth; None: no chains are drafted
+    state_growth: StateGrowth = field(default_factory=StateGrowth)
+    calibration: Calibration | None = None  # None: no chains are drafted, or nothing is new to whom it is told
     drafter_failure: str | None = None  # why the engine goes on without its drafter
     num_rounds: int = 0  # of batches
     rounds: tuple[RoundReport, ...] = ()  # the latest few

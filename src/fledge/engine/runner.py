@@ -1,9 +1,8 @@
 """Runs what the scheduler has put together, as graphs where there are any, and reads the results when asked."""
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fledge.engine.admission import AdmissionPolicy, DraftOutcomes
-from fledge.engine.arms import PLAIN, Arm, RequestKind
-from fledge.engine.costs import MIN_SAMPLES, RoundCosts
+from fledge.engine.admission import DraftOutcomes
+from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
@@ -25,9 +23,7 @@ from fledge.engine.request import Request
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import ScheduledBatch
 
-MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
-MEASURED_ROUNDS = 5  # of each kind, size and arm; the first is left out
-ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
+SAMPLED_ROUNDS = 8  # of as many that draft, the drafter's states are looked at in one
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -86,6 +82,7 @@ class RequestResult(NamedTuple):
     in_flight: int  # what the scheduler had reserved for it
     is_finite: bool  # the target's hidden states were
     logprobs: list[TokenLogprobs] | None
+    state_norms: Sequence[float] = ()  # behind each of the next drafts, in a sampled round
 
 
 @dataclass(kw_only=True)
@@ -106,6 +103,7 @@ class Runner:
     def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
         self.graphs = graphs
+        self._rounds_drafted = 0
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> Launch:
@@ -125,41 +123,6 @@ class Runner:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    def measure(
-        self,
-        costs: RoundCosts,
-        rounds: Sequence[tuple[int, Arm]],
-        progress: Callable[[int], None],
-        admission: AdmissionPolicy | None = None,
-    ) -> None:
-        """Time rounds of these sizes and arms, small ones first, as far as `MEASURING_SECONDS` go.
-
-        With `admission`, those that verify fewer drafts too.
-        """
-        started = time.perf_counter()
-
-        def median(batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
-            took = [self.time_round(batch, arm, kind, admit)]
-            while len(took) < MEASURED_ROUNDS and sum(took) < ENOUGH_SECONDS:
-                took.append(self.time_round(batch, arm, kind, admit))
-            return statistics.median(took[1:] or took)
-
-        for done, (batch, arm) in enumerate(rounds):
-            progress(done)
-            if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS:
-                break
-            for kind, table in costs.tables.items():
-                if kind is RequestKind.SAMPLED_DRAFTS and not self.state.can_sample_drafts:
-                    continue
-                table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
-                if admission is None or arm.is_tree:
-                    continue
-                for admit in admission.budgets.sizes(batch, arm.depth):
-                    seconds = median(batch, arm, kind, admit)
-                    for _ in range(MIN_SAMPLES):
-                        admission.observe_cost(batch, arm.depth, admit, seconds, table)
-        progress(len(rounds))
 
     @torch.inference_mode()
     def time_round(self, batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
@@ -195,7 +158,10 @@ class Runner:
         prefill_seconds = launch.wait()
         results.waited = time.perf_counter() - asked
         if launch.round is not None:
-            self._read(launch.round, [(request, True, True) for request in batch.decoding], results)
+            self._rounds_drafted += batch.draft.depth > 0
+            is_sampled = batch.draft.depth > 0 and self._rounds_drafted % SAMPLED_ROUNDS == 0
+            entries = [(request, True, True) for request in batch.decoding]
+            self._read(launch.round, entries, results, is_sampled=is_sampled)
             stamps = launch.round.stamps
             assert stamps is not None
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
@@ -214,7 +180,14 @@ class Runner:
                     chunk.request.prompt_logprobs[chunk.start :] = told or ()
         return results
 
-    def _read(self, outcome: PassOutcome, entries: list[tuple[Request, bool, bool]], results: StepResults) -> None:
+    def _read(
+        self,
+        outcome: PassOutcome,
+        entries: list[tuple[Request, bool, bool]],
+        results: StepResults,
+        *,
+        is_sampled: bool = False,
+    ) -> None:
         """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did)."""
         width, nothing = outcome.tokens.shape[1], [0] * len(entries)
         tokens, health = outcome.tokens.tolist(), outcome.health.tolist()
@@ -228,8 +201,9 @@ class Runner:
                 logprobs = None
                 if i in asking and outcome.logprobs is not None:
                     logprobs = outcome.logprobs.read(asking[i] * width, kept, request.params.logprobs)
+                norms = health[i][width:-1] if is_sampled and request.draft_until else ()
                 results.requests.append(
-                    RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs)
+                    RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs, norms)
                 )
             # Behind a target that has gone wrong, a drafter cannot be right.
             if drafts and request.draft_until and is_finite and not all(map(math.isfinite, health[i][width:])):

@@ -14,7 +14,7 @@ from fledge.kernels.grow_trees import Candidates, Frontier, TreeLevel, grow_tree
 from fledge.kernels.round_ends import OpenedRound
 from fledge.kernels.tree_ends import OpenedTrees, accept_trees, open_trees
 from fledge.layers.paged_cache import RoundPass
-from fledge.models.drafter.base import Drafter, DraftStates
+from fledge.models.drafter.base import Drafter, DraftStates, state_norms
 from fledge.models.target.decoder import TargetStates
 
 
@@ -52,11 +52,12 @@ def draft_trees(
 ) -> Tensor:
     """Grow a tree for each row, level by level, from the drafter's states [batch, hidden] at the last settled row.
 
-    Returns the states behind the deepest level, [batch, n].
+    Returns `state_norms` [batch, depth + 1]: of each level's likeliest node, and of all heads of the last.
     """
     assert state.drafter_cache is not None
     assert state.tree is not None
     batch, length, head, feature = len(rows), state.length[rows], settled.head, settled.feature
+    hidden = [settled.hidden]
     widths = level_widths(depth=depth, width=state.tree.width, vocab_size=state.draft_vocab)
     count = min(state.tree.width, state.draft_vocab)
     candidates = Candidates.empty(batch, count * sum(widths), rows.device)
@@ -78,5 +79,6 @@ def draft_trees(
             )
             out = drafter(frontier.tokens, feature[frontier.origins], frontier.positions, storage)
             head, feature = out.head, out.feature
+            hidden.append(out.hidden.view(batch, -1, out.hidden.shape[-1])[:, 0])
     rank_trees(rows, state, candidates, nodes=state.tree_nodes(depth), depth=depth)
-    return head.view(batch, -1)
+    return state_norms(hidden, head.view(batch, -1, head.shape[-1]).sum(1))

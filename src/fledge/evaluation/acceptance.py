@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from fledge.decoding.drafter_statistics import Reliability, StateGrowth, Triples
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
+from fledge.engine.protocol import EngineStats
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
 from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples, token_digest
@@ -75,6 +77,8 @@ class Measurement(Record):
     different: tuple[tuple[int, int], ...]  # turns whose tokens are not the target's own, the first token that differs
     seconds: float
     failure: str | None = None  # why the drafter was switched off on the way
+    state_growth: Triples = ()
+    reliability: Triples = ()
 
     @property
     def total(self) -> AcceptanceStatistics:
@@ -167,14 +171,14 @@ class AcceptanceMeter:
         self, turns: Sequence[TargetTurn], temperature: float, advance: Advance = lambda *_: None
     ) -> Measurement:
         """Answer every turn with the drafter in use, each as if it were alone, and count."""
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self.llm.engine.stats()
         most = self.settings.max_tokens
         outputs = self.llm.generate(
             [list(turn.prompt_token_ids) for turn in turns],
             [SamplingParams(temperature=temperature, max_tokens=most, seed=turn.seed) for turn in turns],
             progress=steps(advance),
         )
-        seconds = time.perf_counter() - started
+        seconds, after = time.perf_counter() - started, self.llm.engine.stats()
         drafter = self.llm.drafter
         in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
         pairs = list(zip(turns, outputs, strict=True))
@@ -183,7 +187,9 @@ class AcceptanceMeter:
             requests=tuple(request_record(turn.prompt, output, in_draft) for turn, output in pairs),
             different=tuple((i, place) for i, place in enumerate(parted) if place is not None),
             seconds=seconds,
-            failure=self.llm.engine.stats().drafter_failure,
+            failure=after.drafter_failure,
+            state_growth=StateGrowth(sums=after.state_growth.sums - before.state_growth.sums).triples,
+            reliability=Reliability(sums=_reliability(after).sums - _reliability(before).sums).triples,
         )
 
     def clear_differences(
@@ -209,6 +215,12 @@ class AcceptanceMeter:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _reliability(stats: EngineStats) -> Reliability:
+    """Of all drafts, greedy requests' and sampled ones'."""
+    calibration = stats.calibration
+    return Reliability() if calibration is None else Reliability.of(calibration.by_confidence.sum(0).tolist())
 
 
 def request_record(prompt: str, output: RequestOutput, in_draft: torch.Tensor | None) -> RequestRecord:

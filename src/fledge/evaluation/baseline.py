@@ -1,15 +1,18 @@
-"""A drafter's baseline: how much of its drafts was accepted when it was measured, in a small file beside its card.
+"""A drafter's baseline, in a small file beside its card: how much of its drafts was accepted when it was measured, how
+its state grew meanwhile, and how far its confidence was right.
 
 `fledge train` and `fledge eval --save-baseline` write it; `fledge serve` compares live traffic with it.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fledge.decoding.drafter_statistics import BINS, Reliability, StateGrowth, Triples
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Results
@@ -28,11 +31,24 @@ class BaselineCell(Record):
     rounds: int
     acceptance_length: float
     rate_by_depth: tuple[float, ...]  # share of rounds whose draft at each depth stood
+    growth_by_depth: tuple[float, ...] = ()  # of the drafter's hidden state; empty: not measured
+    reliability: Triples = ()  # in each tenth of confidence: drafts, their confidence summed up, those accepted
 
     @classmethod
-    def of(cls, statistics: AcceptanceStatistics, *, temperature: float, depth: int) -> "BaselineCell":
+    def of(
+        cls,
+        statistics: AcceptanceStatistics,
+        *,
+        temperature: float,
+        depth: int,
+        growth: StateGrowth | None = None,
+        reliability: Reliability | None = None,
+    ) -> "BaselineCell":
         """`statistics` has rounds."""
+        triples = () if reliability is None else reliability.triples
         return cls(
+            growth_by_depth=() if growth is None else tuple(round(value, 4) for value in growth.by_depth),
+            reliability=tuple((round(n), round(sure, 2), round(stood)) for n, sure, stood in triples),
             temperature=temperature,
             depth=depth,
             rounds=statistics.rounds,
@@ -66,6 +82,17 @@ class Baseline(Record):
         columns = zip(*(cell.rates(depth) for cell in nearest.values()), strict=True)
         return [float(np.interp(temperature, list(nearest), column)) for column in columns]
 
+    @property
+    def growth_by_depth(self) -> tuple[float, ...]:
+        """The largest growth of the drafter's state at each depth, of whatever was measured."""
+        several = zip_longest(*(cell.growth_by_depth for cell in self.cells), fillvalue=0.0)
+        return tuple(max(values) for values in several)
+
+    def reliability(self, *, is_greedy: bool) -> Reliability:
+        """Of the cell whose confidence was furthest off: other depths and lower temperatures lie below it."""
+        found = [Reliability.of(cell.reliability) for cell in self.cells if (cell.temperature == 0) == is_greedy]
+        return max(found, key=lambda one: one.error or 0.0, default=Reliability())
+
     @classmethod
     def of(cls, cells: Iterable[BaselineCell], measured_on: Iterable[str], run: Mapping[str, Any]) -> "Baseline":
         """`run`: the provenance of the measurement."""
@@ -83,9 +110,10 @@ class Baseline(Record):
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from None
         rates = [cell.rate_by_depth for cell in found.cells]
-        if not rates or not all(several and all(0 <= rate <= 1 for rate in several) for several in rates):
+        is_sound = rates and all(several and all(0 <= rate <= 1 for rate in several) for several in rates)
+        if not is_sound or any(len(cell.reliability) > BINS or 0 in cell.growth_by_depth for cell in found.cells):
             hint = "`fledge eval --save-baseline` writes the file anew"
-            raise ConfigError(f"{path}: expected shares of accepted drafts, by depth; {hint}")
+            raise ConfigError(f"{path}: expected shares and growth by depth, ten rows of confidence at most; {hint}")
         return found
 
     def write(self, directory: Path) -> None:
@@ -96,11 +124,17 @@ def baselines(results: Results) -> dict[str, Baseline]:
     """What a complete run of `fledge eval` says of each drafter, its rounds pooled over workloads."""
     cells: dict[str, list[BaselineCell]] = {}
     for one in results.contenders:
-        parts = (cell.acceptance_statistics for cell in results.cells if cell.contender == one.name)
-        pooled = AcceptanceStatistics.merge(parts)
+        mine = [cell for cell in results.cells if cell.contender == one.name]
+        pooled = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in mine)
         if one.drafter is not None and one.speculation is not None and pooled.rounds:
             depth = one.speculation["num_speculative_tokens"]
-            cell = BaselineCell.of(pooled, temperature=one.temperature or 0.0, depth=depth)
+            cell = BaselineCell.of(
+                pooled,
+                temperature=one.temperature or 0.0,
+                depth=depth,
+                growth=StateGrowth.merge(StateGrowth.of(cell.state_growth) for cell in mine),
+                reliability=Reliability.merge(Reliability.of(cell.reliability) for cell in mine),
+            )
             cells.setdefault(one.drafter, []).append(cell)
     workloads = dict.fromkeys(cell.workload for cell in results.cells)
     return {drafter: Baseline.of(found, workloads, results.provenance) for drafter, found in cells.items()}

@@ -131,7 +131,13 @@ class _EvalRun:
                     if key[1] == 0 and measured.different:
                         self.different[len(self.cells)] = measured.different
                         requests = _labelled(requests, {i: "unchecked" for i, _ in measured.different})
-                    cell = replace(cells.pop(key), seconds=measured.seconds, requests=requests)
+                    cell = replace(
+                        cells.pop(key),
+                        seconds=measured.seconds,
+                        requests=requests,
+                        state_growth=measured.state_growth,
+                        reliability=measured.reliability,
+                    )
                     if measured.failure is not None:
                         note = f"the drafter failed and was switched off: {measured.failure}"
                         cell = replace(cell, status="failed", note=note)

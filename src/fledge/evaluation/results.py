@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from fledge.decoding.drafter_statistics import Triples
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.errors import ConfigError
 from fledge.files import parse_json, read_bytes, write_text
@@ -102,6 +103,8 @@ class Cell(Record):
     status: Status = "complete"
     note: str | None = None  # why it is not complete
     acceptance: Tally = ()  # of the whole cell, where only that is known (a server's metrics)
+    state_growth: Triples = ()  # of the drafter, where the engine was at hand
+    reliability: Triples = ()
 
     @property
     def good(self) -> tuple[RequestRecord, ...]:

@@ -57,9 +57,11 @@ class NativeDrafter(Drafter):
         described = pass_struct(len(tokens), self.rope(positions, features.dtype), storage)
         head = torch.empty(len(tokens), self._hidden)
         feature = head if program.feature == program.head else torch.empty(len(tokens), self._hidden)
-        given = {_FEATURES: features, program.head: head, program.feature: feature}
+        made = {program.head: head, program.feature: feature}
+        hidden = made.setdefault(program.hidden, torch.empty(len(tokens), self._hidden))
+        given = {_FEATURES: features, **made}
         self._run(first, first + program.step_count, described, tokens, given)
-        return DraftStates(head=head, feature=feature)
+        return DraftStates(head=head, feature=feature, hidden=hidden)
 
     def draft_chain(
         self,
@@ -82,7 +84,7 @@ class NativeDrafter(Drafter):
         changed |= {"positions": places.positions.contiguous(), "slots": places.slots.contiguous()}
         steps = struct("Pass", **{**described.held, **changed, "tables": tables, "table_stride": tables.shape[1]})
         drafts = torch.empty(depth, batch, dtype=torch.int64)
-        confidence, deepest = torch.empty(depth, batch), torch.empty(batch, self._hidden)
+        confidence, norms = torch.empty(depth, batch), torch.empty(batch, depth + 1)
         team.call(
             required().fledge_draft,
             self._program,
@@ -94,9 +96,9 @@ class NativeDrafter(Drafter):
             depth,
             drafts,
             confidence,
-            deepest,
+            norms,
         )
-        return DraftedChains(drafts.T, confidence.T, deepest)
+        return DraftedChains(drafts.T, confidence.T, norms)
 
     def _read(self, states: TargetStates) -> Tensor:
         """What of the target's states the drafter fuses."""
@@ -177,7 +179,8 @@ def _lower_eagle3(drafter: Eagle3Drafter, layers: Any, embed: Any) -> Any:
 def _program(drafter: Any, layers: Any, fuse: list[Any], step: list[Any], *, states_width: int, **ends: int) -> Any:
     """Return `Program`: operations that make features of the target's states, those of a step, and its ends.
 
-    `head` is what the output head reads, `feature` what the next step reads as its features.
+    `head` is what the output head reads, `feature` what the next step reads as its features. The layers leave the
+    residual stream in `_STREAM`.
     """
     hidden, operations = drafter.config.hidden_size, [*fuse, *step]
     widths = (states_width, hidden, states_width, 2 * hidden, hidden, hidden)
@@ -190,6 +193,7 @@ def _program(drafter: Any, layers: Any, fuse: list[Any], step: list[Any], *, sta
         layer_count=len(layers),
         widths=(ctypes.c_int64 * len(widths))(*widths),
         buffers=len(widths),
+        hidden=_STREAM,
         output=drafter.lm_head.packed,
         offsets=None if drafter.vocabulary is None else drafter.vocabulary.d2t,
         **ends,

@@ -2,6 +2,7 @@
 
    What a drafter is made of is decided in Python, which lowers the loaded module to the table. Each operation reads one
    buffer and writes another, or some columns of them; a buffer has a row for each token of the pass. */
+#include <math.h>
 #include <stdlib.h>
 
 #include "decoder.h"
@@ -33,6 +34,7 @@ typedef struct {
     const int64_t *widths; /* [buffers]: columns of each */
     int64_t buffers;
     int64_t head, feature; /* buffers: what the output head reads, and what the next step reads as its features */
+    int64_t hidden;        /* the buffer of the residual stream behind all layers */
     Matrix output;
     const int64_t *offsets; /* [draft vocabulary] or NULL */
 } Program;
@@ -100,16 +102,26 @@ int32_t fledge_run(const Program *program, int64_t first, int64_t last, const Pa
     return failed;
 }
 
+static float norm(const float *row, int64_t size) {
+    float squares = 0.0f;
+    for (int64_t i = 0; i < size; i++) squares += row[i] * row[i];
+    return sqrtf(squares);
+}
+
+/* norms [batch, depth + 1]: of the hidden states behind each draft, and of what the head read for the last. */
 int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps, float *states, const int64_t *tokens,
-                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *confidence, float *deepest,
+                     const int64_t *last_rows, int64_t depth, int64_t *drafts, float *confidence, float *norms,
                      int threads) {
     int64_t batch = steps->tokens, width = program->widths[program->head], vocab = program->output.columns;
     int64_t first_step = program->fuse_count, end = program->fuse_count + program->step_count;
-    float *given[program->buffers], *buffers[program->buffers], *logits;
+    float *given[program->buffers], *buffers[program->buffers], *rest;
     for (int64_t i = 0; i < program->buffers; i++) given[i] = i == STATES ? states : NULL;
-    float *memory = allocate(program, pass->tokens > batch ? pass->tokens : batch, given, buffers, batch * vocab, &logits);
+    float *memory =
+        allocate(program, pass->tokens > batch ? pass->tokens : batch, given, buffers, batch * (vocab + width), &rest);
     if (!memory) return 1;
+    float *logits = rest, *read = rest + batch * vocab; /* by the head */
     const float *head = buffers[program->head], *feature = buffers[program->feature];
+    const float *hidden = buffers[program->hidden];
     int32_t failed = run(program, 0, end, pass, tokens, buffers, threads);
     for (int64_t i = 0; i < depth && !failed; i++) {
         if (i > 0) {
@@ -120,13 +132,15 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
         }
         for (int64_t b = 0; b < batch; b++) {
             int64_t row = i > 0 ? b : last_rows[b];
-            copy_rows(deepest + b * width, 0, head + row * width, 0, 1, width);
+            norms[b * (depth + 1) + i] = norm(hidden + row * width, width);
+            copy_rows(read + b * width, 0, head + row * width, 0, 1, width);
             copy_rows(buffers[FEATURES] + b * width, 0, feature + row * width, 0, 1, width);
         }
-        fledge_linear(&program->output, deepest, width, batch, logits, threads);
+        fledge_linear(&program->output, read, width, batch, logits, threads);
         fledge_argmax_rows(logits, program->offsets, drafts + i * batch, confidence + i * batch, batch, vocab,
                            threads);
     }
+    for (int64_t b = 0; b < batch; b++) norms[b * (depth + 1) + depth] = norm(read + b * width, width);
     free(memory);
     return failed;
 }

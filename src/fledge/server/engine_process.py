@@ -31,6 +31,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from fledge.checkpoints.source import resolve
+from fledge.engine.admission import Calibration
 from fledge.engine.arms import Acceptance, RequestKind
 from fledge.engine.config import MAX_DEPTH
 from fledge.engine.constraint import with_token_rules
@@ -175,6 +176,7 @@ class EngineWorker:
         self._writing, self._making_compiler = threading.Lock(), threading.Lock()
         self._updates: list[RequestUpdate] = []
         self._told_rounds = 0
+        self._told_calibration: Calibration | None = None
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
@@ -191,6 +193,8 @@ class EngineWorker:
                 stats = self._engine.stats()
                 fresh, self._told_rounds = stats.num_rounds - self._told_rounds, stats.num_rounds
                 stats.rounds = stats.rounds[-fresh:] if fresh else ()  # those that have not been told yet
+                told, self._told_calibration = self._told_calibration, stats.calibration
+                stats.calibration = None if told is stats.calibration else stats.calibration
                 self._write("on_step", updates, stats)
         except (EOFError, BrokenPipeError):
             pass  # the parent has gone, or wants no more: there is nobody to compute for

@@ -1,8 +1,9 @@
 """The last minutes in equal intervals, and whether speculation paid in them: an estimate, and the reason in words.
 
 A speculation round of `batch` requests costs `cost(batch, arm)` seconds and gives some tokens. Plain decoding needs
-`tokens / batch` steps of `cost(batch, PLAIN)` seconds for as many. The speed-up is the ratio of the two times. Where no
-plain step was ever measured near a batch size, it is unknown, and that is what is said.
+`tokens / batch` steps of `cost(batch, PLAIN)` seconds for as many. The speed-up is the ratio of the two times; steps
+that drafted nothing count as the same on both sides. Where no plain step was ever measured near a batch size, it is
+unknown, and that is what is said.
 """
 
 import time
@@ -144,7 +145,7 @@ class SpeedUp(NamedTuple):
 
 
 def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
-    """Estimate the speed-up of the speculation rounds that were seen. Plain steps among them are left out.
+    """Estimate the speed-up of all decoding that was seen. What a round gives and costs is told of those with drafts.
 
     Where they do not tell, the controller's choice does: what it expects of the arm it has chosen.
     """
@@ -171,7 +172,8 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
             known_rows += count * shape[0]
     if known_rounds < KNOWN_SHARE * total or spent <= 0:
         return estimate._replace(value=expected.value, break_even=expected.break_even)
-    return estimate._replace(value=plain / spent, break_even=break_even / known_rows)
+    undrafted = sum(n * (costs.cost(batch, PLAIN) or 0.0) for (batch, arm), n in seen["rounds"].items() if arm == PLAIN)
+    return estimate._replace(value=(plain + undrafted) / (spent + undrafted), break_even=break_even / known_rows)
 
 
 class SpeculationNote(NamedTuple):
@@ -199,8 +201,10 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
     value, break_even = estimate.value, estimate.break_even
     if value is None or break_even is None:
         return [*(chosen or [note("unknown", length=length, batch=estimate.batch)]), *dead]
-    name = "pays" if value >= PAYS else "loses" if value < LOSES else "hardly_pays"
-    verdict = note(name, value=value, per_round=estimate.tokens_per_round, break_even=break_even)
+    share = seen.fallback_ratio or 0.0
+    is_held_back = is_chosen and share >= 0.5
+    name = "pays" if value >= PAYS else "loses" if value < LOSES else "held_back" if is_held_back else "hardly_pays"
+    verdict = note(name, value=value, per_round=estimate.tokens_per_round, break_even=break_even, share=share)
     if value >= PAYS:
         return [verdict, *chosen, *_slow_parts(seen, break_even)]
     if chosen:  # what could be done about batch and depth is done

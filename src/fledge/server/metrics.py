@@ -19,11 +19,13 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from fledge.decoding.drafter_statistics import BINS, Reliability
 from fledge.engine.arms import PLAIN
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import EngineStats
 from fledge.evaluation.baseline import Baseline
 from fledge.server.history import History, HistoryInterval, by_context, dead_drafter, speed_up
+from fledge.server.live_drafter import KINDS, DrafterSums, DrafterWatch, growth_of, reliability_of
 from fledge.server.live_drift import DriftWatch, Traits
 from fledge.server.prompts import Template
 
@@ -69,7 +71,10 @@ class Metrics(Collector):
         self.stats = EngineStats()  # the latest
         self.total = HistoryInterval()  # since the beginning
         self.lock = threading.Lock()
+        self.baseline = baseline
         self.watch = None if baseline is None else DriftWatch(baseline)
+        self.drafter_watch = None if baseline is None else DrafterWatch(baseline)
+        self._drafter_sums = DrafterSums()
         self._warned = False  # of a drafter that looks like another target's
         registry = self._registry = CollectorRegistry()
         registry.register(self)
@@ -92,7 +97,7 @@ class Metrics(Collector):
             interval.gauges = {"running": stats.running, "waiting": stats.waiting, "kv": kv_use(stats)}
             fresh = stats.num_rounds - before.num_rounds
             prompt, output = stats.prompt_tokens - before.prompt_tokens, stats.output_tokens - before.output_tokens
-            self._add({"tokens": {"prompt": prompt, "output": output}})
+            self._add({"tokens": {"prompt": prompt, "output": output}, **self._drafter_sums.fresh(stats)})
             if fresh <= 0:
                 return
             tally = stats.acceptance.tally - before.acceptance.tally
@@ -136,6 +141,8 @@ class Metrics(Collector):
             self._add(by_context(metrics.rounds))
             if self.watch is not None:
                 self.watch.on_finished(metrics, traits._replace(template=template))
+            if self.drafter_watch is not None and self.drafter_watch.is_due:
+                self.drafter_watch.check(self.history.latest(self.history.kept))
 
     def on_rejected(self, reason: str) -> None:
         """Count a request that was refused before the engine saw it."""
@@ -154,7 +161,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self.lock:
-            stats, recent = self.stats, self.history.latest(RECENT_INTERVALS)
+            stats, recent, whole = self.stats, *map(self.history.latest, (RECENT_INTERVALS, self.history.kept))
             total = HistoryInterval.sum([self.total])
         gaps = HistogramMetricFamily(
             PREFIX + "inter_token_latency_seconds", "Between two pieces of one stream.", labels=("model_name",)
@@ -163,7 +170,8 @@ class Metrics(Collector):
         buckets = zip((*map(str, _TOKEN_GAP_EDGES), "+Inf"), counts, strict=True)
         gaps.add_metric((self.model_name,), list(buckets), total["token_gap_seconds"][""])
         drafted, accepted = stats.acceptance.drafted_by_depth, stats.acceptance.accepted_by_depth
-        estimate, watch = speed_up(recent, stats), self.watch
+        estimate, watch, drafter_watch = speed_up(recent, stats), self.watch, self.drafter_watch
+        reliability = Reliability.merge(reliability_of(total, kind) for kind in KINDS).sums
         values: dict[str, Any] = {  # numbers, by label where there is one; None: not known, and not exposed
             "spec_decode_num_drafts": stats.acceptance.rounds,
             "spec_decode_num_draft_tokens": sum(drafted),
@@ -175,6 +183,10 @@ class Metrics(Collector):
             "spec_decode_hopeless": float(stats.acceptance.is_hopeless),
             "spec_decode_fallback": float(stats.drafter_failure is not None),
             "spec_decode_acceptance_drift": None if watch is None else watch.certain_fall,
+            "spec_decode_state_growth": dict(enumerate(growth_of(whole).by_depth)),
+            "spec_decode_calibration_error": {kind: reliability_of(whole, kind).error for kind in KINDS},
+            "spec_decode_state_growth_drift": None if drafter_watch is None else drafter_watch.growth_drift,
+            "spec_decode_calibration_drift": None if drafter_watch is None else drafter_watch.calibration_drift,
             "server_info": {self.version: 1.0},
             "spec_decode_fallback_ratio": recent.fallback_ratio,
             "spec_decode_depth": None if stats.choice is None else stats.choice.arm.depth,
@@ -186,6 +198,9 @@ class Metrics(Collector):
             },
             **{name: total[name] for name in COUNTED},
         }
+        for name, of in (("draft", "drafts"), ("accepted", "accepted")):
+            by_confidence = {f"{(i + 1) / BINS:g}": reliability[i, of] for i in range(BINS)}
+            values[f"spec_decode_confidence_num_{name}_tokens"] = by_confidence
         for kind, parts in (("template", total.templates), ("context", total.contexts)):
             name = f"spec_decode_{kind}_num"
             values[f"{name}_drafts"] = {label: part.rounds for label, part in parts.items()}

@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fledge.decoding.drafter_statistics import BINS
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.sampling import SamplingRows, distribution
-from fledge.engine.admission import (
-    BINS,
-    REFIT_ROUNDS,
-    AcceptanceModel,
-    AdmissionPolicy,
-    Budgets,
-    DraftOutcomes,
-)
+from fledge.engine.admission import REFIT_ROUNDS, AcceptanceModel, AdmissionPolicy, Budgets, DraftOutcomes
 from fledge.engine.arms import Arm
 from fledge.engine.costs import MIN_SAMPLES, CostTable
 from fledge.engine.request import Request
@@ -68,6 +62,9 @@ def test_calibration_says_what_was_predicted_and_what_came_true() -> None:
     assert counts.shape == (DEPTH, BINS, 2)
     assert counts[0, :, 0].sum() == 6 * REFIT_ROUNDS * 40, "every first draft is reached"
     assert counts[1, :, 0].sum() == counts[0, :, 1].sum(), "and a second where the first stood"
+    by_confidence = model.calibration.by_confidence.sum(0)
+    assert by_confidence[:, [0, 2]].sum(0) == pytest.approx(counts.sum((0, 1))), "the same drafts"
+    assert np.floor(by_confidence[:, 1] / by_confidence[:, 0] * BINS) == pytest.approx(np.arange(BINS))
     drafts, accepted = (counts - before).sum(axis=0).T
     predicted = (np.arange(BINS) + 0.5) / BINS
     seen = drafts > 200

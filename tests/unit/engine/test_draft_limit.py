@@ -52,7 +52,7 @@ def test_nobody_drafts_deeper_than_somebody_wants(limits: list[int | None], deep
     depths = set()
     while all(request.finish_reason is None for request in requests):
         engine.step()
-        depths.add(engine.scheduler._last_draft)
+        depths.add(engine.scheduler._last_draft.depth)
     assert depths == {deepest}
     run(engine)
 

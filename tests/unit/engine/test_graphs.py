@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fledge.engine import graphs
 from fledge.engine.admission import Budgets
+from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.engine import LLMEngine
 from fledge.engine.graphs import PROMPT_CHUNKS, PROMPT_TOKENS, PromptProgram, RoundProgram, batch_sizes
 from fledge.engine.sampler import SamplingMode
@@ -91,8 +92,15 @@ def test_rounds_of_fewer_drafts_are_captured_where_they_may_pay() -> None:
     runner = make_engine(drafts=drafter(), max_num_seqs=3, graphs=True).runner.graphs
     assert runner is not None
     runner.budgets = Budgets(shares=(0.5,), min_batch=2, max_depth=3)
-    missing = [key for key in runner.missing([0, 3, 4], max_batch=3, max_tokens=1) if isinstance(key, RoundProgram)]
-    assert {(key.batch, key.verify, key.admit) for key in missing if key.admit is not None} == {(2, 3, 3), (3, 3, 5)}
+    missing = [
+        key
+        for key in runner.missing([PLAIN, Arm(3), Arm(4)], max_batch=3, max_tokens=1)
+        if isinstance(key, RoundProgram)
+    ]
+    assert {(key.batch, key.verify.depth, key.admit) for key in missing if key.admit is not None} == {
+        (2, 3, 3),
+        (3, 3, 5),
+    }
 
 
 def test_warm_up_captures_every_size() -> None:

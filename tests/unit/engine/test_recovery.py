@@ -1,6 +1,7 @@
 """Steps that fail: the request at fault ends alone, the drafter can be lost, and everybody else gets their tokens."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,11 +47,11 @@ def raises(_states: DraftStates) -> DraftStates:
 
 
 def not_a_number(states: DraftStates) -> DraftStates:
-    return DraftStates(head=states.head * torch.nan, feature=states.feature * torch.nan)
+    return DraftStates(**{name: state * torch.nan for name, state in vars(states).items()})
 
 
 def infinite(states: DraftStates) -> DraftStates:
-    return DraftStates(head=states.head + torch.inf, feature=states.feature)
+    return replace(states, head=states.head + torch.inf)
 
 
 @LATE

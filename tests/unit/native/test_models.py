@@ -90,6 +90,7 @@ def test_a_lowered_drafter_computes_what_it_was_made_of_computes(name: str) -> N
     found = native(tokens, features, positions, storages[1])
     torch.testing.assert_close(found.head, expected.head, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(found.feature, expected.feature, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found.hidden, expected.hidden, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(storages[1].cache.keys, storages[0].cache.keys, atol=1e-3, rtol=1e-3)
     for depth in (1, 3):
         last_rows, places = settled(storages[0], depth)
@@ -99,7 +100,7 @@ def test_a_lowered_drafter_computes_what_it_was_made_of_computes(name: str) -> N
         assert chains.tokens.shape == chains.confidence.shape == (BATCH, depth)
         assert torch.equal(found_chains.tokens, chains.tokens)
         torch.testing.assert_close(found_chains.confidence, chains.confidence, atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(found_chains.deepest, chains.deepest, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found_chains.norms, chains.norms, atol=1e-3, rtol=1e-3)
         chosen = native.draft_chain(*given, storages[1], last_rows, places, depth, _step_plus_3)
         assert chosen.tokens.tolist() == [[step + 3 for step in range(depth)]] * BATCH
         assert chosen.confidence.tolist() == [[0.5] * depth] * BATCH

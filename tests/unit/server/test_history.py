@@ -52,13 +52,14 @@ def _explain(
     contexts: Mapping[str, AcceptanceStatistics] | None = None,
     has_drafter: bool = True,
     lifetime: AcceptanceStatistics | None = None,
+    turns: Mapping[str, int] | None = None,
     **stats: Any,
 ) -> list[SpeculationNote]:
     """What is said after this was seen of late."""
     seen = _seen(rounds or {})
     parts = {"acceptance": acceptance or AcceptanceStatistics(), **(contexts or {})}
     parts |= {Template(name, ""): part for name, part in (templates or {}).items()}
-    seen.add({name: part.tally for name, part in parts.items()})
+    seen.add({name: part.tally for name, part in parts.items()} | {"decode_turns": turns or {}})
     ever = lifetime or AcceptanceStatistics()
     return explain(seen, EngineStats(costs=costs or CostTable(), acceptance=ever, **stats), has_drafter=has_drafter)
 
@@ -84,12 +85,14 @@ def test_speed_up_pools_batches_by_the_time_they_take():
     assert _speed_up(rounds, costs).value == pytest.approx((2.0 + 4.0) / (1.0 + 8.0))
 
 
-def test_plain_steps_count_for_nothing_and_no_rounds_mean_unknown():
+def test_plain_steps_are_as_fast_as_plain_steps_and_no_rounds_mean_unknown():
     costs = _costs((1, 0, 0.01), (1, 3, 0.01))
     assert _speed_up({}, costs).value is None
     assert _speed_up({(1, 0): (50, 50)}, costs).value is None
     mixed = {(1, 0): (50, 50), (1, 3): (10, 30)}
-    assert _speed_up(mixed, costs).value == pytest.approx(3.0)
+    estimate = _speed_up(mixed, costs)
+    assert estimate.value == pytest.approx((50 + 30) / (50 + 10)), "80 tokens in the time of 60 steps"
+    assert estimate.tokens_per_round == pytest.approx(3.0), "of rounds with drafts"
 
 
 def test_speed_up_is_unknown_where_most_rounds_have_no_plain_cost():
@@ -232,3 +235,14 @@ def test_what_the_controller_expects_is_the_estimate_where_nothing_else_tells() 
     assert speed_up(nothing, EngineStats(choice=_choice(3))).value == pytest.approx(1.5)
     assert speed_up(nothing, EngineStats(choice=_choice(0))).value == 1.0
     assert speed_up(_seen({(8, 3): (100, 1920)}), EngineStats(choice=_choice(3))).value == pytest.approx(1.5)
+
+
+def test_what_the_controller_holds_back_is_no_loss() -> None:
+    costs = _costs((1, 0, 0.010), (1, 3, 0.030))
+    rounds = {(1, 0): (960, 960), (1, 3): (20, 40)}
+    seen = {"rounds": rounds, "acceptance": _acceptance((3, 1, 40)), "costs": costs, "choice": _choice(0)}
+    assert "costs more than it saves" in _texts(**seen | {"rounds": {(1, 3): (40, 80)}})
+    notes = _explain(**seen, turns={"plain": 960, "speculative": 40})
+    assert notes[0].level == "info"
+    assert "96% of the turns had no drafts" in notes[0].text
+    assert "0.98x the speed" in notes[0].text

@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from fledge.decoding.drafter_statistics import BINS, StateGrowth
+from fledge.engine.admission import Calibration
 from fledge.engine.arms import Arm
 from fledge.engine.controller import DepthChoice
 from fledge.evaluation.baseline import Baseline, BaselineCell
@@ -17,7 +20,8 @@ from tests.page_service import EngineFeed
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-RATES = BaselineCell(temperature=0.0, depth=1, rounds=1, acceptance_length=1.5, rate_by_depth=(0.5,))
+MEASURED = {"growth_by_depth": (1.0,), "reliability": ((1, 0.05, 0),)}
+RATES = BaselineCell(temperature=0.0, depth=1, rounds=1, acceptance_length=1.5, rate_by_depth=(0.5,), **MEASURED)
 BASELINE = Baseline(cells=(RATES,), measured_on=("mt_bench",), fledge_version="1", date="2026-11-16")
 
 
@@ -28,6 +32,9 @@ def _exposed_names() -> set[str]:
         feed.step(depth=3)
         feed.step(depth=0, accepted=0)
     feed.tell(choice=DepthChoice(arm=Arm(3), batch=4, tokens=2.0, cost=1.5, shown=Arm(3), reason="best"))
+    drafts = np.full((2, BINS, 3), 1.0)
+    calibration = Calibration(counts=np.zeros((3, BINS, 2), dtype=np.int64), by_confidence=drafts)
+    feed.tell(state_growth=StateGrowth().plus([1.0, 1.1, 1.2]), calibration=calibration)
     feed.finished()
     metrics.on_rejected("queue_full")
     families = text_string_to_metric_families(metrics.render().decode())

@@ -8,7 +8,7 @@ so a drafter is always one token ahead of the target's feature. While drafting, 
 drafter's own output instead of the target's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -33,6 +33,17 @@ class DraftStates:
 
     head: Tensor  # [*lead, hidden]: what the head reads
     feature: Tensor  # [*lead, hidden]: what the next draft step reads in place of a target feature
+    hidden: Tensor  # [*lead, hidden]: the residual stream behind all layers, before the final norm if there is one
+
+
+def state_norms(hidden: Sequence[Tensor], head: Tensor) -> Tensor:
+    """Norms [n, depth + 1] of the hidden states [n, hidden] behind each draft, and of what the head read for the last.
+
+    How far a drafter's states grow with depth; what went wrong on the way to a draft shows as NaN.
+    """
+    wide = torch.promote_types(head.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(torch.stack([*hidden, head], dim=1), dim=-1, dtype=wide)
+    return norms.float()
 
 
 class DraftedChains(NamedTuple):
@@ -40,7 +51,7 @@ class DraftedChains(NamedTuple):
 
     tokens: Tensor  # [n, depth] int64
     confidence: Tensor  # [n, depth] float32: the largest probability where each was chosen, whichever token that was
-    deepest: Tensor  # [n, hidden]: states behind the last draft
+    norms: Tensor  # [n, depth + 1]: `state_norms` behind them
 
 
 class DraftVocabulary(nn.Module):
@@ -143,6 +154,7 @@ class Drafter(nn.Module):
         out = self(tokens, self.fuse(states), positions, storage)
         head = out.head[last_rows]
         feature = head if out.feature is out.head else out.feature[last_rows]
+        hidden = [feature if out.hidden is out.feature else out.hidden[last_rows]]
         drafts: list[Tensor] = []
         confidence: list[Tensor] = []
         for step in range(depth):
@@ -150,10 +162,11 @@ class Drafter(nn.Module):
                 position = places.positions[step - 1]
                 out = self(drafts[-1], feature, position, storage.step(places.tables, position, places.slots[step - 1]))
                 head, feature = out.head, out.feature
+                hidden.append(out.hidden)
             chosen, likely = self.likeliest(head) if choose is None else choose(head, step)
             drafts.append(chosen)
             confidence.append(likely)
-        return DraftedChains(torch.stack(drafts, dim=1), torch.stack(confidence, dim=1), head)
+        return DraftedChains(torch.stack(drafts, dim=1), torch.stack(confidence, dim=1), state_norms(hidden, head))
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.embed_tokens is not None, "share_with(target) first"

@@ -41,7 +41,7 @@ class EagleDrafter(Drafter):
         for layer in self.layers:
             update, stream = layer(update, stream, rotation, storage)
         hidden = stream + update
-        return DraftStates(head=hidden, feature=hidden)
+        return DraftStates(head=hidden, feature=hidden, hidden=hidden)
 
 
 class Eagle3FirstLayer(nn.Module):
@@ -112,4 +112,4 @@ class Eagle3Drafter(Drafter):
             update, stream = layer(update, stream, rotation, storage)
         normed, stream = self.norm.add(update, stream)
         # Fed back without the norm, the residual stream grows with every draft step: the other cause of drift.
-        return DraftStates(head=normed, feature=normed if self.config.norm_output else stream)
+        return DraftStates(head=normed, feature=normed if self.config.norm_output else stream, hidden=stream)

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.server.errors import RequestError
 from fledge.server.history import HistoryInterval, SpeedUp, explain, note, ratio, speed_up
+from fledge.server.live_drafter import drafter_panel, growth_of
 from fledge.server.metrics import PHASES, RECENT_INTERVALS, Metrics, kv_use
 
 TILE_INTERVALS = 5  # ten seconds: what "now" means for rates
@@ -28,7 +29,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # asked again each time, and answered "not modified"
 }
-FILES = ("page.css", "page.js", "charts.js", "chat.js", "icon.svg")
+FILES = ("page.css", "page.js", "charts.js", "chat.js", "drafter.js", "icon.svg")
 
 
 def router(metrics: Metrics, *, authorize: Callable[[Request], Awaitable[Any]] | None = None) -> APIRouter:
@@ -75,6 +76,8 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
         notes.insert(1, watch.note)
     elif watch is None and metrics.has_drafter:
         notes.append(note("no_baseline"))
+    if metrics.drafter_watch is not None:
+        notes += metrics.drafter_watch.notes
     return {
         "server": {
             "model": metrics.model_name,
@@ -101,6 +104,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
             {"depth": depth + 1, "rate": rate.value, "low": rate.ends[0], "high": rate.ends[1], "expected": expected}
             for depth, rate, expected in watch.latest.depths
         ],
+        "drafter": drafter_panel(whole, metrics.baseline),
         "points": [_point(interval, seconds) for interval in closed if interval.number > after],
     }
 
@@ -158,6 +162,7 @@ def _point(interval: HistoryInterval, seconds: float) -> dict[str, Any]:
         **_rates(interval, seconds),
         "length": interval.acceptance.acceptance_length,
         "depths": [round(rate, 4) for rate in interval.acceptance.rate_by_depth],
+        "growth": [round(value, 4) for value in growth_of(interval).by_depth],
         "phases": [phases[phase] for phase in PHASES],
         **interval.gauges,
     }

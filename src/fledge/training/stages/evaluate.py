@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import identify_target, read_target_config
+from fledge.decoding.drafter_statistics import Reliability, StateGrowth
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointError, FledgeError
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings, Measurement, TargetAnswers, TargetTurn
@@ -169,17 +170,18 @@ def _evaluate(context: StageContext, candidates: Sequence[Path]) -> dict[str, An
 
 def _baseline_cells(result: Mapping[str, Any]) -> list[BaselineCell]:
     """What live traffic will be compared with."""
-    totals = {int(depth): cell["total"] for depth, cell in result["depths"].items()}
     return [
         BaselineCell(
             temperature=result["temperature"],
-            depth=depth,
-            rounds=total["rounds"],
-            acceptance_length=total["acceptance_length"],
-            rate_by_depth=tuple(total["rate_by_depth"]),
+            depth=int(depth),
+            rounds=cell["total"]["rounds"],
+            acceptance_length=cell["total"]["acceptance_length"],
+            rate_by_depth=tuple(cell["total"]["rate_by_depth"]),
+            growth_by_depth=StateGrowth.of(cell["state_growth"]).by_depth,
+            reliability=Reliability.of(cell["reliability"]).triples,
         )
-        for depth, total in totals.items()
-        if total["rounds"]
+        for depth, cell in result["depths"].items()
+        if cell["total"]["rounds"]
     ]
 
 
@@ -206,6 +208,8 @@ def _figures(measured: Measurement, turns: Sequence[TargetTurn]) -> dict[str, An
         **{key: {name: each.to_dict() for name, each in groups.items()} for key, groups in grouped.items()},
         "tokens": measured.tokens,
         "different_answers": len(measured.different),
+        "state_growth": measured.state_growth,
+        "reliability": measured.reliability,
     }
 
 

@@ -4,14 +4,14 @@ const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 150, LEFT = 50, RIGHT = 8, TOP = 8, BOTTOM = 20;
 const SHORTEST = 30; // intervals
 
-function svg(name, attributes, parent) {
+export function svg(name, attributes, parent) {
   const node = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes || {})) node.setAttribute(key, value);
   if (parent) parent.append(node);
   return node;
 }
 
-function html(name, className, text, parent) {
+export function html(name, className, text, parent) {
   const node = document.createElement(name);
   if (className) node.className = className;
   if (text) node.textContent = text;
@@ -20,7 +20,7 @@ function html(name, className, text, parent) {
 }
 
 // The next of 1, 2, 5, 10, ... at or above the largest value.
-function niceCeiling(value) {
+export function niceCeiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);

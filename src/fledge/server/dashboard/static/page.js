@@ -2,6 +2,7 @@
 
 import { Chart, compact, count, milliseconds, percent } from "./charts.js";
 import { Playground } from "./chat.js";
+import { DrafterPanel } from "./drafter.js";
 
 const byId = (id) => document.getElementById(id);
 const KEY = "fledge-api-key";
@@ -164,8 +165,25 @@ function show(data) {
   table("templates", data.templates.map((t) => row([t.name, "", true], [t.hash.slice(0, 8) || "–"], [`${t.requests}`], [`${t.rounds}`], [compact(t.acceptance_length)], [depths(t.rate_by_depth), "rates"], pays(t.pays))), 7);
   table("contexts", data.contexts.map((c) => row([c.name, "", true], [`${c.rounds}`], [compact(c.acceptance_length)], [depths(c.rate_by_depth), "rates"], pays(c.pays))), 5);
   table("baseline", data.baseline.map((d) => row([`${d.depth}`, "", true], [percent(d.rate)], [`${percent(Math.max(0, d.low))} to ${percent(Math.min(1, d.high))}`], [percent(d.expected)])), 4, "Nothing to compare yet.");
+  showDrafter(data.drafter);
   const scale = { kept: data.kept_intervals, interval: data.interval_s };
   for (const chart of charts) chart.draw(state.points, scale);
+}
+
+const share = (value) => [percent(value), "number"];
+
+function showDrafter(drafter) {
+  panel.draw(drafter);
+  const words = drafter.words.join(" ") || "Nothing was drafted lately.";
+  if (byId("drafter-words").textContent !== words) byId("drafter-words").textContent = words;
+  table("growth", drafter.growth.map((d, i) => row([`${i + 1}`, "", true], [compact(d.value), "number"], [compact(d.baseline), "number"], [`${d.rounds}`, "number"])), 4, "No round was sampled yet.");
+  const kinds = ["greedy", "sampled"].map((kind) => drafter.reliability[kind]);
+  const tenths = kinds.some(Boolean) ? Array.from({ length: 10 }, (_, i) => i) : [];
+  const cells = (found, i) => (found ? [[`${found.bins[i].drafts}`, "number"], share(found.bins[i].accepted), share(found.bins[i].baseline?.[1])] : [["–", "number"], ["–", "number"], ["–", "number"]]);
+  const error = (found) => (found ? [[`${found.drafts}`, "number"], [found.error.toFixed(3), "number"], [found.baseline_error?.toFixed(3) ?? "–", "number"]] : cells(found));
+  const lines = tenths.map((i) => row([`${i * 10} to ${i * 10 + 10}%`, "", true], ...kinds.flatMap((found) => cells(found, i))));
+  if (lines.length) lines.push(row(["Calibration error", "", true], ...kinds.flatMap(error)));
+  table("reliability", lines, 7, "No drafts were counted yet.");
 }
 
 function duration(seconds) {
@@ -177,14 +195,14 @@ function duration(seconds) {
 const one = (name, style, value) => (points) => [{ name, style, values: points.map(value) }];
 const STYLES = ["s1", "s2", "s3", "s4", "s1 dashed", "s2 dashed", "s3 dashed", "s4 dashed"];
 
-function byDepth(points) {
-  const deepest = Math.max(0, ...points.map((point) => point.depths.length));
+const byDepth = (name) => (points) => {
+  const deepest = Math.max(0, ...points.map((point) => point[name].length));
   return Array.from({ length: Math.min(deepest, STYLES.length) }, (_, depth) => ({
     name: `${depth + 1}`,
     style: STYLES[depth],
-    values: points.map((point) => point.depths[depth] ?? null),
+    values: points.map((point) => point[name][depth] ?? null),
   }));
-}
+};
 
 function tokensPerRound(points) {
   const series = [{ name: "given", style: "s1", values: points.map((point) => point.length) }];
@@ -211,12 +229,14 @@ const charts = [
   { title: "Per user", unit: "tokens/s while decoding", series: one("mean", "s2", (point) => point.user) },
   { title: "First token", unit: "mean time from arrival", series: one("mean", "s3", (point) => point.ttft), format: milliseconds },
   { title: "Tokens per round", unit: "the target's own included", series: tokensPerRound },
-  { title: "Acceptance by depth", unit: "share of drafts accepted", series: byDepth, format: percent, top: 1 },
+  { title: "Acceptance by depth", unit: "share of drafts accepted", series: byDepth("depths"), format: percent, top: 1 },
+  { title: "State growth by depth", unit: "times its size at depth 1", series: byDepth("growth") },
   { title: "Where a round's time goes", unit: "share", series: timeSplit, format: percent, top: 1, stacked: true },
   { title: "KV cache", unit: "share of blocks in use", series: one("in use", "s4", (point) => point.kv), format: percent, top: 1 },
   { title: "Requests", unit: "at the end of each interval", series: queue, format: count },
   { title: "Prompts", unit: "tokens read per second", series: one("all users", "s2", (point) => point.prompt) },
 ].map((spec) => new Chart(byId("charts"), spec));
 
+const panel = new DrafterPanel(byId("drafter-curves"));
 new Playground({ request: (path, options) => request(path, options), model: () => state.data?.server.model ?? "" });
 keepAsking();

@@ -1,0 +1,91 @@
+"""What an engine does before the first request: capture graphs, and time the rounds that the controller chooses by."""
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from fledge.engine.admission import AdmissionPolicy
+from fledge.engine.arms import PLAIN, Arm, RequestKind
+from fledge.engine.config import EngineConfig
+from fledge.engine.cost_cache import CostCache
+from fledge.engine.costs import MIN_SAMPLES, RoundCosts
+from fledge.engine.runner import Runner
+
+MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
+MEASURED_ROUNDS = 5  # of each kind, size and arm; the first is left out
+ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
+
+Progress = Callable[[int, int], None]  # how much is done, and of how much
+
+
+def warm_up(
+    runner: Runner,
+    config: EngineConfig,
+    arms: Collection[Arm],
+    costs: RoundCosts,
+    admission: AdmissionPolicy | None,
+    cache: CostCache | None,
+    progress: Progress,
+) -> None:
+    """Capture the rounds of these arms and the prompts, as far as they are not yet; time rounds that `cache` lacks."""
+    graphs, largest = runner.graphs, config.max_num_seqs
+    programs = []
+    if graphs is not None:
+        programs = graphs.missing(arms, max_batch=largest, max_tokens=config.max_num_batched_tokens)
+    sizes = [2**n for n in range(largest.bit_length()) if 2**n < largest] + [largest]
+    rounds = [(batch, arm) for batch in sizes for arm in sorted(arms)] if len(arms) > 1 else []
+    if rounds and cache is not None:
+        cache.recall(costs)
+    rounds = [one for one in rounds if costs.latest.age(*one) is None]
+    total = len(programs) + len(rounds)
+    for done, program in enumerate(programs):
+        progress(done, total)
+        assert graphs is not None
+        graphs.capture(program)
+    if graphs is not None and programs:
+        graphs.compile_long_prompts(max_batch=largest, max_tokens=config.max_num_batched_tokens)
+    measure(
+        runner,
+        costs,
+        rounds,
+        lambda done: progress(len(programs) + done, total),
+        admission if graphs is not None else None,
+    )
+    if rounds and cache is not None:
+        cache.keep(costs)
+
+
+def measure(
+    runner: Runner,
+    costs: RoundCosts,
+    rounds: Sequence[tuple[int, Arm]],
+    progress: Callable[[int], None],
+    admission: AdmissionPolicy | None = None,
+) -> None:
+    """Time rounds of these sizes and arms, small ones first, as far as `MEASURING_SECONDS` go.
+
+    With `admission`, those that verify fewer drafts too.
+    """
+    started = time.perf_counter()
+
+    def median(batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
+        took = [runner.time_round(batch, arm, kind, admit)]
+        while len(took) < MEASURED_ROUNDS and sum(took) < ENOUGH_SECONDS:
+            took.append(runner.time_round(batch, arm, kind, admit))
+        return statistics.median(took[1:] or took)
+
+    for done, (batch, arm) in enumerate(rounds):
+        progress(done)
+        if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS:
+            break
+        for kind, table in costs.tables.items():
+            if kind is RequestKind.SAMPLED_DRAFTS and not runner.state.can_sample_drafts:
+                continue
+            table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
+            if admission is None or arm.is_tree:
+                continue
+            for admit in admission.budgets.sizes(batch, arm.depth):
+                seconds = median(batch, arm, kind, admit)
+                for _ in range(MIN_SAMPLES):
+                    admission.observe_cost(batch, arm.depth, admit, seconds, table)
+    progress(len(rounds))

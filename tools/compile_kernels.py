@@ -25,7 +25,7 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap
-from tests.unit.kernels import admit_cases, cases, tree_cases
+from tests.unit.kernels import admit_cases, cases, expert_cases, tree_cases
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
@@ -40,6 +40,10 @@ CASES: dict[str, Callable[[], None]] = {
     "round_ends": partial(round_ends, 3, 2, 4),
     "top_rows": partial(tree_cases.top_rows, 4, 9001, 8, BF16, CPU),
     "trees": partial(tree_cases.trees, 8, 32, 5, 9001, CPU),
+    "route": partial(expert_cases.route, 3, 256, 8, CPU, n_group=8, topk_group=4, is_biased=True),
+    "experts pairs": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
+    "experts pairs clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),
+    "experts tiles": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
     "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
 }
 for norm in (False, True):

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.decoding.random import Stream, uniform
 from fledge.decoding.reference import Speculation
 from fledge.decoding.sampling import adjust_logits, distribution
+from fledge.engine import scheduler
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.request import Request
@@ -189,7 +191,7 @@ def random_mix(
         engine.step()
         engine.check_integrity()
     assert engine.block_manager.used == 0
-    assert not budgets or budget.rounds[True] > 5, budget.rounds
+    assert not budgets or budget.rounds[True] > 1, budget.rounds
     parted = 0
     for request in asked:
         speculation = None
@@ -263,7 +265,9 @@ def mixes_of_admitted_drafts() -> None:
 
 @check
 def mixes_of_sampled_drafts() -> None:
-    mixes(sample_drafts=True)
+    # What is drawn depends on what was drafted, so prompts draft as the reference's do, however few join.
+    with mock.patch.object(scheduler, "FEW_NEWCOMERS", 0):
+        mixes(sample_drafts=True)
 
 
 @check

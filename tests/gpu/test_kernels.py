@@ -22,7 +22,7 @@ from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
 from fledge.layers.paged_cache import PagedCache
 from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks
-from tests.unit.kernels import admit_cases, cases
+from tests.unit.kernels import admit_cases, cases, expert_cases
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -232,9 +232,20 @@ def captured_graphs_follow_the_lengths() -> None:
 
 
 @check
+def experts() -> None:
+    for count, chosen, options in ((128, 8, {}), (160, 6, {"n_group": 8, "topk_group": 3, "scale": 16.0})):
+        expert_cases.route(70, count, chosen, GPU, **options)
+    expert_cases.route(70, 256, 8, GPU, n_group=8, topk_group=4, is_biased=True)
+    for rows in (1, 4, 20, 100):
+        for dtype in (BF16, torch.float16, FP32):
+            expert_cases.experts(rows, 32, 4, 1024, 384, dtype, GPU)
+        expert_cases.experts(rows, 32, 4, 720, 200, BF16, GPU, 1.5)
+
+
+@check
 @torch.no_grad()
 def experts_can_be_captured() -> None:
-    """One grouped product in bfloat16, every expert for every row in float32: both as one expert after the other."""
+    """As one expert after the other."""
     config = ExpertsConfig(num_experts=8, num_experts_per_token=2, intermediate_size=128)
     for dtype, tolerance in ((BF16, 2e-2), (FP32, 1e-4)):
         mlp = SparseMLP(64, config).to(device=GPU, dtype=dtype)

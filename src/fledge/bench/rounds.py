@@ -3,31 +3,49 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from fledge.bench.inflate import empty_model, shape_named
+from fledge.checkpoints.target import read_target_config
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
+from fledge.errors import ConfigError, FledgeError
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetModel
 
 PROMPT_TOKENS = 128
+LEAST_LAYERS = 6  # EAGLE-3 reads the inputs of layers 2, L / 2 and L - 3
 
 Pair = tuple[TargetModel, Drafter]
 
 
 def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Return a random target of the shape `name` and a one-layer EAGLE-3.1 drafter for it."""
-    config = replace(shape_named(name), dtype=str(dtype).removeprefix("torch."))
+    """Return a random target of a named shape, or of a directory's config.json, and a one-layer EAGLE-3.1 drafter."""
+    shape = read_target_config(Path(name)) if Path(name, "config.json").is_file() else shape_named(name)
+    config = replace(shape, dtype=str(dtype).removeprefix("torch."))
+    if config.num_layers < LEAST_LAYERS:
+        raise ConfigError(f"{name}: {config.num_layers} layers, of which a drafter cannot read three; least: 6")
     target = empty_model(lambda: TargetModel(config), dtype, device)
     drafter = empty_model(lambda: build(EAGLE_3_1.config_for(config)), dtype, device)
     for parameter in (*target.parameters(), *drafter.parameters()):
         torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() == 2 else torch.nn.init.ones_(parameter)
     drafter.share_with(target)
     return target.eval().requires_grad_(False), drafter.eval().requires_grad_(False)
+
+
+def weights_read(target: TargetModel, rows: int) -> int:
+    """Bytes of weights that a pass over so many rows reads at least, each of its experts as likely as any other."""
+    experts, total = target.config.layer.experts, 0
+    for name, parameter in target.named_parameters():
+        share = 1.0
+        if experts is not None and ".experts." in name:
+            share -= (1 - experts.num_experts_per_token / experts.num_experts) ** rows
+        total += 0 if "embed_tokens" in name else int(share * parameter.nbytes)
+    return total
 
 
 def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce_eager: bool) -> dict[str, float]:
@@ -45,6 +63,8 @@ def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce
         times.append(time.perf_counter() - started)
 
     whole = _seconds(engine.device, step, rounds)
+    if len(engine.requests) < concurrency:
+        raise FledgeError("requests failed while rounds were timed: see the log above")
     # On a GPU the host runs one launch behind, so a step takes as long as a round only on average: no median.
     kept = sorted(times)[rounds // 10 : rounds - rounds // 10]
     return {
@@ -53,6 +73,7 @@ def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce
         "milliseconds": 1e3 * sum(kept) / len(kept),
         "mean_milliseconds": 1e3 * whole,
         "schedule_milliseconds": 1e3 * (engine.stats().schedule_seconds - planned) / rounds,
+        "weights_gigabytes": weights_read(pair[0], concurrency * (depth + 1)) / 1e9,
     }
 
 

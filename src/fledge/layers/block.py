@@ -1,9 +1,14 @@
 """The decoder layer, as targets stack it and as drafters use it, and its MLP, or experts."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fledge.kernels._triton import runs_triton
+from fledge.kernels.experts import Stacked, few_experts
+from fledge.kernels.route import route
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
@@ -12,6 +17,7 @@ from fledge.layers.linear import Linear, norm_of
 from fledge.layers.rope import Rotation
 
 CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
+MANY_PAIRS = 2048  # of rows and experts: with more, torch's grouped product is faster than reading experts by tiles
 
 
 class SwiGLU(nn.Module):
@@ -59,7 +65,7 @@ class SparseMLP(nn.Module):
     A shared expert sees every token.
 
     Rows are grouped by expert, and each expert that has rows is run. The host must look at the groups for that; on a
-    GPU in bfloat16 all experts are one grouped product, which needs no look, so that a round can be captured.
+    GPU kernels do it without a look, so that a round can be captured.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
@@ -74,23 +80,28 @@ class SparseMLP(nn.Module):
         )
         self.shared_experts = SwiGLU(hidden_size, config.shared_size) if config.shared_size else None
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
-        self._stacked: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._stacked: dict[str, Stacked] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, hidden]."""
-        rows, chosen = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_token
-        weights, experts = self._route(self.gate(rows).float())
-        numbers, order = experts.flatten().sort(stable=True)  # (row, choice) pairs, by expert
-        ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=x.device), right=True)
-        grouped = rows[order // chosen]
-        if self._is_groupable(x):
-            out = self._all_at_once(grouped, numbers, ends)
-        elif x.is_cuda and torch.cuda.is_current_stream_capturing():
-            out = self._each_on_all(grouped, numbers)
+        rows, config = x.reshape(-1, x.shape[-1]), self.config
+        weights, experts = route(
+            self.gate(rows).float(),
+            self.e_score_correction_bias,
+            chosen=config.num_experts_per_token,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            normalised=config.normalised,
+            scale=config.routed_scaling_factor,
+        )
+        if not self._has_kernels(rows):
+            mixed = self._sum_of_groups(rows, weights, experts, self._one_by_one)
+        elif rows.dtype == torch.bfloat16 and experts.numel() > MANY_PAIRS:
+            mixed = self._sum_of_groups(rows, weights, experts, self._all_at_once)
         else:
-            out = self._one_by_one(grouped, ends)
-        out = out[order.argsort()].view(-1, chosen, x.shape[-1]) * weights[..., None].to(out.dtype)
-        mixed: Tensor = out.sum(1).view(x.shape)
+            stacked = self._stack("gate_up_proj"), self._stack("down_proj")
+            mixed = few_experts(rows, weights, experts, *stacked, limit=config.swiglu_limit)
+        mixed = mixed.view(x.shape)
         if self.shared_experts is None:
             return mixed
         shared: Tensor = self.shared_experts(x)
@@ -98,68 +109,55 @@ class SparseMLP(nn.Module):
             shared = shared * self.shared_expert_gate(x).sigmoid()
         return mixed + shared
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, experts] -> the weights and the numbers of those chosen, each [rows, chosen]."""
-        config, bias = self.config, self.e_score_correction_bias
-        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
-        liked = scores if bias is None else scores + bias
-        if config.n_group > 1:
-            groups = liked.view(len(liked), config.n_group, -1)
-            # DeepSeek V2 judges a group by its best expert, V3 and GLM by its best two.
-            best = groups.topk(1 if bias is None else 2).values.sum(-1).topk(config.topk_group).indices
-            seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
-            liked = groups.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
-        experts = liked.topk(config.num_experts_per_token).indices
-        weights = scores.gather(-1, experts)
-        if config.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be nothing
-        if config.routed_scaling_factor != 1:
-            weights = weights * config.routed_scaling_factor
-        return weights, experts
-
-    def _one_by_one(self, grouped: Tensor, ends: Tensor) -> Tensor:
-        """grouped [rows * chosen, hidden], sorted by expert; ends [experts]: where the rows of each end."""
-        parts = torch.tensor_split(grouped, ends[:-1].cpu())
-        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
-
-    def _each_on_all(self, grouped: Tensor, numbers: Tensor) -> Tensor:
-        """The same without a look at the groups, and much slower; numbers [rows * chosen]: the expert of each row."""
-        out = torch.zeros_like(grouped)
-        for number, expert in enumerate(self.experts):
-            out = torch.where((numbers == number)[:, None], expert(grouped), out)
-        return out
-
-    def _is_groupable(self, x: Tensor) -> bool:
+    def _has_kernels(self, rows: Tensor) -> bool:
         return (
-            x.is_cuda
-            and x.dtype == torch.bfloat16
+            len(rows) > 0
+            and runs_triton(rows, self.gate.weight)
             and not torch.is_grad_enabled()
             and all(type(linear) is Linear for expert in self.experts for linear in expert.children())
         )
 
+    def _sum_of_groups(
+        self, rows: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Group (row, choice) pairs by expert, `run` them, weight what comes out and sum it up."""
+        chosen = experts.shape[1]
+        numbers, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, torch.arange(self.config.num_experts, device=rows.device), right=True)
+        out = run(rows[order // chosen], numbers, ends)
+        out = out[order.argsort()].view(-1, chosen, rows.shape[1]) * weights[..., None].to(out.dtype)
+        return out.sum(1)
+
+    def _one_by_one(self, grouped: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG002 - as the other
+        """grouped [pairs, hidden], sorted by expert; numbers [pairs] of those; ends [experts] of each one's pairs."""
+        parts = torch.tensor_split(grouped, ends[:-1].cpu())
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
+
     def _all_at_once(self, grouped: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
         """As `_one_by_one`, in three launches, and one for each bias."""
-        ends = ends.to(torch.int32)
-        gate_up = self._grouped_linear("gate_up_proj", grouped, numbers, ends)
-        first = self.experts[0]
+        first, ends = self.experts[0], ends.to(torch.int32)
         assert isinstance(first, SwiGLU)
-        return self._grouped_linear("down_proj", first.gated(gate_up), numbers, ends)
 
-    def _grouped_linear(self, name: str, grouped: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
-        if name not in self._stacked:
-            self._stacked[name] = self._stack(name, "weight"), self._stack(name, "bias") if self.config.bias else None
-        weight, bias = self._stacked[name]
-        out = F.grouped_mm(grouped, weight.mT, offs=ends)
-        return out if bias is None else out + bias[numbers]
+        def product(name: str, rows: Tensor) -> Tensor:
+            weight, bias = self._stack(name)
+            out = F.grouped_mm(rows, weight.mT, offs=ends)
+            return out if bias is None else out + bias[numbers]
+
+        return product("down_proj", first.gated(product("gate_up_proj", grouped)))
 
     @torch.inference_mode(False)
-    def _stack(self, name: str, kind: str) -> Tensor:
-        """Return one tensor of all experts, [experts, ...]; their own become views of it, so that there is no copy."""
-        linears = [getattr(expert, name) for expert in self.experts]
-        stacked = torch.stack([getattr(linear, kind).detach() for linear in linears])
-        for linear, part in zip(linears, stacked, strict=True):
-            setattr(linear, kind, nn.Parameter(part, requires_grad=False))
-        return stacked
+    def _stack(self, name: str) -> Stacked:
+        """Return weight and bias of all experts, [experts, ...]; their own become views of it, so there is no copy."""
+        if name not in self._stacked:
+            linears = [getattr(expert, name) for expert in self.experts]
+            kinds = []
+            for kind in ("weight", "bias") if self.config.bias else ("weight",):
+                stacked = torch.stack([getattr(linear, kind).detach() for linear in linears])
+                for linear, part in zip(linears, stacked, strict=True):
+                    setattr(linear, kind, nn.Parameter(part, requires_grad=False))
+                kinds.append(stacked)
+            self._stacked[name] = kinds[0], kinds[1] if self.config.bias else None
+        return self._stacked[name]
 
 
 def attention_of(

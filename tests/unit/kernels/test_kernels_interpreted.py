@@ -10,7 +10,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
 from fledge.kernels.paged_attention import SplitLaunch
-from tests.unit.kernels import cases
+from tests.unit.kernels import cases, expert_cases
 
 CPU = "cpu"
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -49,6 +49,27 @@ def test_swiglu(rows, size, dtype):
 def test_skinny_linear(rows, columns, wide, dtype):
     launch = {"WIDE": wide, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 3}
     cases.skinny_linear(rows, columns, 1024, dtype, CPU, launch=launch)
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "options"),
+    [
+        (5, 2, {"normalised": False}),
+        (16, 4, {"scale": 2.5, "is_biased": True}),
+        (20, 3, {"n_group": 4, "topk_group": 2}),
+        (16, 4, {"n_group": 4, "topk_group": 2, "is_biased": True}),
+    ],
+)
+def test_route(experts, chosen, options):
+    expert_cases.route(3, experts, chosen, CPU, **options)
+
+
+@dot_dtypes
+@pytest.mark.parametrize("limit", [None, 0.7])
+@pytest.mark.parametrize(("rows", "count", "chosen"), [(3, 4, 2), (33, 5, 2)])
+def test_experts(rows, count, chosen, limit, dtype):
+    """By pairs, and by tiles: of which some experts have several, and some none."""
+    expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit)
 
 
 @dtypes

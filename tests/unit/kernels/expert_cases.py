@@ -1,0 +1,61 @@
+"""Choosing and running experts against their definitions, at given shapes. See `cases.py`."""
+
+import torch
+import torch.nn.functional as F
+
+from fledge.kernels import route as routing
+from fledge.kernels.experts import few_experts
+from fledge.kernels.route import route_reference
+from tests.unit.kernels.cases import close, randn
+from tests.unit.kernels.interpreter import in_triton
+
+route_triton = in_triton(routing.route)
+
+
+def route(rows: int, experts: int, chosen: int, device: str, *, is_biased: bool = False, **options: object) -> None:
+    logits = randn(rows, experts, dtype=torch.float32, device=device)
+    bias = randn(experts, dtype=torch.float32, device=device) * 0.1 if is_biased else None
+    options = {"n_group": 1, "topk_group": 1, "normalised": True, "scale": 1.0, **options}
+    weights, numbers = route_triton(logits, bias, chosen=chosen, **options)
+    expected_weights, expected_numbers = route_reference(logits, bias, chosen=chosen, **options)  # type: ignore[arg-type]
+    assert torch.equal(numbers, expected_numbers)
+    close(weights, expected_weights, 2)
+    # Equal experts: any of them, but each once, and weights that belong to them.
+    weights, numbers = route_triton(torch.zeros_like(logits), bias, chosen=chosen, **options)
+    assert all(len(set(one)) == chosen and 0 <= min(one) <= max(one) < experts for one in numbers.tolist())
+    numbers = route_triton(torch.full_like(logits, torch.nan), bias, chosen=chosen, **options)[1]
+    assert 0 <= int(numbers.min()) <= int(numbers.max()) < experts, "a model gone wrong reads no foreign memory"
+
+
+def experts(
+    rows: int,
+    count: int,
+    chosen: int,
+    hidden: int,
+    size: int,
+    dtype: torch.dtype,
+    device: str,
+    limit: float | None = None,
+) -> None:
+    """`few_experts` against its definition in float64; with a `limit` also with biases."""
+    x = randn(rows, hidden, dtype=dtype, device=device)
+    gate_up = randn(count, 2 * size, hidden, dtype=dtype, device=device) * hidden**-0.5
+    down = randn(count, hidden, size, dtype=dtype, device=device) * size**-0.5
+    biases = [randn(*one.shape[:2], dtype=dtype, device=device) if limit else None for one in (gate_up, down)]
+    numbers = torch.stack([torch.randperm(count)[:chosen] for _ in range(rows)]).to(device)
+    weights = torch.rand(rows, chosen, device=device)
+    found = few_experts(x, weights, numbers, (gate_up, biases[0]), (down, biases[1]), limit)
+    expected = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
+    for row, choice in [(row, choice) for row in range(rows) for choice in range(chosen)]:
+        number = int(numbers[row, choice])
+        wide = [one.double() for one in (gate_up[number], x[row], down[number])]
+        both = wide[0] @ wide[1] + (0 if biases[0] is None else biases[0][number].double())
+        gate, up = both.chunk(2)
+        if limit is None:
+            middle = F.silu(gate) * up
+        else:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            middle = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        one = wide[2] @ middle + (0 if biases[1] is None else biases[1][number].double())
+        expected[row] += weights[row, choice].double() * one
+    close(found, expected.to(dtype), 2, size=float(expected.abs().max()))

@@ -76,7 +76,7 @@ class Loop:
     ) -> None:
         self._engine, self._prompts, self._max_tokens, self._clock = engine, prompts, max_tokens, clock
         self._number = 0
-        self._costs = engine._costs  # the controller's, not the other arms'
+        self._costs, self._admission = engine._costs, engine.admission  # the controller's, not the other arms'
 
     def requests(self, workload: str, temperature: float, count: int) -> Requests:
         for prompt in islice(cycle(self._prompts[workload]), count):
@@ -86,7 +86,9 @@ class Loop:
         """Tokens per second while there were requests to submit; phases (concurrency, requests) follow each other."""
         engine = self._engine
         engine._depth_policy = policy
-        engine._costs = self._costs if isinstance(policy, AdaptiveDepth) else RoundCosts()
+        adapts = isinstance(policy, AdaptiveDepth)
+        engine._costs = self._costs if adapts else RoundCosts()
+        engine.admission = self._admission if adapts else None
         before, started, length = engine.stats(), self._clock(), 0.0
         for concurrency, requests in phases:
             for seed, (prompt, params) in enumerate(requests):

@@ -187,7 +187,7 @@ class AdaptiveDepth:
             table = costs.tables[RequestKind.of_round(kinds)]
             known = [(arm, table.estimate(len(batch), arm)) for arm in self.arms if arm.depth and not arm.is_tree]
             rates[sampled] = max((float(tokens[arm.depth]) / cost for arm, cost in known if cost), default=0.0)
-        better = rates[True] >= rates[False]
+        better = bool(rates[True] >= rates[False])
         is_alone = self._other_kind is None or self._other_kind.phase is Phase.FINISHED
         if is_alone and self._other_kind_rounds < OTHER_KIND_SHARE * self._rounds:
             self._other_kind = request

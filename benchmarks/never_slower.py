@@ -79,8 +79,10 @@ class Loop:
         self._costs, self._admission = engine._costs, engine.admission  # the controller's, not the other arms'
 
     def requests(self, workload: str, temperature: float, count: int) -> Requests:
-        for prompt in islice(cycle(self._prompts[workload]), count):
-            yield prompt, SamplingParams(temperature=temperature, max_tokens=self._max_tokens)
+        """Of lengths from a half to one and a half: if answers ended at once, prompts would come in bursts."""
+        for i, prompt in enumerate(islice(cycle(self._prompts[workload]), count)):
+            longest = round(self._max_tokens * (0.5 + i * 0.618 % 1))
+            yield prompt, SamplingParams(temperature=temperature, max_tokens=longest)
 
     def run(self, policy: DepthPolicy, phases: list[tuple[int, Requests]]) -> dict:
         """Tokens per second while there were requests to submit; phases (concurrency, requests) follow each other."""
@@ -167,12 +169,16 @@ def main() -> None:
     arms: dict[str, DepthPolicy] = {"none": OneArm(Arm(0)), **{f"K={d}": OneArm(Arm(d)) for d in depths}}
     if args.tree:
         arms[f"tree {args.tree}"] = OneArm(Arm(max(depths), is_tree=True))
-    drawn: dict[str, DepthPolicy] = {f"K={d} drawn": OneArm(Arm(d), drawn=True) for d in depths}
+    sampled: dict[str, DepthPolicy] = {
+        "none": arms["none"],
+        f"K={depths[0]}": arms[f"K={depths[0]}"],  # argmax drafts: deeper ones are never the best
+        **{f"K={d} drawn": OneArm(Arm(d), drawn=True) for d in depths[:3]},
+    }
     loop = Loop(engine, prompts, args.max_tokens, time.process_time if args.cpu_time else time.perf_counter)
     cells = []
 
     def measure(phases: Callable[[], list[tuple[int, Requests]]], **cell: object) -> None:
-        turns = {**arms, **(drawn if cell["temperature"] else {}), "adaptive": adaptive}
+        turns = {**(sampled if cell["temperature"] == 1 else arms), "adaptive": adaptive}
         speeds: dict[str, list[float]] = {name: [] for name in turns}
         lengths = {}
         for _ in range(args.repeats):

@@ -22,7 +22,7 @@ from fledge.engine.estimator import AcceptanceEstimator
 from fledge.engine.request import Phase, Request
 
 HYSTERESIS = 1.015  # how much better another arm must be
-RETURN_HYSTERESIS = 1.03  # the same where nothing is drafted, or it is to be given up
+RETURN_HYSTERESIS = 1.03  # the same where nothing is drafted: what was missed must be read first
 DWELL = 8  # rounds before the arm changes again
 TRIAL_SHARE = 0.01  # of the time
 TRIAL_ROUNDS = 4
@@ -155,6 +155,7 @@ class AdaptiveDepth:
         self._credit: float | None = None  # seconds that may be lost in trials; None: nothing is known yet
         self._answer_length = MEAN_ANSWER
         self._rounds = self._other_kind_rounds = 0
+        self._drawn_is_better, self._judged_at = False, 0  # as of this step
         self._other_kind: Request | None = None  # drafts in the way that is not held to be the better one
         self.choice: DepthChoice | None = None
 
@@ -179,6 +180,16 @@ class AdaptiveDepth:
 
     def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:
         """The way that promises more tokens a second if all that leave it open draft so; for a few, the other."""
+        if self._steps >= self._judged_at + EVERY or self._judged_at == 0:
+            self._judged_at, self._drawn_is_better = self._steps, self._judge_drawn(request, others, costs)
+        better = self._drawn_is_better
+        is_alone = self._other_kind is None or self._other_kind.phase is Phase.FINISHED
+        if is_alone and self._other_kind_rounds < OTHER_KIND_SHARE * self._rounds:
+            self._other_kind = request
+            return not better
+        return better
+
+    def _judge_drawn(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:
         batch = [request, *itertools.islice(others, self._max_num_seqs - 1)]
         rates: dict[bool, float] = {}
         for sampled in (True, False):
@@ -187,12 +198,7 @@ class AdaptiveDepth:
             table = costs.tables[RequestKind.of_round(kinds)]
             known = [(arm, table.estimate(len(batch), arm)) for arm in self.arms if arm.depth and not arm.is_tree]
             rates[sampled] = max((float(tokens[arm.depth]) / cost for arm, cost in known if cost), default=0.0)
-        better = bool(rates[True] >= rates[False])
-        is_alone = self._other_kind is None or self._other_kind.phase is Phase.FINISHED
-        if is_alone and self._other_kind_rounds < OTHER_KIND_SHARE * self._rounds:
-            self._other_kind = request
-            return not better
-        return better
+        return bool(rates[True] >= rates[False])
 
     def choose(self, requests: Collection[Request], costs: CostTable) -> Arm:
         wanted = wanted_depth(requests)
@@ -235,7 +241,7 @@ class AdaptiveDepth:
             self._credit = min(self._credit, MOST_CREDIT * plain)
         if best != self._current and (at_once or self._since_change >= DWELL):
             gain = rates[best] / rates[self._current]
-            enough = HYSTERESIS if best.depth and self._current.depth else RETURN_HYSTERESIS
+            enough = HYSTERESIS if self._current.depth else RETURN_HYSTERESIS
             saved = self._answer_length * plain * (1 - 1 / gain)
             if gain > enough and (self._current.depth or saved > catch_up):
                 self._change(best)

@@ -197,6 +197,7 @@ class GraphRunner:
         The largest come first, which size the memory that all graphs share.
         """
         has_drafter = self._state.drafter is not None
+        self.coarse = len(arms) > 2
         programs: list[Program] = [
             RoundProgram(size, arm, arm, sampling, sampling is SamplingMode.SAMPLED and self._samples(arm), admit=admit)
             for sampling in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
@@ -206,7 +207,6 @@ class GraphRunner:
             for admit in (None, *(() if arm.is_tree else self.budgets.sizes(size, arm.depth)))
         ]
         self.prompt_arms = self._prompt_arms(arms)
-        self.coarse = len(arms) > 2
         programs += (
             PromptProgram(
                 tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self._samples(arm)

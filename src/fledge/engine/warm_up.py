@@ -1,5 +1,6 @@
 """What an engine does before the first request: capture graphs, and time the rounds that the controller chooses by."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -11,8 +12,8 @@ from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import MIN_SAMPLES, RoundCosts
 from fledge.engine.runner import Runner
 
-MEASURING_SECONDS = 3.0  # that warming up takes to learn what rounds cost
-MEASURED_ROUNDS = 5  # of each kind, size and arm; the first is left out
+MEASURING_SECONDS = {"cpu": 3.0, "cuda": 10.0}  # that warming up takes at most to learn what rounds cost
+MEASURED_ROUNDS = 4  # of each kind, size and arm; the first is left out
 ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
 
 Progress = Callable[[int, int], None]  # how much is done, and of how much
@@ -62,12 +63,13 @@ def measure(
     progress: Callable[[int], None],
     admission: AdmissionPolicy | None = None,
 ) -> None:
-    """Time rounds of these sizes and arms, small ones first, as far as `MEASURING_SECONDS` go.
+    """Time rounds of these sizes and arms, small ones first, for as long as `MEASURING_SECONDS`.
 
     With `admission`, those that verify fewer drafts too.
     """
     started = time.perf_counter()
 
+    @functools.cache
     def median(batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
         took = [runner.time_round(batch, arm, kind, admit)]
         while len(took) < MEASURED_ROUNDS and sum(took) < ENOUGH_SECONDS:
@@ -76,11 +78,13 @@ def measure(
 
     for done, (batch, arm) in enumerate(rounds):
         progress(done)
-        if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS:
+        if arm == PLAIN and time.perf_counter() - started > MEASURING_SECONDS[runner.state.device.type]:
             break
         for kind, table in costs.tables.items():
             if kind is RequestKind.SAMPLED_DRAFTS and not runner.state.can_sample_drafts:
                 continue
+            if kind is RequestKind.SAMPLED and runner.graphs is not None and runner.state.can_sample_drafts:
+                kind = RequestKind.SAMPLED_DRAFTS  # noqa: PLW2901 - the graphs are the same
             table.expect(batch=batch, arm=arm, seconds=median(batch, arm, kind))
             if admission is None or arm.is_tree:
                 continue

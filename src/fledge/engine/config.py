@@ -32,7 +32,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = DEFAULT_DEPTH  # the most that are drafted, if adaptive
     adaptive: bool = True  # draft as deep as pays, or not at all; no: always as deep as this says
     draft_sample_method: str = "greedy"
-    rejection_sample_method: str = "standard"
+    rejection_sample_method: str = "standard"  # of sampled drafts; "block" accepts at least as many
     max_model_len: int | None = None  # no drafting beyond this position
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None  # [[first, last, depth], ...]
     draft_tensor_parallel_size: int | None = None
@@ -45,7 +45,7 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config: 'model' must name the drafter's directory or hub name")
         _one_of("method", self.method, (None, "eagle", "eagle3"))
         _one_of("draft_sample_method", self.draft_sample_method, ("greedy", "probabilistic"))
-        _one_of("rejection_sample_method", self.rejection_sample_method, ("standard",), _ANOTHER_ENGINE)
+        _one_of("rejection_sample_method", self.rejection_sample_method, ("standard", "block"), _ANOTHER_ENGINE)
         _one_of("draft_tensor_parallel_size", self.draft_tensor_parallel_size, (None, 1), _ANOTHER_ENGINE)
         _one_of("quantization", self.quantization, (None,), _ANOTHER_ENGINE)
         _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DEPTH)
@@ -187,6 +187,11 @@ class EngineConfig:
         """Whether drafts for sampled requests are drawn at random, and accepted by rejection."""
         config = self.speculative_config
         return config is not None and config.draft_sample_method == "probabilistic"
+
+    @property
+    def verify_blocks(self) -> bool:
+        """Whether sampled drafts are judged together rather than one by one."""
+        return self.speculative_config is not None and self.speculative_config.rejection_sample_method == "block"
 
 
 def sampling_defaults(directory: Path) -> dict[str, float | int]:

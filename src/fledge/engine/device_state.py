@@ -44,6 +44,7 @@ class DeviceState:
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size
         self.sample_drafts = config.sample_drafts  # sampled requests: draft at random, accept by rejection
+        self.verify_blocks = config.verify_blocks  # judge a chain of those as a whole
         self.block_size = config.block_size or (64 if self.device.type == "cuda" else 16)
         self.tree: TreeShape | None = None  # draft trees instead of chains
         self.draft_vocab = self.vocab_size if drafter is None else drafter.config.draft_vocab_size

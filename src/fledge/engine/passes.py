@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.decoding.acceptance import accept_rejection
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.acceptance import accept_block, accept_rejection
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import LogprobsTensors, prompt_logprobs
 from fledge.engine.sampler import Sampler
@@ -139,7 +139,8 @@ def _accept_chains(state: DeviceState, sampler: Sampler, opened: OpenedRound, lo
     if sampler.is_greedy:
         return accept_greedy(drafts, logits.view(batch, width, -1), draft_lengths=opened.drafted)
     if state.sample_drafts and width > 1:
-        return accept_rejection(
+        accept = accept_block if state.verify_blocks else accept_rejection
+        return accept(
             drafts,
             state.draft_probs[sampler.rows, : width - 1],
             sampler.probabilities(logits).view(batch, width, -1),
@@ -191,7 +192,8 @@ def _sample_drafts(state: DeviceState, drafter: Drafter, rows: Tensor, head: Ten
     probs = torch.where(state.sampling.is_greedy[rows, None], best, probs)
     state.draft_probs[rows, step] = probs
     # The settled row is at length - 1 and predicts the token at length + 1.
-    return choose(probs, uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
+    places = in_round(state.length[rows] + 1 + step, step)
+    return choose(probs, uniform(state.sampling.seed[rows], places, Stream.DRAFT))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, TokenConstraint
@@ -92,7 +92,8 @@ class Sampler:
         A row without drafts draws as in a round without drafts: what others do must not change its tokens.
         """
         seeds = self._state.sampling.seed[self.rows][:, None]
-        accept = uniform(seeds, positions[:, :-1], Stream.ACCEPT)
+        depths = torch.arange(positions.shape[1] - 1, device=positions.device)
+        accept = uniform(seeds, in_round(positions[:, :-1], depths), Stream.ACCEPT)
         residual = uniform(seeds, positions, Stream.RESIDUAL)
         choice = uniform(seeds, positions, Stream.CHOICE)
         return accept, torch.where(draft_counts[:, None] > 0, residual, choice)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from fledge.decoding.acceptance import Accepted, accept_matching, accept_rejection, accept_tree
+from fledge.decoding.acceptance import Accepted, accept_block, accept_matching, accept_rejection, accept_tree
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, distribution
 from fledge.decoding.tree import DraftTree, expand, rank, visibility
 from fledge.kernels.sample import choose
@@ -120,12 +120,12 @@ def matching_round(state: State, drafter: Tensor, depth: int) -> Accepted:
     return accept_matching(chain, choose(probs.flatten(0, 1), uniforms.flatten()).view(-1, depth + 1))
 
 
-def rejection_round(state: State, drafter: Tensor, rule=accept_rejection) -> Accepted:
+def rejection_round(state: State, drafter: Tensor, rule=accept_rejection, places=in_round) -> Accepted:
     """Sampled drafts, checked by speculative sampling, or by a rule that is under suspicion."""
     drafts, draft_probs, last = [], [], state.last
     for i in range(DEPTH):
         probs = drafter[last].softmax(-1)
-        last = choose(probs, uniform(state.seeds, state.positions[:, i], Stream.DRAFT))
+        last = choose(probs, uniform(state.seeds, places(state.positions[:, i], i), Stream.DRAFT))
         drafts.append(last)
         draft_probs.append(probs)
     chain = torch.stack(drafts, dim=1)
@@ -133,7 +133,7 @@ def rejection_round(state: State, drafter: Tensor, rule=accept_rejection) -> Acc
         chain,
         torch.stack(draft_probs, dim=1),
         verify(state, chain),
-        uniform(state.seeds[:, None], state.positions[:, :DEPTH], Stream.ACCEPT),
+        uniform(state.seeds[:, None], places(state.positions[:, :DEPTH], torch.arange(DEPTH)), Stream.ACCEPT),
         uniform(state.seeds[:, None], state.positions, Stream.RESIDUAL),
     )
 
@@ -193,11 +193,12 @@ def p_value(state: State) -> float:
 # --- the emitted distribution ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rule", [accept_rejection, accept_block])
 @pytest.mark.parametrize("params", [PLAIN, SHAPED, GREEDY], ids=["plain", "shaped", "greedy"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_rejection_emits_the_targets_distribution(drafter, params):
+def test_rejection_emits_the_targets_distribution(drafter, params, rule):
     state = State.start(params, sequences=30_000)
-    tally = run(state, lambda s: rejection_round(s, DRAFTERS[drafter]))
+    tally = run(state, lambda s: rejection_round(s, DRAFTERS[drafter], rule))
     assert p_value(state) > SIGNIFICANCE
     if drafter == "sometimes" and not params.is_greedy:
         # Rejected at the first, second and third draft, and none rejected so that a bonus token came.
@@ -250,7 +251,8 @@ def test_drafts_admitted_by_confidence_leave_the_distribution_and_by_what_was_dr
     def by_largest(drafts, draft_probs, *rest):
         verified = admitted(draft_probs.amax(-1))
         lengths.update(verified.tolist())
-        return accept_rejection(drafts, draft_probs, *rest, draft_lengths=verified)
+        rule = accept_block if params is SHAPED else accept_rejection
+        return rule(drafts, draft_probs, *rest, draft_lengths=verified)
 
     def by_drawn(drafts, draft_probs, *rest):
         verified = admitted(draft_probs.gather(2, drafts[..., None])[..., 0])
@@ -265,11 +267,54 @@ def test_drafts_admitted_by_confidence_leave_the_distribution_and_by_what_was_dr
     assert all(lengths[length] > 500 for length in range(DEPTH + 1)), lengths
 
 
-@pytest.mark.parametrize("wrong", [always_accept, correct_from_the_target, reuse_uniforms])
+def correct_without_weight(drafts, draft_probs, target_probs, accept_uniforms, residual_uniforms):
+    """Block verification with the correction of drafts that are judged one by one."""
+    right = accept_block(drafts, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+    at, rows = right.accepted[:, None], torch.arange(len(drafts))
+    residual = (target_probs[:, :DEPTH] - draft_probs).clamp(min=0)[rows, right.accepted.clamp(max=DEPTH - 1)]
+    residual = torch.where(at < DEPTH, residual, target_probs[:, DEPTH])
+    residual = torch.where(residual.sum(1, keepdim=True) > 0, residual, 1.0)
+    tokens = right.tokens.scatter(1, at, choose(residual, residual_uniforms.gather(1, at)[:, 0])[:, None])
+    return Accepted(tokens=tokens, accepted=right.accepted)
+
+
+def test_block_verification_needs_new_numbers_in_each_round():
+    """A draft behind the last that is kept has had a say; with its numbers used again the distribution is another."""
+    state = State.start(PLAIN, sequences=30_000)
+    run(state, lambda s: rejection_round(s, DRAFTERS["sometimes"], accept_block, places=lambda position, _: position))
+    assert p_value(state) < 1e-12
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), depth=st.integers(1, 4), spread=st.floats(0.2, 3.0))
+def test_block_verification_keeps_at_least_as_many(seed, depth, spread):
+    """Exactly, over every chain that can be drafted: the mean is the sum of weights of its beginnings, none smaller."""
+    generator, vocab = torch.Generator().manual_seed(seed), 3
+    q, p = (torch.randn(2, vocab, vocab, generator=generator).double() * spread).softmax(-1)
+    chains = torch.cartesian_prod(*[torch.arange(vocab)] * depth).view(-1, depth)
+    before = torch.cat([torch.zeros(len(chains), 1, dtype=torch.int64), chains], dim=1)
+    likely = q[before[:, :-1], chains]  # [chains, depth]
+    ratio = p[before[:, :-1], chains] / likely
+    one_by_one, weight, mean = torch.ones(len(chains)), torch.ones(len(chains)), [0.0, 0.0]
+    for i in range(depth):
+        one_by_one, weight = one_by_one * ratio[:, i].clamp(max=1), (weight * ratio[:, i]).clamp(max=1)
+        assert (weight >= one_by_one - 1e-12).all()
+        mean[0] += float((likely.prod(1) * one_by_one).sum())
+        mean[1] += float((likely.prod(1) * weight).sum())
+    times = 60_000
+    drawn = chains[torch.multinomial(likely.prod(1), times, replacement=True, generator=generator)]
+    before = torch.cat([torch.zeros(times, 1, dtype=torch.int64), drawn], dim=1)
+    uniforms = torch.rand(2, times, depth + 1, generator=generator, dtype=torch.float64)
+    for rule, exact in zip((accept_rejection, accept_block), mean, strict=True):
+        found = rule(drawn, q[before[:, :-1]], p[before], uniforms[0, :, :depth], uniforms[1]).accepted.double()
+        assert abs(found.mean() - exact) < 5 * found.std() / times**0.5 + 1e-9
+
+
+@pytest.mark.parametrize("wrong", [always_accept, correct_from_the_target, reuse_uniforms, correct_without_weight])
 def test_wrong_rules_fail_the_same_test(wrong):
     state = State.start(PLAIN, sequences=30_000)
     run(state, lambda s: rejection_round(s, DRAFTERS["sometimes"], rule=wrong))
-    assert p_value(state) < 1e-12
+    assert p_value(state) < SIGNIFICANCE / 1000
 
 
 def test_a_verify_pass_that_forgets_drafted_tokens_fails_the_same_test(monkeypatch):

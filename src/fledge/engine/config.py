@@ -141,6 +141,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "Most tokens of prompt and answer together: 4096, 4k, auto.", least=2)
     max_num_seqs: int = option(64, "Requests that run at once.", least=1)
     max_num_batched_tokens: int = option(8192, "Tokens of prompts that are read in one step.", least=1)
+    scheduling_policy: str = option("fcfs", "fcfs (in order of arrival), or priority: requests with a lower one first.")
     gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory to use.")
     kv_cache_bytes: int | None = option(None, "Size of the KV cache, instead; on a CPU too.", least=1)
     kv_cache_dtype: str = option("auto", "auto, or the dtype that the model computes in.")
@@ -163,6 +164,8 @@ class EngineConfig:
             value, least = getattr(self, one.name), one.metadata["least"]
             if least is not None and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{one.name}: found {value!r}, allowed is an integer of at least {least}")
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError(f"scheduling_policy: found {self.scheduling_policy!r}, allowed is fcfs or priority")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"

@@ -107,6 +107,7 @@ class LLMEngine:
             eos_ids=tuple(eos_ids),
             max_model_len=state.max_length - state.lookahead,
             max_num_seqs=config.max_num_seqs,
+            scheduling_policy=config.scheduling_policy,
             max_depth=config.max_depth,
             kv_capacity=self.block_manager.capacity * state.block_size - state.lookahead,
         )
@@ -160,6 +161,7 @@ class LLMEngine:
         cache_salt: bytes = b"",
         constraint: TokenConstraint | None = None,
         parent: str = "",
+        priority: int = 0,
     ) -> None:
         if request_id in self.requests:
             raise ConfigError(f"request id '{request_id}' is in use")
@@ -179,6 +181,7 @@ class LLMEngine:
             draft_limit=UNLIMITED if draft_limit is None else draft_limit,
             cache_salt=cache_salt,
             constraint=constraint,
+            priority=priority if self.config.scheduling_policy == "priority" else 0,
         )
         self.requests[request_id] = request
         self.scheduler.add(request)

@@ -36,6 +36,7 @@ class Request:
     max_length: int  # of prompt and answer together
     draft_until: int  # no drafting for positions from here on; 0: no speculation at all
     parent: str = ""  # whose answer it is: parents take turns; not given: its own
+    priority: int = 0  # lower is earlier
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
     cache_salt: bytes = b""  # shares cached blocks only with requests that have the same
     constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`

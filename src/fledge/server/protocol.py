@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
+from fledge.decoding.params import INT64_MAX, INT64_MIN, MAX_LOGPROBS, SamplingParams
 from fledge.engine.config import MAX_DEPTH
 from fledge.server.errors import RequestError, refuse
 
@@ -115,6 +115,7 @@ class SamplingRequest(ApiModel):
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
     cache_salt: Annotated[str, Field(max_length=256)] | None = None  # shares cached prefixes only with the same
+    priority: Annotated[_Int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = 0  # lower is earlier
     prompt_logprobs: _Int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

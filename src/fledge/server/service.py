@@ -159,6 +159,8 @@ class Service:
         if self.options.enable_force_include_usage and request.stream:
             asked = request.stream_options or StreamOptions()
             request.stream_options = asked.model_copy(update={"include_usage": True})
+        if request.priority and self.engine.info.scheduling_policy != "priority":
+            refuse("priority", "this server takes requests in order of arrival (--scheduling-policy)")
         most, named = self.options.max_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         for name, wanted in ((named, request.logprobs_wanted), ("prompt_logprobs", request.prompt_logprobs_wanted)):
             if (wanted or 0) > most:
@@ -192,6 +194,7 @@ class Service:
             n=request.answers,
             draft_limit=request.speculation_depth,
             cache_salt=request.salt,
+            priority=request.priority or 0,
             grammar=grammar,
             template=template,
             script=script,

@@ -16,8 +16,8 @@ import yaml
 
 from fledge.engine.vllm_options import ALIASES, FOREIGN_NOW, HONOURED, VLLM_VERSION, reason_of
 from fledge.server import api
-from fledge.server.parsers import REASONING_PARSERS
 from fledge.server.protocol import NOT_SERVED, ChatRequest, CompletionRequest
+from fledge.server.reasoning_parsers import REASONING_PARSERS
 from fledge.server.tool_parsers import TOOL_PARSERS
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from fledge.decoding.params import MAX_LOGPROBS
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
-from fledge.server.parsers import reasoning_parser
+from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.tool_parsers import tool_parser
 
 

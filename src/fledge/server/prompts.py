@@ -207,6 +207,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             _expect(isinstance(made[name], str), f"{where}.{name}", "a string")
     if thought := made.get("reasoning") or made.get("reasoning_content"):  # templates know one or the other
         made |= {"reasoning": thought, "reasoning_content": thought}
+        if not (text and calls):  # gpt-oss's name; its template takes one of content and thinking before a call
+            made["thinking"] = thought
     if calls:
         is_list = role == "assistant" and isinstance(calls, list)
         _expect(is_list, f"{where}.tool_calls", "a list, in a message of the assistant's")

@@ -11,10 +11,11 @@ from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.bridge import ResponsesAnswer, as_chat
 from fledge.server.engine_process import EngineProcess
 from fledge.server.errors import RequestError, refuse
+from fledge.server.harmony import HarmonyParser, HarmonyTools
 from fledge.server.live_drift import script_of
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
-from fledge.server.parsers import AnswerParser, reasoning_parser
+from fledge.server.parsers import AnswerParser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import (
     MAX_ANSWERS,
@@ -24,6 +25,7 @@ from fledge.server.protocol import (
     SamplingRequest,
     StreamOptions,
 )
+from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
@@ -53,6 +55,8 @@ class Service:
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
         self._tool_parser = tool_parser(options.tool_call_parser, self.prompts.chat_template)
         self._reasoning = reasoning_parser(options.reasoning_parser, self.prompts.chat_template)
+        if self._tool_parser is HarmonyTools:  # the same parser finds the calls
+            self._reasoning = HarmonyParser
         self._texts = {as_ids: token_texts(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     async def close(self) -> None:
@@ -97,9 +101,9 @@ class Service:
                     refuse(grammar.param, "cannot be had together with a demanded tool call")
                 grammar = call_grammar(parser, tools)
             if grammar is not None and self._reasoning is not None:
-                grammar = replace(grammar, reasoning_opened=is_opened)
-            special = [] if self.tokenizer is None else self.tokenizer.all_special_tokens
-            has_special_end = self._reasoning is not None and self._reasoning.END in special
+                grammar = replace(grammar, reasoning=self._reasoning, reasoning_opened=is_opened)
+            special = set(() if self.tokenizer is None else self.tokenizer.all_special_tokens)
+            has_special_end = self._reasoning is not None and not special.isdisjoint(self._reasoning.ENDS)
             if has_special_end or (parser is not None and parser.special_markers):  # parsers look for these
                 request = request.model_copy(update={"skip_special_tokens": False})
             script, template = script_of(prompt.ending), prompt.template

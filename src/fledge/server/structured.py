@@ -61,7 +61,8 @@ class Grammar:
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more of them, which the source calls @NAME
     markers: Mapping[str, str] = field(default_factory=dict)  # rules of the source for texts such as `<tool_call>`
     any_whitespace: bool = True  # in JSON, within bounds
-    reasoning_opened: bool | None = None  # free reasoning comes before, and the prompt opens it; None: it does not
+    reasoning: type[ReasoningParser] | None = None  # what free reasoning that comes before it looks like
+    reasoning_opened: bool = False  # by the prompt
 
 
 def read_format(*, response_format: Any = None, structured_outputs: Any = None, **guided: Any) -> Grammar | None:
@@ -258,7 +259,7 @@ class GrammarCompiler:
         sandbox = functools.partial(GrammarSandbox, processes=COMPILE_THREADS, tokenizer=whole, limits=limits)
         self._sandbox = sandbox() if sandboxed else None
         added = tokenizer.get_added_vocab()
-        self._special = {text for text, token in added.items() if self._tokenizer.is_special_token(token)}
+        self._special = {text: id for text, id in added.items() if self._tokenizer.is_special_token(id)}
 
     def compile(self, grammar: Grammar) -> ConstraintFactory:
         """Compile in this thread. Raises RequestError if the grammar is invalid, too complex or matches nothing."""
@@ -280,8 +281,10 @@ class GrammarCompiler:
             source["lark_grammar"] = "\n".join([source["lark_grammar"], *rules])
         parts = {"answer": source, **grammar.parts}
         grammars = [{**_spaced(part, grammar.any_whitespace), "name": name} for name, part in parts.items()]
-        opened = grammar.reasoning_opened
-        head = None if opened is None else self._after_reasoning(opened)
+        head = None
+        if grammar.reasoning is not None:
+            opened, calls = grammar.reasoning_opened, bool(grammar.markers)
+            head = grammar.reasoning.before_answer(self._marker, opened=opened, calls=calls)
         spelled = _spelled(grammars)
         if any(text in spelled for text in self._special):
             # Text that must come is tokenized for the model, and llguidance would make special tokens of it.
@@ -290,19 +293,11 @@ class GrammarCompiler:
             grammars.insert(0, {"name": "whole", "lark_grammar": head})
         return json.dumps({"grammars": grammars})
 
-    def _after_reasoning(self, opened: bool) -> str:
-        begin, end = map(self._marker, (ReasoningParser.BEGIN, ReasoningParser.END))
-        if end == ReasoningParser.END:
-            free = f"free: /(.|\\n)*/ {end}"
-        else:
-            escaped = "".join(f"\\x{{{ord(character):x}}}" for character in ReasoningParser.END)
-            free = f"free[lazy]: /(.|\\n)*{escaped}/"
-        body = "free" if opened else f"({begin} free)?"
-        return f"start: {body} /[ \\t\\r\\n]{{0,16}}/ @answer\n{free}"
-
     def _marker(self, text: str) -> str:
         """Write a marker (`<tool_call>`) in Lark: as the special token it is in this tokenizer, or as text."""
-        return text if text in self._special and text.startswith("<") and text.endswith(">") else _spelled(text)
+        if text not in self._special:
+            return _spelled(text)
+        return text if text.startswith("<") and text.endswith(">") else f"<[{self._special[text]}]>"
 
 
 class ConstraintFailed(Exception):  # noqa: N818 - of one answer, told by the engine

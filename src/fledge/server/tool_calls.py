@@ -108,6 +108,11 @@ def _read_value(text: str, at: int) -> tuple[Any, int | None]:
     return value, None if may_go_on else end
 
 
+def new_call_id() -> str:
+    """Such as OpenAI makes."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 class ToolParser(StreamParser):
     """One model family's way of writing tool calls.
 
@@ -167,7 +172,7 @@ class ToolParser(StreamParser):
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         self._trimmed = Trimmer()
         self.calls += 1
-        own = {"id": call_id or f"call_{secrets.token_hex(12)}", "type": "function"}  # such as OpenAI makes
+        own = {"id": call_id or new_call_id(), "type": "function"}
         self._call_delta(own, {"name": name, "arguments": ""})
 
     def _arguments(self, text: str) -> None:

@@ -68,7 +68,8 @@ def test_a_lower_priority_goes_first_and_is_the_last_to_be_preempted() -> None:
     ask(scheduler, "c", 3, priority=-1)
     ask(scheduler, "d", 3, priority=5, parent="a")
     assert [request.id for request in scheduler.waiting] == ["c", "a", "b", "d"]
-    assert spans(plan := scheduler.schedule(0)) == [("c", 0, 3, True), ("a", 0, 3, True)]
+    plan = scheduler.schedule(0)
+    assert spans(plan) == [("c", 0, 3, True), ("a", 0, 3, True)]
     read(plan)
     scheduler.check_integrity()
     ask(scheduler, "e", 3, priority=5)

@@ -17,10 +17,10 @@ ODD = "Repeat: 😀 é 你好 "
 @pytest.fixture(name="http", scope="module")
 def _http() -> Iterator[httpx.Client]:
     options: dict[str, Any] = {"root_path": "/llm", "enable_force_include_usage": True, "max_logprobs": 3}
-    options["tool_call_parser"] = "qwen3_coder"
+    options |= {"tool_call_parser": "qwen3_coder", "response_role": "helper", "chat_template_content_format": "openai"}
     template = {
         "default_chat_template_kwargs": {"greeting": "Hi"},
-        "chat_template": "{{ greeting }}{{ messages[0].content }}",
+        "chat_template": "{{ greeting }}{{ messages[0].content[0].text }}",
     }
     with (
         Serving(make_service(**options, **template)) as serving,
@@ -137,6 +137,9 @@ UNAVAILABLE: list[dict[str, Any]] = [
     {"ebnf": 'root ::= "a"'},
     {"stop_regex": "a"},
     {"vllm_xargs": {"a": 1}},
+    {"priority": 3},  # in order of arrival, as this server takes them
+    {"best_of": 2},
+    {"logits_processors": ["a.b"]},
 ]
 
 
@@ -144,6 +147,14 @@ UNAVAILABLE: list[dict[str, Any]] = [
 def test_what_would_change_an_answer_is_refused_by_name(http: httpx.Client, fields: dict[str, Any]) -> None:
     answer = http.post(CHAT, json={"messages": HELLO, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+
+
+def test_answers_have_the_role_that_was_set(http: httpx.Client) -> None:
+    assert ask(http, CHAT, priority=0, n=2, best_of=2)["choices"][1]["message"]["role"] == "helper"
+    assert chunks(http, CHAT)[0]["choices"][0]["delta"]["role"] == "helper"
+    continued = [*HELLO, {"role": "assistant", "content": "Well"}]
+    goes_on = {"add_generation_prompt": False, "messages": continued}
+    assert ask(http, CHAT, **goes_on)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_the_schema_lists_every_refusal(http: httpx.Client) -> None:

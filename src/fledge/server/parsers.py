@@ -174,7 +174,7 @@ class AnswerParser:
         return deltas
 
 
-def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
+def whole_message(deltas: Sequence[Delta], role: str = "assistant") -> dict[str, Any]:
     """Put deltas together: OpenAI's message with `content` and, where there are any, reasoning and calls."""
     content = "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
@@ -185,7 +185,7 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
             calls.append({"id": part["id"], "type": "function", "function": dict(function)})
         else:
             calls[-1]["function"]["arguments"] += function["arguments"]
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    message: dict[str, Any] = {"role": role, "content": content or (None if calls else ""), "refusal": None}
     thought = (
         {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
     )  # vLLM's name, its older one

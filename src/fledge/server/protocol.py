@@ -297,6 +297,7 @@ def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
     for name, reason in _FIELDS["refused"].items():
         value = body.get(name)
         is_harmless = value is None or value is False or value in ("", [], {}) or value in _HARMLESS.get(name, ())
+        is_harmless = is_harmless or (name == "best_of" and value == body.get("n"))  # all of them are the best
         if name not in kind.model_fields and not is_harmless:
             refuse(name, f"not available here; {reason}", code="unsupported_parameter")
     try:

@@ -149,13 +149,16 @@ class _Choice:
 class ChatChoice(_Choice):
     """An answer of `/v1/chat/completions`. It goes through a parser of its own."""
 
-    def __init__(self, number: int, request: ChatRequest, texts: TokenTexts, parser: AnswerParser) -> None:
+    def __init__(
+        self, number: int, request: ChatRequest, texts: TokenTexts, parser: AnswerParser, role: str = "assistant"
+    ) -> None:
         super().__init__(number, request, texts)
         self._shows_reasoning = request.include_reasoning is not False
         self._shows_logprobs = bool(request.logprobs)
         self._parser = parser
         self._deltas: list[Delta] = []
-        self._opening: list[Delta] = [{"role": "assistant", "content": ""}]
+        self._role = role
+        self._opening: list[Delta] = [{"role": role, "content": ""}]
         self._has_calls = False
 
     def take(self, delta: TextDelta) -> None:
@@ -171,7 +174,7 @@ class ChatChoice(_Choice):
                 self._deltas.append({"reasoning": one["reasoning_content"], **one})
 
     def whole(self) -> dict[str, Any]:
-        return self._entry("message", whole_message(self._deltas))
+        return self._entry("message", whole_message(self._deltas, self._role))
 
     def chunks(self) -> list[dict[str, Any]]:
         deltas, self._deltas = self._deltas, []

@@ -118,7 +118,9 @@ class Service:
             return AnswerParser(reasoning, calls)
 
         texts = self._texts_for(request)
-        choices = [ChatChoice(number, request, texts, answer_parser()) for number in range(generation.answers)]
+        # What goes on with a message that is there is said by whoever said that.
+        role = self.options.response_role if request.add_generation_prompt else str(request.messages[-1]["role"])
+        choices = [ChatChoice(number, request, texts, answer_parser(), role) for number in range(generation.answers)]
         return OpenAIResponse(request, generation, entry, choices)
 
     async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesAnswer:

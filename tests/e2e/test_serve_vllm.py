@@ -157,6 +157,16 @@ def test_answers_have_the_role_that_was_set(http: httpx.Client) -> None:
     assert ask(http, CHAT, **goes_on)["choices"][0]["message"]["role"] == "assistant"
 
 
+def test_ids_are_the_clients_where_it_gives_them(http: httpx.Client) -> None:
+    assert ask(http, COMPLETIONS, request_id="mine")["id"] == "cmpl-mine"
+    body = {"messages": HELLO, "max_tokens": 2, "request_id": "body's"}
+    for _ in range(2):
+        answer = http.post(CHAT, json=body, headers={"X-Request-Id": "a-1"})
+        assert (answer.json()["id"], answer.headers["x-request-id"]) == ("chatcmpl-a-1", "a-1")
+    odd = http.post(CHAT, json={**body, "request_id": "a\nb"}, headers={"X-Request-Id": "x" * 200})
+    assert (odd.status_code, odd.json()["error"]["param"]) == (400, "request_id")
+
+
 def test_the_schema_lists_every_refusal(http: httpx.Client) -> None:
     told = http.get("/openapi.json").json()["paths"][CHAT]["post"]["responses"]
     assert {"400", "401", "403", "404", "408", "413", "415", "429", "503"} <= set(told)

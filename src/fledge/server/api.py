@@ -6,6 +6,7 @@ Bodies are read and checked here, clients that go away noticed, events sent as t
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -47,6 +48,7 @@ SMALL_BODY_BYTES = 64 * 1024  # which get in whatever others do
 MAX_NESTING = 64
 BODY_SECONDS = 60.0  # for a body to arrive
 SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
 REFUSALS = {400: "Wrong request", 401: "No valid key", 403: "Not allowed here", 404: "No such model"}
@@ -177,13 +179,17 @@ async def _answer(
     prefix: str,
     begin: Callable[[Any, RequestLogEntry], Awaitable[Answer]],
 ) -> Response:
-    entry = RequestLogEntry(id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path)
-    headers = {"X-Request-Id": entry.id}
+    given = request.headers.get("x-request-id", "")
+    given = given if _REQUEST_ID.fullmatch(given) else ""
+    entry = RequestLogEntry(id=f"{prefix}-{given or uuid.uuid4().hex}", path=request.url.path)
+    headers = {"X-Request-Id": given or entry.id}
     is_streamed = False
     try:
         owner = await service.keys.check(request)
         service.admit()
         asked: Any = parse(kind, await read_json(service, request))
+        if not given and getattr(asked, "request_id", None):
+            entry.id = headers["X-Request-Id"] = f"{prefix}-{asked.request_id}"
         # How fast an answer comes tells nobody of others' prompts.
         asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}"
         answer = await begin(asked, entry)

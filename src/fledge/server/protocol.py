@@ -52,6 +52,7 @@ _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # whatever comes after a quote, once
+RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]  # it becomes part of a header and of log lines
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -114,6 +115,7 @@ class SamplingRequest(ApiModel):
     truncation_side: Literal["left", "right"] | None = None  # which end goes; left if not given
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
+    request_id: RequestId | None = None  # told back after the kind of answer: chatcmpl-ID
     cache_salt: Annotated[str, Field(max_length=256)] | None = None  # shares cached prefixes only with the same
     priority: Annotated[_Int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = 0  # lower is earlier
     prompt_logprobs: _Int | None = None

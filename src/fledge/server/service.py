@@ -1,6 +1,7 @@
 """What a request means: its fields become prompts, parameters and a grammar, and these a generation."""
 
 import logging
+import uuid
 from dataclasses import replace
 
 from fledge import __version__
@@ -188,7 +189,8 @@ class Service:
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
-            grammar = replace(grammar, any_whitespace=not self.options.disable_any_whitespace)
+            spaced = grammar.any_whitespace and not self.options.disable_any_whitespace
+            grammar = replace(grammar, any_whitespace=spaced)
             await self.engine.compile(grammar)
         if request.truncate_prompt_tokens is not None:
             kept, is_right = request.truncate_prompt_tokens, request.truncation_side == "right"
@@ -196,7 +198,7 @@ class Service:
         generation = self.engine.generate(
             prompts,
             request.sampling_params(self.options.default_sampling),
-            request_id=entry.id,
+            request_id=f"{entry.id}-{uuid.uuid4().hex[:8]}",  # clients may give the same one twice
             n=request.answers,
             draft_limit=request.speculation_depth,
             cache_salt=request.salt,

@@ -48,6 +48,11 @@ PARSER_LIMITS = {  # llguidance's, per token where they are called step
 }
 _spelled = functools.partial(json.dumps, ensure_ascii=False)  # as JSON, and so are Lark's strings
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_STYLES = ("disable_any_whitespace", "whitespace_pattern")  # of JSON
+_NOT_HERE = {  # of vLLM's names in `structured_outputs`
+    "structural_tag": "use 'tools', or a grammar",
+    "disable_additional_properties": 'say "additionalProperties": false in the schema',
+}
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -68,8 +73,10 @@ class Grammar:
 def read_format(*, response_format: Any = None, structured_outputs: Any = None, **guided: Any) -> Grammar | None:
     """Return the grammar that a request's fields (as parsed from JSON; `guided`: guided_json and so on) ask for."""
     asked = [(name, name.removeprefix("guided_"), value) for name, value in guided.items() if value is not None]
+    style: Mapping[str, Any] = {}
     if structured_outputs is not None:
-        asked.append(_read_structured_outputs(structured_outputs))
+        found, style = _read_structured_outputs(structured_outputs)
+        asked.append(found)
     if response_format is not None:
         asked += _read_response_format(response_format)
     if not asked:
@@ -78,7 +85,10 @@ def read_format(*, response_format: Any = None, structured_outputs: Any = None, 
         names = ", ".join(name for name, _, _ in asked)
         _refuse_grammar(asked[-1][0], f"found {names} together, allowed is one of them")
     ((param, kind, value),) = asked
-    return Grammar(source=_source(param, kind, value), param=param)
+    source, pattern = _source(param, kind, value), style.get("whitespace_pattern")
+    if pattern is not None and "json_schema" in source:
+        source["json_schema"] = {"x-guidance": {"whitespace_pattern": pattern}, **source["json_schema"]}
+    return Grammar(source=source, param=param, any_whitespace=not style.get("disable_any_whitespace"))
 
 
 def _read_response_format(value: Any) -> list[tuple[str, str, Any]]:
@@ -95,17 +105,25 @@ def _read_response_format(value: Any) -> list[tuple[str, str, Any]]:
     return [("response_format", "json", inner["schema"])]
 
 
-def _read_structured_outputs(value: Any) -> tuple[str, str, Any]:
+def _read_structured_outputs(value: Any) -> tuple[tuple[str, str, Any], Mapping[str, Any]]:
+    """Return which field asks for what, and how JSON is to be written."""
     if not isinstance(value, Mapping):
         _refuse_grammar("structured_outputs", f"expected an object with one of {', '.join(_KINDS)}")
-    given = {name: inner for name, inner in value.items() if inner is not None}
+    given = {name: inner for name, inner in value.items() if inner is not None and inner is not False}
+    style = {name: given.pop(name) for name in _STYLES if name in given}
+    if not isinstance(style.get("disable_any_whitespace", True), bool):
+        _refuse_grammar("structured_outputs", "'disable_any_whitespace' must be true or false")
+    if not isinstance(style.get("whitespace_pattern", ""), str):
+        _refuse_grammar("structured_outputs", "'whitespace_pattern' must be a regular expression")
     for name in given:
+        if name in _NOT_HERE:
+            _refuse_grammar("structured_outputs", f"'{name}' is not available here; {_NOT_HERE[name]}")
         if name not in _KINDS:
             _refuse_grammar("structured_outputs", f"unknown name '{name}'.{nearest_name_hint(str(name), _KINDS)}")
     if len(given) != 1:
         _refuse_grammar("structured_outputs", f"found {len(given)} of {', '.join(_KINDS)}, allowed is one")
     ((kind, inner),) = given.items()
-    return f"structured_outputs.{kind}", kind, inner
+    return (f"structured_outputs.{kind}", kind, inner), style
 
 
 def _source(param: str, kind: str, value: Any) -> dict[str, Any]:

@@ -416,6 +416,22 @@ def test_the_grammar_begins_after_reasoning_of_other_kinds() -> None:
         assert taken_by(factory(), tokenizer.encode(wrong)) < len(tokenizer.encode(wrong)), wrong
 
 
+def test_vllms_styles_of_json() -> None:
+    for style, spaced, bare in (
+        ({}, True, True),
+        ({"disable_any_whitespace": False, "structural_tag": None}, True, True),
+        ({"disable_any_whitespace": True}, False, True),
+        ({"whitespace_pattern": "-"}, False, True),
+    ):
+        factory = compiled("plain", structured_outputs={"json": SCHEMA, **style})
+        for text, is_taken in (('{"name": "a", "age":\n1}', spaced), ('{"name":"a","age":1}', bare)):
+            tokens = TOKENIZERS["plain"].encode(text)
+            assert (taken_by(factory(), tokens) == len(tokens)) == is_taken, (style, text)
+    for wrong in ({"structural_tag": "{}"}, {"disable_additional_properties": True}, {"whitespace_pattern": 1}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            read_format(structured_outputs={"json": SCHEMA, **wrong})
+
+
 def test_as_many_choices_as_are_allowed() -> None:
     choices = [f"c{number}" for number in range(MAX_CHOICES)]
     assert walk("plain", compiled("plain", guided_choice=choices), seed=1) in choices

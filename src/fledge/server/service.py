@@ -1,5 +1,6 @@
 """What a request means: its fields become prompts, parameters and a grammar, and these a generation."""
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -40,6 +41,7 @@ class Service:
         self.options = options
         self.keys = ApiKeys(options.api_keys)
         self.is_draining = False
+        self._requests = itertools.count()
         self.body_bytes = 0  # of requests that are being read, all together
         self.tokenizer = process.tokenizer
         has_drafter = process.info.drafter is not None
@@ -182,13 +184,17 @@ class Service:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
             grammar = replace(grammar, any_whitespace=not self.options.disable_any_whitespace)
             await self.engine.compile(grammar)
-        if request.truncate_prompt_tokens is not None:
-            kept, is_right = request.truncate_prompt_tokens, request.truncation_side == "right"
-            prompts = [prompt[:kept] if is_right else prompt[-kept:] for prompt in prompts]
+        if (kept := request.truncate_prompt_tokens) is not None:
+            most = self.engine.info.max_model_len
+            if kept > most:
+                refuse("truncate_prompt_tokens", f"found {kept}, prompt and answer together may have {most}")
+            kept = most - 1 if kept == -1 else kept
+            is_right = request.truncation_side == "right"
+            prompts = [prompt[:kept] if is_right else prompt[max(0, len(prompt) - kept) :] for prompt in prompts]
         generation = self.engine.generate(
             prompts,
             request.sampling_params(self.options.default_sampling),
-            request_id=entry.id,
+            request_id=f"{entry.id}-{next(self._requests)}",  # a client may give the same id twice
             n=request.answers,
             draft_limit=request.speculation_depth,
             cache_salt=request.salt,

@@ -1,13 +1,15 @@
 """What a user of vLLM changes nothing for: fields, prefixes, usage, offsets, as its own server has them."""
 
 import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serving import MODEL, Serving, make_service
+from tests.serving import MAX_MODEL_LEN, MODEL, Serving, make_service
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -101,6 +103,26 @@ def test_integers_may_be_written_as_floats_and_prompts_cut_at_either_end(http: h
     for side, kept in (("left", ids[-3:]), ("right", ids[:3])):
         made = ask(http, COMPLETIONS, prompt=ids, truncate_prompt_tokens=3, truncation_side=side, return_token_ids=True)
         assert made["choices"][0]["prompt_token_ids"] == kept
+    for prompt in (ids, [*ids, *range(MAX_MODEL_LEN)]):  # to what leaves room for one token
+        made = ask(http, COMPLETIONS, prompt=prompt, truncate_prompt_tokens=-1, return_token_ids=True, max_tokens=1)
+        assert made["choices"][0]["prompt_token_ids"] == prompt[-MAX_MODEL_LEN + 1 :]
+
+
+def test_a_clients_name_for_a_request_comes_back(http: httpx.Client) -> None:
+    def told(field: str | None, header: str | None) -> tuple[str, str]:
+        headers = {} if header is None else {"X-Request-Id": header}
+        body = {"prompt": "a", "max_tokens": 1, "request_id": field}
+        answer = http.post(COMPLETIONS, json=body, headers=headers)
+        return answer.json()["id"], answer.headers["x-request-id"]
+
+    assert told("mine", None) == ("cmpl-mine", "cmpl-mine")
+    assert told("mine", "yours") == ("cmpl-yours", "yours")
+    for unusable in ("", "x" * 200, "two\nlines", "ü"):
+        made, header = told(unusable, None)
+        assert made == header
+        assert re.fullmatch("cmpl-[0-9a-f]{32}", made)
+    with ThreadPoolExecutor(4) as pool:  # the same name at the same time is nobody's loss
+        assert set(pool.map(lambda _: told("mine", None)[0], range(8))) == {"cmpl-mine"}
 
 
 def test_prompt_logprobs_of_zero_are_given(http: httpx.Client) -> None:

@@ -19,7 +19,7 @@ START_SECONDS = 300.0
 COMMON = ("--served-model-name", "fledgling", "--dtype", "float32", "--max-model-len", "1024", "--host", "127.0.0.1")
 COMMON += ("--generation-config", "vllm", "--no-enable-prefix-caching", "--enable-auto-tool-choice")
 COMMON += ("--tool-call-parser", "hermes")
-# A grammar leaves no blanks to choice.
+# A grammar leaves no blanks to choice. vLLM's other backend for that, guidance, cannot demand a tool call.
 FLEDGE_ONLY = ("--threads", "1", "--structured-outputs-config", '{"disable_any_whitespace": true}')
 VLLM_ONLY = ("--structured-outputs-config", '{"disable_any_whitespace": true, "backend": "xgrammar"}')
 # What Fledge tells always and vLLM only on demand; and what a small machine needs.

@@ -10,6 +10,8 @@ import pytest
 from tests.vllm_parity.comparison import Difference, Meant, compare, folded, read_meant
 from tests.vllm_parity.request_cases import RequestCase
 
+pytestmark = pytest.mark.vllm  # beside what it serves
+
 CASE = RequestCase(name="chat/one", path="/v1/chat/completions")
 ENTRY = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
 ANSWER: dict[str, Any] = {

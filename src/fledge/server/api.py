@@ -189,7 +189,7 @@ async def _answer(
         if named is None and (named := request_name(getattr(asked, "request_id", None))) is not None:
             headers["X-Request-Id"] = entry.id = f"{prefix}-{named}"
         # How fast an answer comes tells nobody of others' prompts.
-        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}"
+        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}" or None
         answer = await begin(asked, entry)
         if asked.stream:
             is_streamed = True

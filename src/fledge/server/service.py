@@ -186,8 +186,8 @@ class Service:
             await self.engine.compile(grammar)
         if (kept := request.truncate_prompt_tokens) is not None:
             most = self.engine.info.max_model_len
-            if kept > most:
-                refuse("truncate_prompt_tokens", f"found {kept}, prompt and answer together may have {most}")
+            if kept == 0 or kept > most:
+                refuse("truncate_prompt_tokens", f"found {kept}, allowed are 1 to {most}, and -1 for what fits")
             kept = most - 1 if kept == -1 else kept
             is_right = request.truncation_side == "right"
             prompts = [prompt[:kept] if is_right else prompt[max(0, len(prompt) - kept) :] for prompt in prompts]

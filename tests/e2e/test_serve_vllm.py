@@ -1,13 +1,15 @@
 """What a user of vLLM changes nothing for: fields, prefixes, usage, offsets, as its own server has them."""
 
 import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serving import MODEL, Serving, make_service
+from tests.serving import MAX_MODEL_LEN, MODEL, Serving, make_service
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -74,7 +76,8 @@ def test_token_ids_come_with_those_of_the_prompt(http: httpx.Client) -> None:
         assert (holder["prompt_token_ids"], ids["token_strs"]) == (ids["tokens"], None)
         first, *others = chunks(http, path, return_token_ids=True)
         assert (first if path == CHAT else first["choices"][0])["prompt_token_ids"] == ids["tokens"]
-        assert "prompt_token_ids" not in json.dumps(others)
+        told = [one if path == CHAT else one["choices"][0] for one in others if one["choices"]]
+        assert not any(one.get("prompt_token_ids") for one in told)
 
 
 def test_offsets_index_the_text(http: httpx.Client) -> None:
@@ -100,6 +103,26 @@ def test_integers_may_be_written_as_floats_and_prompts_cut_at_either_end(http: h
     for side, kept in (("left", ids[-3:]), ("right", ids[:3])):
         made = ask(http, COMPLETIONS, prompt=ids, truncate_prompt_tokens=3, truncation_side=side, return_token_ids=True)
         assert made["choices"][0]["prompt_token_ids"] == kept
+    for prompt in (ids, [*ids, *range(MAX_MODEL_LEN)]):  # to what leaves room for one token
+        made = ask(http, COMPLETIONS, prompt=prompt, truncate_prompt_tokens=-1, return_token_ids=True, max_tokens=1)
+        assert made["choices"][0]["prompt_token_ids"] == prompt[-MAX_MODEL_LEN + 1 :]
+
+
+def test_a_clients_name_for_a_request_comes_back(http: httpx.Client) -> None:
+    def told(field: str | None, header: str | None) -> tuple[str, str]:
+        headers = {} if header is None else {"X-Request-Id": header}
+        body = {"prompt": "a", "max_tokens": 1, "request_id": field}
+        answer = http.post(COMPLETIONS, json=body, headers=headers)
+        return answer.json()["id"], answer.headers["x-request-id"]
+
+    assert told("mine", None) == ("cmpl-mine", "cmpl-mine")
+    assert told("mine", "yours") == ("cmpl-yours", "yours")
+    for unusable in ("", "x" * 200, "two\nlines", "ü"):
+        made, header = told(unusable, None)
+        assert made == header
+        assert re.fullmatch("cmpl-[0-9a-f]{32}", made)
+    with ThreadPoolExecutor(4) as pool:  # the same name at the same time is nobody's loss
+        assert set(pool.map(lambda _: told("mine", None)[0], range(8))) == {"cmpl-mine"}
 
 
 def test_prompt_logprobs_of_zero_are_given(http: httpx.Client) -> None:
@@ -155,16 +178,6 @@ def test_answers_have_the_role_that_was_set(http: httpx.Client) -> None:
     continued = [*HELLO, {"role": "assistant", "content": "Well"}]
     goes_on = {"add_generation_prompt": False, "messages": continued}
     assert ask(http, CHAT, **goes_on)["choices"][0]["message"]["role"] == "assistant"
-
-
-def test_ids_are_the_clients_where_it_gives_them(http: httpx.Client) -> None:
-    assert ask(http, COMPLETIONS, request_id="mine")["id"] == "cmpl-mine"
-    body = {"messages": HELLO, "max_tokens": 2, "request_id": "body's"}
-    for _ in range(2):
-        answer = http.post(CHAT, json=body, headers={"X-Request-Id": "a-1"})
-        assert (answer.json()["id"], answer.headers["x-request-id"]) == ("chatcmpl-a-1", "a-1")
-    odd = http.post(CHAT, json={**body, "request_id": "a\nb"}, headers={"X-Request-Id": "x" * 200})
-    assert (odd.status_code, odd.json()["error"]["param"]) == (400, "request_id")
 
 
 def test_the_schema_lists_every_refusal(http: httpx.Client) -> None:

@@ -6,7 +6,6 @@ Bodies are read and checked here, clients that go away noticed, events sent as t
 
 import asyncio
 import logging
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -34,6 +33,7 @@ from fledge.server.protocol import (
     TokenizeRequest,
     has_too_many_containers,
     parse,
+    request_name,
 )
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, OpenAIResponse, event
@@ -48,7 +48,6 @@ SMALL_BODY_BYTES = 64 * 1024  # which get in whatever others do
 MAX_NESTING = 64
 BODY_SECONDS = 60.0  # for a body to arrive
 SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
 REFUSALS = {400: "Wrong request", 401: "No valid key", 403: "Not allowed here", 404: "No such model"}
@@ -179,19 +178,18 @@ async def _answer(
     prefix: str,
     begin: Callable[[Any, RequestLogEntry], Awaitable[Answer]],
 ) -> Response:
-    given = request.headers.get("x-request-id", "")
-    given = given if _REQUEST_ID.fullmatch(given) else ""
-    entry = RequestLogEntry(id=f"{prefix}-{given or uuid.uuid4().hex}", path=request.url.path)
-    headers = {"X-Request-Id": given or entry.id}
+    named = request_name(request.headers.get("x-request-id"))
+    entry = RequestLogEntry(id=f"{prefix}-{named or uuid.uuid4().hex}", path=request.url.path)
+    headers = {"X-Request-Id": named or entry.id}
     is_streamed = False
     try:
         owner = await service.keys.check(request)
         service.admit()
         asked: Any = parse(kind, await read_json(service, request))
-        if not given and getattr(asked, "request_id", None):
-            entry.id = headers["X-Request-Id"] = f"{prefix}-{asked.request_id}"
+        if named is None and (named := request_name(getattr(asked, "request_id", None))) is not None:
+            headers["X-Request-Id"] = entry.id = f"{prefix}-{named}"
         # How fast an answer comes tells nobody of others' prompts.
-        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}"
+        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}" or None
         answer = await begin(asked, entry)
         if asked.stream:
             is_streamed = True

@@ -29,6 +29,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 64
+MAX_REQUEST_ID = 128
 MAX_IGNORED = 16  # names of unknown fields that are noted
 MAX_FIELDS = 1024  # of a body itself
 MAX_CONTAINERS = 20_000  # arrays and objects in a body; reading many small ones holds up everybody
@@ -52,7 +53,6 @@ _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # whatever comes after a quote, once
-RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]  # it becomes part of a header and of log lines
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -62,6 +62,12 @@ def has_too_many_containers(text: bytes) -> bool:
         return False
     bare = _STRING.sub(b"", text)  # a text may have as many brackets as it likes
     return bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS
+
+
+def request_name(given: Any) -> str | None:
+    """Return a client's own name for a request, if it can be told back in a header and in the log."""
+    is_plain = isinstance(given, str) and given.isascii() and given.isprintable()
+    return given if is_plain and 0 < len(given) <= MAX_REQUEST_ID else None
 
 
 class ApiModel(BaseModel):
@@ -111,12 +117,12 @@ class SamplingRequest(ApiModel):
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[_Int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[_Int, Field(ge=-1)] | None = None  # -1: to what leaves room for an answer
     truncation_side: Literal["left", "right"] | None = None  # which end goes; left if not given
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
-    request_id: RequestId | None = None  # told back after the kind of answer: chatcmpl-ID
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None  # shares cached prefixes only with the same
+    request_id: str | None = None  # the end of the answer's id; the header X-Request-Id comes first
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared within one
     priority: Annotated[_Int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = 0  # lower is earlier
     prompt_logprobs: _Int | None = None
     response_format: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
 """What a request means: its fields become prompts, parameters and a grammar, and these a generation."""
 
+import itertools
 import logging
-import uuid
 from dataclasses import replace
 
 from fledge import __version__
@@ -43,6 +43,7 @@ class Service:
         self.options = options
         self.keys = ApiKeys(options.api_keys)
         self.is_draining = False
+        self._requests = itertools.count()
         self.body_bytes = 0  # of requests that are being read, all together
         self.tokenizer = process.tokenizer
         has_drafter = process.info.drafter is not None
@@ -192,13 +193,17 @@ class Service:
             spaced = grammar.any_whitespace and not self.options.disable_any_whitespace
             grammar = replace(grammar, any_whitespace=spaced)
             await self.engine.compile(grammar)
-        if request.truncate_prompt_tokens is not None:
-            kept, is_right = request.truncate_prompt_tokens, request.truncation_side == "right"
-            prompts = [prompt[:kept] if is_right else prompt[-kept:] for prompt in prompts]
+        if (kept := request.truncate_prompt_tokens) is not None:
+            most = self.engine.info.max_model_len
+            if kept == 0 or kept > most:
+                refuse("truncate_prompt_tokens", f"found {kept}, allowed are 1 to {most}, and -1 for what fits")
+            kept = most - 1 if kept == -1 else kept
+            is_right = request.truncation_side == "right"
+            prompts = [prompt[:kept] if is_right else prompt[max(0, len(prompt) - kept) :] for prompt in prompts]
         generation = self.engine.generate(
             prompts,
             request.sampling_params(self.options.default_sampling),
-            request_id=f"{entry.id}-{uuid.uuid4().hex[:8]}",  # clients may give the same one twice
+            request_id=f"{entry.id}-{next(self._requests)}",  # a client may give the same id twice
             n=request.answers,
             draft_limit=request.speculation_depth,
             cache_salt=request.salt,

@@ -107,7 +107,7 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes() -> None:
     assert all("\ufffd" in texts(token)[0] for token in ids)
     (plain,) = tokenizer.encode("A")
     assert texts(plain) == ("A", [65])
-    assert token_texts(tokenizer, as_ids=True)(5)[0] == "token_id:5"
+    assert token_texts(tokenizer, as_ids=True)(plain) == (f"token_id:{plain}", [65])
     assert token_texts(None)(5)[0] == "token_id:5"
 
 

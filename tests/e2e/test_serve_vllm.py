@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,20 +17,23 @@ HELLO = [{"role": "user", "content": "Hello"}]
 ODD = "Repeat: 😀 é 你好 "
 
 
-@pytest.fixture(name="http", scope="module")
-def _http() -> Iterator[httpx.Client]:
+@pytest.fixture(name="serving", scope="module")
+def _serving() -> Iterator[Serving]:
     options: dict[str, Any] = {"root_path": "/llm", "enable_force_include_usage": True, "max_logprobs": 3}
     options |= {"tool_call_parser": "qwen3_coder", "response_role": "helper", "chat_template_content_format": "openai"}
     template = {
         "default_chat_template_kwargs": {"greeting": "Hi"},
-        "chat_template": "{{ greeting }}{{ messages[0].content[0].text }}",
+        "chat_template": "{{ greeting }}{{ messages[0].content[0].text }}{{ tools[0].function.name if tools }}",
     }
-    with (
-        Serving(make_service(**options, **template)) as serving,
-        httpx.Client(base_url=serving.url, timeout=60) as client,
-    ):
-        yield client
+    with Serving(make_service(**options, **template)) as serving:
+        yield serving
         serving.until_idle()
+
+
+@pytest.fixture(name="http", scope="module")
+def _http(serving: Serving) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serving.url, timeout=60) as client:
+        yield client
 
 
 def ask(http: httpx.Client, path: str, **fields: Any) -> dict[str, Any]:
@@ -163,6 +167,8 @@ UNAVAILABLE: list[dict[str, Any]] = [
     {"priority": 3},  # in order of arrival, as this server takes them
     {"best_of": 2},
     {"logits_processors": ["a.b"]},
+    {"max_tokens": MAX_MODEL_LEN + 1},
+    {"max_completion_tokens": MAX_MODEL_LEN + 1, "max_tokens": 1},
 ]
 
 
@@ -178,6 +184,24 @@ def test_answers_have_the_role_that_was_set(http: httpx.Client) -> None:
     continued = [*HELLO, {"role": "assistant", "content": "Well"}]
     goes_on = {"add_generation_prompt": False, "messages": continued}
     assert ask(http, CHAT, **goes_on)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_tools_that_may_not_be_called_are_in_the_prompt_unless_the_operator_says_otherwise(
+    serving: Serving, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{"type": "function", "function": {"name": "light"}}]
+    plain = ask(http, CHAT)["usage"]["prompt_tokens"]
+    assert ask(http, CHAT, tools=tools, tool_choice="none")["usage"]["prompt_tokens"] == plain + len("light")
+    excluding = replace(serving.service.options, exclude_tools_when_tool_choice_none=True)
+    monkeypatch.setattr(serving.service, "options", excluding)
+    assert ask(http, CHAT, tools=tools, tool_choice="none")["usage"]["prompt_tokens"] == plain
+
+
+def test_every_answer_has_an_id(http: httpx.Client) -> None:
+    for path in ("/health", "/v1/models", "/nowhere", "/v1/chat/completions"):
+        assert re.fullmatch("[0-9a-f]{32}", http.get(path).headers["x-request-id"])
+        named = http.get(path, headers={"X-Request-Id": "mine"})
+        assert named.headers.get_list("x-request-id") == ["mine"]
 
 
 def test_the_schema_lists_every_refusal(http: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ def serve(
     enable_force_include_usage: bool = False,
     enable_auto_tool_choice: bool = False,
     tool_call_parser: str | None = None,
+    exclude_tools_when_tool_choice_none: bool = False,
     reasoning_parser: str | None = None,
     structured_outputs_config: str | None = None,
     allow_client_templates: bool = False,
@@ -112,6 +114,7 @@ def serve(
     llm = {**engine, "model": str(directory), "speculative_config": drafting}
     where = f"port {listener.getsockname()[1]}" if uds is None else uds
     print(f"loading {pair}, to be served at {where}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
     process = EngineProcess(llm, threads=threads, log_format=log_format)
     try:
         process.wait_until_ready()

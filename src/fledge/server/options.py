@@ -38,6 +38,7 @@ class ServeOptions:
     disable_fastapi_docs: bool = False
     max_logprobs: int = MAX_LOGPROBS
     return_tokens_as_token_ids: bool = False
+    exclude_tools_when_tool_choice_none: bool = False  # from the prompt
     enable_force_include_usage: bool = False
     max_body_bytes: int = 2 * 2**20
     max_queue: int = 256

@@ -162,8 +162,10 @@ class ReasoningParser(StreamParser):
 class AnswerParser:
     """Reasoning, then content and tool calls: each parser reads the content that the one before it gives."""
 
-    def __init__(self, *parsers: StreamParser | None) -> None:
+    def __init__(self, *parsers: StreamParser | None, parallel: bool = True) -> None:
+        """Without `parallel`, calls after the first are dropped."""
         self._parsers = [parser for parser in parsers if parser is not None]
+        self._parallel = parallel
 
     def feed(self, text: str, *, final: bool = False) -> list[Delta]:
         """As a parser does."""
@@ -171,7 +173,11 @@ class AnswerParser:
         for parser in self._parsers:
             parts = [parser.feed(delta["content"]) if "content" in delta else [delta] for delta in deltas]
             deltas = [*itertools.chain(*parts), *(parser.feed("", final=True) if final else ())]
-        return deltas
+        return deltas if self._parallel else [delta for delta in deltas if not _is_of_later_call(delta)]
+
+
+def _is_of_later_call(delta: Delta) -> bool:
+    return any(call["index"] > 0 for call in delta.get("tool_calls", ()))
 
 
 def whole_message(deltas: Sequence[Delta], role: str = "assistant") -> dict[str, Any]:

@@ -161,9 +161,14 @@ class SamplingRequest(ApiModel):
         return 1 if self.n is None else self.n
 
     @property
+    def asked_length(self) -> tuple[str, int | None]:
+        """The field that bounds an answer, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
     def most_tokens(self) -> int | None:
         """Of one answer; None: as many as there is room for."""
-        return self.max_tokens
+        return self.asked_length[1]
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -218,8 +223,9 @@ class ChatRequest(SamplingRequest):
     documents: _Objects | None = None
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def asked_length(self) -> tuple[str, int | None]:
+        given = self.max_completion_tokens
+        return super().asked_length if given is None else ("max_completion_tokens", given)
 
     @property
     def logprobs_wanted(self) -> int | None:

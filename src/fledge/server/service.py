@@ -95,7 +95,8 @@ class Service:
             parser = None if tools is None else self._tool_parser or HermesParser
             if tools is not None and tools.must_call and parser is not None and parser.TOOL is None:
                 parser = HermesParser
-            prompt = await self.prompts.chat(request, with_tools=tools is not None)
+            is_excluded = tools is None and self.options.exclude_tools_when_tool_choice_none
+            prompt = await self.prompts.chat(request, with_tools=not is_excluded)
             is_opened = self._reasoning is not None and self._reasoning.opened_by(prompt.ending)
             grammar = read_format(**request.structured_fields())
             if tools is not None and parser is not None and tools.must_call:
@@ -114,10 +115,10 @@ class Service:
             )
 
         def answer_parser() -> AnswerParser:
-            calls = None if parser is None or tools is None else parser(parallel=tools.parallel, tools=tools.known)
+            calls = None if parser is None or tools is None else parser(tools=tools.known)
             begins = () if parser is None else parser.begins
             reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened, calls=begins)
-            return AnswerParser(reasoning, calls)
+            return AnswerParser(reasoning, calls, parallel=tools is None or tools.parallel)
 
         texts = self._texts_for(request)
         # What goes on with a message that is there is said by whoever said that.
@@ -127,6 +128,7 @@ class Service:
 
     async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesAnswer:
         """Begin to answer in the shapes of the Responses API."""
+        self._check_length("max_output_tokens", request.max_output_tokens)
         return ResponsesAnswer(request, await self.chat(as_chat(request), entry))
 
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
@@ -169,10 +171,16 @@ class Service:
             request.stream_options = asked.model_copy(update={"include_usage": True})
         if request.priority and self.engine.info.scheduling_policy != "priority":
             refuse("priority", "this server takes requests in order of arrival (--scheduling-policy)")
+        self._check_length(*request.asked_length)
         most, named = self.options.max_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         for name, wanted in ((named, request.logprobs_wanted), ("prompt_logprobs", request.prompt_logprobs_wanted)):
             if (wanted or 0) > most:
                 refuse(name, f"found {wanted}, this server gives at most {most}")
+
+    def _check_length(self, field: str, wanted: int | None) -> None:
+        """Refuse an answer longer than the context. One that only has no room left in it ends where that does."""
+        if (wanted or 0) > (most := self.engine.info.max_model_len):
+            refuse(field, f"found {wanted}, the context has {most} tokens")
 
     async def _generate(
         self,

@@ -129,12 +129,11 @@ class ToolParser(StreamParser):
     CALL: ClassVar[str]
     TOOL: ClassVar[str | None] = None
 
-    def __init__(self, *, parallel: bool = True, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Without `parallel`, calls after the first are dropped. `tools`: the schemas of their parameters, by name."""
+    def __init__(self, *, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """`tools`: the schemas of their parameters, by name."""
         super().__init__()
         self._tools = tools or {}
         self.calls = 0
-        self._parallel = parallel
         self._trimmed = Trimmer(has_text=True)  # content, since the last call
         self._has_content = False
 
@@ -180,8 +179,7 @@ class ToolParser(StreamParser):
             self._call_delta({}, {"arguments": text})
 
     def _call_delta(self, call: dict[str, Any], function: dict[str, Any]) -> None:
-        if self.calls == 1 or self._parallel:
-            self._deltas.append({"tool_calls": [{"index": self.calls - 1, **call, "function": function}]})
+        self._deltas.append({"tool_calls": [{"index": self.calls - 1, **call, "function": function}]})
 
     def _read_head(self, markers: Sequence[str]) -> Generator[None, None, tuple[str, str] | None]:
         """Consume text up to the first of `markers`, and that; None, and nothing is consumed: it does not come soon."""

@@ -164,7 +164,6 @@ UNAVAILABLE: list[dict[str, Any]] = [
     {"ebnf": 'root ::= "a"'},
     {"stop_regex": "a"},
     {"vllm_xargs": {"a": 1}},
-    {"priority": 3},  # in order of arrival, as this server takes them
     {"best_of": 2},
     {"logits_processors": ["a.b"]},
     {"max_tokens": MAX_MODEL_LEN + 1},

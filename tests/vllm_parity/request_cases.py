@@ -138,6 +138,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "salted": {"cache_salt": "salt"},
     "request-id": {"request_id": f"{CLIENTS_ID}-17"},
     "priority-0": {"priority": 0},
+    "priority-unscheduled": {"priority": 1},
 }
 STREAMED = ("max-tokens-24", "stop-string", "stop-included", "stop-ids", "token-ids", "token-ids-and-stop", "n")
 STREAMED += ("special-shown", "min-tokens", "repetition", "bad-words", "max-tokens-1")

@@ -49,7 +49,6 @@ VALUES: dict[str, dict[str, Any]] = {
     "grammar-broken": {"structured_outputs": {"grammar": "root ::= ("}},
     "schema-broken": {"structured_outputs": {"json": {"type": "nonsense"}}},
     "salt-empty": {"cache_salt": ""},
-    "priority-unscheduled": {"priority": 1},
 }
 
 

@@ -164,13 +164,13 @@ class Service:
         entry.model = request.model or self.options.model_name
         entry.stream = bool(request.stream)
         entry.ignored = request.ignored_fields()
+        if request.priority and self.engine.info.scheduling_policy != "priority":
+            entry.ignored.append("priority")
         if request.stream_options is not None and not request.stream:
             refuse("stream_options", "needs 'stream' to be true")
         if self.options.enable_force_include_usage and request.stream:
             asked = request.stream_options or StreamOptions()
             request.stream_options = asked.model_copy(update={"include_usage": True})
-        if request.priority and self.engine.info.scheduling_policy != "priority":
-            refuse("priority", "this server takes requests in order of arrival (--scheduling-policy)")
         self._check_length(*request.asked_length)
         most, named = self.options.max_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         for name, wanted in ((named, request.logprobs_wanted), ("prompt_logprobs", request.prompt_logprobs_wanted)):

@@ -177,6 +177,11 @@ def test_what_would_change_an_answer_is_refused_by_name(http: httpx.Client, fiel
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
 
 
+def test_an_answer_ends_where_the_context_does(http: httpx.Client) -> None:
+    made = ask(http, COMPLETIONS, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    assert (made["usage"]["total_tokens"], made["choices"][0]["finish_reason"]) == (MAX_MODEL_LEN, "length")
+
+
 def test_answers_have_the_role_that_was_set(http: httpx.Client) -> None:
     assert ask(http, CHAT, priority=0, n=2, best_of=2)["choices"][1]["message"]["role"] == "helper"
     assert chunks(http, CHAT)[0]["choices"][0]["delta"]["role"] == "helper"

@@ -153,6 +153,7 @@ def make_engine(
     graphs: bool = False,
     tree: TreeShape | None = None,
     sample_drafts: bool | None = False,
+    verify_blocks: bool = False,
     policy: DepthPolicy | None = None,
     **settings: object,
 ) -> LLMEngine:
@@ -160,7 +161,9 @@ def make_engine(
     values = {"max_model_len": MAX_LENGTH, "max_num_seqs": 4, "block_size": 4, "num_blocks": 200, **settings}
     deepest = max_depth if max_depth is not None else depth if isinstance(depth, int) else 4
     if drafts is not None:
-        values["speculative_config"] = speculation(max(deepest, 1), tree=tree, sample_drafts=sample_drafts)
+        values["speculative_config"] = speculation(
+            max(deepest, 1), tree=tree, sample_drafts=sample_drafts, verify_blocks=verify_blocks
+        )
     if policy is None and (callable(depth) or depth == 0):
         policy = AnyDepth(depth if callable(depth) else lambda _: 0, is_tree=tree is not None)
     engine = LLMEngine(target(), drafts, EngineConfig(**values), policy)  # type: ignore[arg-type]
@@ -170,7 +173,9 @@ def make_engine(
     return engine
 
 
-def speculation(depth: int, *, tree: TreeShape | None = None, sample_drafts: bool | None = False) -> SpeculativeConfig:
+def speculation(
+    depth: int, *, tree: TreeShape | None = None, sample_drafts: bool | None = False, verify_blocks: bool = False
+) -> SpeculativeConfig:
     """For an engine that is given its drafter; `sample_drafts` None: its policy says."""
     return SpeculativeConfig(
         model="given",
@@ -179,6 +184,7 @@ def speculation(depth: int, *, tree: TreeShape | None = None, sample_drafts: boo
         tree_width=None if tree is None else tree.width,
         tree_budget=60 if tree is None else tree.budget,
         draft_sample_method={True: "probabilistic", False: "greedy", None: "auto"}[sample_drafts],
+        rejection_sample_method="block" if verify_blocks else "standard",
     )
 
 

@@ -99,6 +99,7 @@ def test_functions_are_called_and_their_results_read(client: openai.OpenAI) -> N
         {"text": {"format": 1}},
         {"reasoning": {"effort": 1}},
         {"max_output_tokens": 0},
+        {"max_output_tokens": 10**6},
     ],
     ids=lambda value: json.dumps(value)[:60],
 )

@@ -113,6 +113,9 @@ WRONG = [
     {"speculation": {"depht": 2}},
     {"speculation": True},
     {"truncate_prompt_tokens": 0},
+    {"truncate_prompt_tokens": -2},
+    {"truncate_prompt_tokens": MAX_MODEL_LEN + 1},
+    {"cache_salt": ""},
     {"response_format": {"type": "xml"}},
     {"response_format": {"type": "json_schema"}},
     {"guided_regex": "["},
@@ -290,7 +293,8 @@ def test_one_line_for_each_request_without_its_content(
 ) -> None:
     caplog.set_level("INFO", logger="fledge.request")
     secret = "the launch code is 1234"
-    body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 6, "mystery": 1, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 6, "ignore_eos": True}
+    body |= {"mystery": 1, "priority": 1}  # neither changes anything here
     answer = http.post(CHAT, json=body)
     http.post(CHAT, json={**body, "stream": True})
     http.post(CHAT, json={**body, "temperature": secret})
@@ -307,7 +311,7 @@ def test_one_line_for_each_request_without_its_content(
     )
     assert whole["ttft_ms"] > 0
     assert whole["tpot_ms"] > 0
-    assert whole["ignored"] == ["mystery"]
+    assert whole["ignored"] == ["mystery", "priority"]
     assert (streamed["stream"], streamed["status"], streamed["output_tokens"]) == (True, 200, 6)
     assert (wrong["status"], wrong["error"]) == (400, "invalid_request")
     assert "launch code" not in json.dumps(lines)

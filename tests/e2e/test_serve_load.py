@@ -274,7 +274,7 @@ async def read_stream(
                 started.set()
                 event = json.loads(line[6:])
                 error = event["error"]["code"] if "error" in event else error
-                count += sum(len(choice.get("token_ids", ())) for choice in event.get("choices", ()))
+                count += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
     return count, error
 
 
@@ -308,6 +308,19 @@ def test_memory_stays_flat_and_sigterm_lets_running_streams_finish() -> None:
     assert status == 0, log
     assert "SIGTERM: finishing" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_server_that_is_stopped_while_it_loads_takes_its_engine_along(number: int, expected: int) -> None:
+    root = pair_directory()
+    command = ForkedCommand("serve", str(root / "target"), "--port", "0", "--threads", "1", cwd=root)
+    assert any("the models are loaded" in line for line in command.stderr)
+    command.send_signal(number)
+    _, log = command.communicate(20)  # comes to its end with the last process that writes it
+    assert command.returncode == expected
+    assert log == ""
 
 
 @pytest.mark.parametrize("again", [False, True])

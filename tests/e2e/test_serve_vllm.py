@@ -1,33 +1,39 @@
 """What a user of vLLM changes nothing for: fields, prefixes, usage, offsets, as its own server has them."""
 
 import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serving import MODEL, Serving, make_service
+from tests.serving import MAX_MODEL_LEN, MODEL, Serving, make_service
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 ODD = "Repeat: 😀 é 你好 "
 
 
-@pytest.fixture(name="http", scope="module")
-def _http() -> Iterator[httpx.Client]:
+@pytest.fixture(name="serving", scope="module")
+def _serving() -> Iterator[Serving]:
     options: dict[str, Any] = {"root_path": "/llm", "enable_force_include_usage": True, "max_logprobs": 3}
-    options["tool_call_parser"] = "qwen3_coder"
+    options |= {"tool_call_parser": "qwen3_coder", "response_role": "helper", "chat_template_content_format": "openai"}
     template = {
         "default_chat_template_kwargs": {"greeting": "Hi"},
-        "chat_template": "{{ greeting }}{{ messages[0].content }}",
+        "chat_template": "{{ greeting }}{{ messages[0].content[0].text }}{{ tools[0].function.name if tools }}",
     }
-    with (
-        Serving(make_service(**options, **template)) as serving,
-        httpx.Client(base_url=serving.url, timeout=60) as client,
-    ):
-        yield client
+    with Serving(make_service(**options, **template)) as serving:
+        yield serving
         serving.until_idle()
+
+
+@pytest.fixture(name="http", scope="module")
+def _http(serving: Serving) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serving.url, timeout=60) as client:
+        yield client
 
 
 def ask(http: httpx.Client, path: str, **fields: Any) -> dict[str, Any]:
@@ -74,7 +80,8 @@ def test_token_ids_come_with_those_of_the_prompt(http: httpx.Client) -> None:
         assert (holder["prompt_token_ids"], ids["token_strs"]) == (ids["tokens"], None)
         first, *others = chunks(http, path, return_token_ids=True)
         assert (first if path == CHAT else first["choices"][0])["prompt_token_ids"] == ids["tokens"]
-        assert "prompt_token_ids" not in json.dumps(others)
+        told = [one if path == CHAT else one["choices"][0] for one in others if one["choices"]]
+        assert not any(one.get("prompt_token_ids") for one in told)
 
 
 def test_offsets_index_the_text(http: httpx.Client) -> None:
@@ -100,6 +107,26 @@ def test_integers_may_be_written_as_floats_and_prompts_cut_at_either_end(http: h
     for side, kept in (("left", ids[-3:]), ("right", ids[:3])):
         made = ask(http, COMPLETIONS, prompt=ids, truncate_prompt_tokens=3, truncation_side=side, return_token_ids=True)
         assert made["choices"][0]["prompt_token_ids"] == kept
+    for prompt in (ids, [*ids, *range(MAX_MODEL_LEN)]):  # to what leaves room for one token
+        made = ask(http, COMPLETIONS, prompt=prompt, truncate_prompt_tokens=-1, return_token_ids=True, max_tokens=1)
+        assert made["choices"][0]["prompt_token_ids"] == prompt[-MAX_MODEL_LEN + 1 :]
+
+
+def test_a_clients_name_for_a_request_comes_back(http: httpx.Client) -> None:
+    def told(field: str | None, header: str | None) -> tuple[str, str]:
+        headers = {} if header is None else {"X-Request-Id": header}
+        body = {"prompt": "a", "max_tokens": 1, "request_id": field}
+        answer = http.post(COMPLETIONS, json=body, headers=headers)
+        return answer.json()["id"], answer.headers["x-request-id"]
+
+    assert told("mine", None) == ("cmpl-mine", "cmpl-mine")
+    assert told("mine", "yours") == ("cmpl-yours", "yours")
+    for unusable in ("", "x" * 200, "two\nlines", "ü"):
+        made, header = told(unusable, None)
+        assert made == header
+        assert re.fullmatch("cmpl-[0-9a-f]{32}", made)
+    with ThreadPoolExecutor(4) as pool:  # the same name at the same time is nobody's loss
+        assert set(pool.map(lambda _: told("mine", None)[0], range(8))) == {"cmpl-mine"}
 
 
 def test_prompt_logprobs_of_zero_are_given(http: httpx.Client) -> None:
@@ -137,6 +164,10 @@ UNAVAILABLE: list[dict[str, Any]] = [
     {"ebnf": 'root ::= "a"'},
     {"stop_regex": "a"},
     {"vllm_xargs": {"a": 1}},
+    {"best_of": 2},
+    {"logits_processors": ["a.b"]},
+    {"max_tokens": MAX_MODEL_LEN + 1},
+    {"max_completion_tokens": MAX_MODEL_LEN + 1, "max_tokens": 1},
 ]
 
 
@@ -144,6 +175,37 @@ UNAVAILABLE: list[dict[str, Any]] = [
 def test_what_would_change_an_answer_is_refused_by_name(http: httpx.Client, fields: dict[str, Any]) -> None:
     answer = http.post(CHAT, json={"messages": HELLO, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+
+
+def test_an_answer_ends_where_the_context_does(http: httpx.Client) -> None:
+    made = ask(http, COMPLETIONS, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    assert (made["usage"]["total_tokens"], made["choices"][0]["finish_reason"]) == (MAX_MODEL_LEN, "length")
+
+
+def test_answers_have_the_role_that_was_set(http: httpx.Client) -> None:
+    assert ask(http, CHAT, priority=0, n=2, best_of=2)["choices"][1]["message"]["role"] == "helper"
+    assert chunks(http, CHAT)[0]["choices"][0]["delta"]["role"] == "helper"
+    continued = [*HELLO, {"role": "assistant", "content": "Well"}]
+    goes_on = {"add_generation_prompt": False, "messages": continued}
+    assert ask(http, CHAT, **goes_on)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_tools_that_may_not_be_called_are_in_the_prompt_unless_the_operator_says_otherwise(
+    serving: Serving, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{"type": "function", "function": {"name": "light"}}]
+    plain = ask(http, CHAT)["usage"]["prompt_tokens"]
+    assert ask(http, CHAT, tools=tools, tool_choice="none")["usage"]["prompt_tokens"] == plain + len("light")
+    excluding = replace(serving.service.options, exclude_tools_when_tool_choice_none=True)
+    monkeypatch.setattr(serving.service, "options", excluding)
+    assert ask(http, CHAT, tools=tools, tool_choice="none")["usage"]["prompt_tokens"] == plain
+
+
+def test_every_answer_has_an_id(http: httpx.Client) -> None:
+    for path in ("/health", "/v1/models", "/nowhere", "/v1/chat/completions"):
+        assert re.fullmatch("[0-9a-f]{32}", http.get(path).headers["x-request-id"])
+        named = http.get(path, headers={"X-Request-Id": "mine"})
+        assert named.headers.get_list("x-request-id") == ["mine"]
 
 
 def test_the_schema_lists_every_refusal(http: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -33,14 +34,17 @@ def serve(
     api_key: list[str] | None = None,
     served_model_name: list[str] | None = None,
     chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
     default_chat_template_kwargs: str | None = None,
     generation_config: str = "auto",
     override_generation_config: str | None = None,
     max_logprobs: int = MAX_LOGPROBS,
+    response_role: str = "assistant",
     return_tokens_as_token_ids: bool = False,
     enable_force_include_usage: bool = False,
     enable_auto_tool_choice: bool = False,
     tool_call_parser: str | None = None,
+    exclude_tools_when_tool_choice_none: bool = False,
     reasoning_parser: str | None = None,
     structured_outputs_config: str | None = None,
     allow_client_templates: bool = False,
@@ -110,6 +114,7 @@ def serve(
     llm = {**engine, "model": str(directory), "speculative_config": drafting}
     where = f"port {listener.getsockname()[1]}" if uds is None else uds
     print(f"loading {pair}, to be served at {where}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
     process = EngineProcess(llm, threads=threads, log_format=log_format)
     try:
         process.wait_until_ready()

@@ -1,10 +1,11 @@
 """Which drafts stand, and what follows the last of them. Losslessness is decided in this file.
 
-Three rules, each of which emits tokens with exactly the target's distribution whatever the drafter proposed:
+Four rules, each of which emits tokens with exactly the target's distribution whatever the drafter proposed:
 
 - `accept_matching`: drafts that involve no chance of their own (argmax), in a chain.
 - `accept_tree`: the same rule on a tree of drafts.
-- `accept_rejection`: drafts that were sampled from a known distribution, in a chain.
+- `accept_rejection`: drafts that were sampled from a known distribution, in a chain, judged one by one.
+- `accept_block`: the same drafts, judged together; keeps at least as many.
 
 Each round emits the accepted drafts and one token more: the correction where a draft fell, or a bonus token where
 none did. So a round always moves forward by at least one token.
@@ -77,16 +78,97 @@ def accept_rejection(
 
     A token of p = 0 is never emitted. A greedy target is the case of one-hot p.
     """
-    batch, depth = drafts.shape
+    drafted, p, q = _judged(drafts, draft_probs, target_probs, draft_lengths)
+    # u < p / q without the division: right for q = 0 too, and never true for p = 0, as u can be 0.
+    accepted = ((accept_uniforms * q < p) & drafted).long().cumprod(1).sum(1)
+    return _corrected(drafts, drafted, draft_probs, target_probs, accepted, None, residual_uniforms)
+
+
+def accept_block(
+    drafts: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accept_uniforms: Tensor,
+    residual_uniforms: Tensor,
+    *,
+    draft_lengths: Tensor | None = None,
+) -> Accepted:
+    """Accept sampled drafts by block verification (Sun et al., 2024). Shapes as in `accept_rejection`.
+
+    There, luck is thrown away: a draft far likelier to the target than to the drafter is kept with probability 1, and
+    cannot make up for the next one. Here a chain x1 .. xi has a weight in which it can,
+
+        w_0 = 1        w_i = min(1, w_{i-1} p(x_i) / q(x_i))        p, q: given the drafts before
+
+    and the longest beginning is kept whose own coin says so: tau is the largest i with u_i < h_i,
+
+        r_i = sum(max(w_i p - q, 0))    h_i = r_i / (r_i + 1 - w_i)    over the next token; h_i = w_i for the last draft
+
+    Then one token is drawn from max(w_tau p - q, 0) normalised, or from p if all drafts were kept.
+
+    *Kept with probability w*: P(tau >= i | x1 .. xi) = w_i. For the last draft that is h. Before it, let a be the
+    probability that more than i are kept: a = sum(q min(1, w_i p / q)) = sum(min(w_i p, q)) = w_i - r_i, by what was
+    shown for i + 1. Then h_i = (w_i - a) / (1 - a), and P(tau >= i) = a + (1 - a) h_i = w_i.
+
+    *Lossless*: let Q be the probability of drafting x1 .. xi, and S that the text begins so although the round ended
+    earlier; what comes after a round is the target's, by induction. The text begins with x1 .. xi with probability
+    E = Q w_i + S, and goes on with x as a kept draft, as the token drawn when tau = i, or in a later round:
+
+        Q q min(1, w_i p / q)  +  Q (1 - a) h_i max(w_i p - q, 0) / r_i  +  S p     (1 - a) h_i = w_i - a = r_i
+        = Q min(w_i p, q)  +  Q max(w_i p - q, 0)  +  S p  =  (Q w_i + S) p  =  E p(x)
+
+    *At least as many*: `accept_rejection` keeps i drafts with the product of min(1, p / q) up to i. w_i is never less:
+    min(1, w_{i-1} p / q) >= w_{i-1} min(1, p / q), as w_{i-1} <= 1. With drafts that are certain, q = 1, both are the
+    product of p: nothing is gained with argmax drafts.
+
+    Drafts behind tau have had a say in it, so their random numbers must not come again: `random.in_round`.
+    """
+    drafted, p, q = _judged(drafts, draft_probs, target_probs, draft_lengths)
+    depth, dtype = drafts.shape[1], target_probs.dtype
+    weights = [torch.ones_like(residual_uniforms[:, 0])]
+    kept: list[Tensor] = []
+    for i in range(depth):
+        # A draft of q = 0, which was never drawn, is none to divide by.
+        weight = (weights[-1] * p[:, i] / q[:, i].clamp(min=torch.finfo(dtype).tiny)).clamp(max=1.0)
+        weights.append(weight)
+        kept.append(weight)
+        if i + 1 < depth:
+            above = weight[:, None].to(dtype) * target_probs[:, i + 1] - draft_probs[:, i + 1]
+            more = above.clamp(min=0.0).sum(-1)
+            has_next = drafted[:, i + 1] & (weight < 1)  # of weight 1, h is 1
+            kept[-1] = torch.where(has_next, more / (more + 1 - weight), weight)
+    weight = torch.stack(weights, dim=1)  # [batch, depth + 1]
+    accepted = drafted.sum(1)  # of no drafts
+    if depth > 0:
+        stands = (accept_uniforms < torch.stack(kept, dim=1)) & drafted
+        accepted = (stands * torch.arange(1, depth + 1, device=drafts.device)).amax(1)
+    return _corrected(drafts, drafted, draft_probs, target_probs, accepted, weight, residual_uniforms)
+
+
+def _judged(
+    drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, draft_lengths: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which drafts there are, and the probability of each to target and drafter. [batch, depth] each"""
+    depth = drafts.shape[1]
     drafted = torch.ones_like(drafts, dtype=torch.bool)
     if draft_lengths is not None:
         drafted = torch.arange(depth, device=drafts.device) < draft_lengths[:, None]
     index = drafts.clamp(min=0)[..., None]
-    p = target_probs[:, :depth].gather(2, index).squeeze(2)  # [batch, depth]
-    q = draft_probs.gather(2, index).squeeze(2)  # [batch, depth]
-    # u < p / q without the division: right for q = 0 too, and never true for p = 0, as u can be 0.
-    accepted = ((accept_uniforms * q < p) & drafted).long().cumprod(1).sum(1)
+    p = target_probs[:, :depth].gather(2, index).squeeze(2)
+    return drafted, p, draft_probs.gather(2, index).squeeze(2)
 
+
+def _corrected(
+    drafts: Tensor,
+    drafted: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accepted: Tensor,
+    weight: Tensor | None,
+    residual_uniforms: Tensor,
+) -> Accepted:
+    """Draw the token after the accepted drafts: from what the weighted p has above q, or, if all stood, from p."""
+    batch, depth = drafts.shape
     rows = torch.arange(batch, device=drafts.device)
     p_stop = target_probs[rows, accepted]  # [batch, vocab]
     residual = p_stop
@@ -95,7 +177,8 @@ def accept_rejection(
         # No draft fell in a row whose drafts all stood: q counts for nothing there and the bonus comes from p.
         fell = (accepted < depth) & drafted[rows, last]
         q_stop = draft_probs[rows, last].masked_fill(~fell[:, None], 0.0)
-        residual = (p_stop - q_stop).clamp(min=0.0)
+        scale = 1.0 if weight is None else weight[rows, accepted].masked_fill(~fell, 1.0)[:, None].to(p_stop.dtype)
+        residual = (scale * p_stop - q_stop).clamp(min=0.0)
     # p = q but for rounding can reject a draft and leave nothing above q. What was left is p, to that rounding.
     empty = (residual <= 0).all(-1, keepdim=True)
     extra = choose(torch.where(empty, p_stop, residual), residual_uniforms[rows, accepted])

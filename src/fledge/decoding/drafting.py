@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.decoding.sampling import SamplingRows, greedy
 from fledge.decoding.tree import DraftTree, Expansion, expand, rank
 from fledge.kernels.sample import choose
@@ -64,7 +64,7 @@ def draft_chain(
             # top-p would cost a pass over the vocabulary at every step for little. Row t predicts token t + 2.
             logits = drafter.full_vocab_logits(head).float()
             probs.append((logits / sampled.temperature[:, None]).softmax(-1))
-            tokens.append(choose(probs[-1], uniform(sampled.seed, position + 2, Stream.DRAFT)))
+            tokens.append(choose(probs[-1], uniform(sampled.seed, in_round(position + 2, step), Stream.DRAFT)))
     cache.truncate(length)
     return DraftChain(tokens=torch.cat(tokens), probs=torch.cat(probs) if probs else None)
 

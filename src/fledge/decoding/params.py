@@ -142,7 +142,7 @@ class SamplingParams:
 
 
 def _refuse(name: str, found: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"{name}: found {found!r:.100}, allowed is {allowed}", param=name)
+    raise ConfigError(f"{name}: found {found!r:.100}, allowed is {allowed}", param=name.partition(" ")[0])
 
 
 def _number(

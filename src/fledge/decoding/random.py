@@ -30,8 +30,8 @@ Words = tuple[Word, Word, Word, Word]
 class Stream(IntEnum):
     """What a number is for. Two decisions about one position never share a number.
 
-    Numbers of different positions are independent too, and a position's token is decided once: a draft that was
-    thrown away because an earlier one was rejected has decided nothing, so its numbers are as good as new.
+    Numbers of different positions are independent too. A position's token is decided once, but it may be drafted and
+    judged in several rounds: see `in_round`.
     """
 
     CHOICE = 0  # the target's own sample
@@ -56,6 +56,16 @@ def uniform(seed: Tensor, position: Tensor, stream: Stream) -> Tensor:
     # 32 bits of one word above 21 of the other: an integer below 2**53, which float64 holds exactly.
     numbers = ((high << np.uint64(21)) | (low >> np.uint64(11))).astype(np.float64) * 2.0**-53
     return torch.from_numpy(numbers).to(seed.device)
+
+
+def in_round(position: Tensor, depth: Tensor | int) -> Tensor:
+    """Return what stands for `position` where it is the `depth`-th draft of a round, counted from 0.
+
+    A draft that is thrown away may have decided something: with `accept_block`, that no more was kept. In the next
+    round its numbers would not be independent of what has happened. That round begins further on, so there the
+    position has another depth, and with it other numbers. The depth is the counter's word above the position.
+    """
+    return position + (depth << 32)
 
 
 def philox4x32(counter: Words, key: tuple[Word, Word]) -> Words:

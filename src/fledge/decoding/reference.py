@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fledge.decoding.acceptance import accept_matching, accept_rejection, accept_tree
+from fledge.decoding.acceptance import accept_block, accept_matching, accept_rejection, accept_tree
 from fledge.decoding.drafting import DraftChain, SettledRows, TreeShape, draft_chain, draft_tree
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.layers.dense_cache import DenseCache
@@ -39,6 +39,7 @@ class Speculation:
     depth: int
     tree: TreeShape | None = None
     sample_drafts: bool = False  # chains: draft at random and accept by rejection (for sampled requests)
+    verify_blocks: bool = False  # then: judge all drafts of a round together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ def generate(
         fed = pending if draft is None else torch.cat([pending, draft.tokens])
         positions, visible = _layout(start, len(pending), draft)
         states = target(fed, positions.to(fed.device), cache.extend(positions.to(fed.device), visible), aux_layer_ids)
-        emitted, kept = sequence.decide(target.logits(states.final[len(pending) - 1 :]), draft)
+        verify_blocks = speculation is not None and speculation.verify_blocks
+        emitted, kept = sequence.decide(target.logits(states.final[len(pending) - 1 :]), draft, verify_blocks)
         done = sequence.append(emitted, draft)
         yield done
         if done.finish_reason is not None:
@@ -146,7 +148,7 @@ class _Sequence:
     def tensor(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
-    def decide(self, logits: Tensor, draft: Draft | None) -> tuple[list[int], Tensor]:
+    def decide(self, logits: Tensor, draft: Draft | None, verify_blocks: bool = False) -> tuple[list[int], Tensor]:
         """Return the tokens to emit and the verify rows of the drafts that stood (row 0 is before any draft).
 
         logits [1 + drafts, vocab]: the target's after each verify row.
@@ -156,11 +158,12 @@ class _Sequence:
         history, forbidden = self._history(draft), self._forbidden(depths)
         positions = len(self.tokens) + depths
         if isinstance(draft, DraftChain) and draft.probs is not None:
-            verdict = accept_rejection(
+            accept = accept_block if verify_blocks else accept_rejection
+            verdict = accept(
                 draft.tokens[None],
                 draft.probs[None],
                 distribution(logits, rows, history=history, forbidden=forbidden)[None],
-                uniform(rows.seed, positions, Stream.ACCEPT)[None, :-1],
+                uniform(rows.seed, in_round(positions, depths), Stream.ACCEPT)[None, :-1],
                 uniform(rows.seed, positions, Stream.RESIDUAL)[None],
             )
             return self._verdict(verdict.tokens[0], torch.arange(1, len(depths), device=self.device))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fledge.decoding.acceptance import accept_rejection
+from fledge.decoding.acceptance import accept_block, accept_rejection
 from fledge.engine.device_state import DeviceState
 from fledge.engine.sampler import Sampler
 from fledge.kernels.accept import Accepted, accept_chain, accept_greedy
@@ -71,7 +71,8 @@ def _accept_sampled(
     matching = accept_chain(drafts, choices, draft_lengths=drafted)
     if probabilities is None:
         return matching
-    rejection = accept_rejection(
+    accept = accept_block if state.verify_blocks else accept_rejection
+    rejection = accept(
         drafts,
         state.draft_probs[sampler.rows, : drafts.shape[1]],
         probabilities,

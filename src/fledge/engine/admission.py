@@ -81,8 +81,8 @@ CPU_BUDGETS = Budgets(shares=(0.25, 0.5, 0.75), min_batch=4)
 
 
 def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
-    """None where the config says how many drafts are verified."""
-    if speculation is None or not speculation.is_adaptive:
+    """None where the config says how many drafts are verified, or that they are judged together."""
+    if speculation is None or not speculation.is_adaptive or speculation.rejection_sample_method == "block":
         return NO_BUDGETS
     return GPU_BUDGETS if on_gpu else CPU_BUDGETS
 

@@ -32,7 +32,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = DEFAULT_DEPTH  # the most that are drafted, if adaptive
     adaptive: bool = True  # draft as deep as pays, or not at all; no: always as deep as this says
     draft_sample_method: str = "auto"  # "greedy", "probabilistic"; auto: what pays, if adaptive, or else "greedy"
-    rejection_sample_method: str = "standard"
+    rejection_sample_method: str = "standard"  # of sampled drafts; "block" accepts at least as many
     max_model_len: int | None = None  # no drafting beyond this position
     num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None  # [[first, last, depth], ...]
     draft_tensor_parallel_size: int | None = None
@@ -45,7 +45,7 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config: 'model' must name the drafter's directory or hub name")
         _one_of("method", self.method, (None, "eagle", "eagle3"))
         _one_of("draft_sample_method", self.draft_sample_method, ("auto", "greedy", "probabilistic"))
-        _one_of("rejection_sample_method", self.rejection_sample_method, ("standard",), _ANOTHER_ENGINE)
+        _one_of("rejection_sample_method", self.rejection_sample_method, ("standard", "block"), _ANOTHER_ENGINE)
         _one_of("draft_tensor_parallel_size", self.draft_tensor_parallel_size, (None, 1), _ANOTHER_ENGINE)
         _one_of("quantization", self.quantization, (None,), _ANOTHER_ENGINE)
         _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DEPTH)
@@ -148,6 +148,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "Most tokens of prompt and answer together: 4096, 4k, auto.", least=2)
     max_num_seqs: int = option(64, "Requests that run at once.", least=1)
     max_num_batched_tokens: int = option(8192, "Tokens of prompts that are read in one step.", least=1)
+    scheduling_policy: str = option("fcfs", "fcfs (in order of arrival), or priority: requests with a lower one first.")
     gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory to use.")
     kv_cache_bytes: int | None = option(None, "Size of the KV cache, instead; on a CPU too.", least=1)
     kv_cache_dtype: str = option("auto", "auto, or the dtype that the model computes in.")
@@ -170,6 +171,8 @@ class EngineConfig:
             value, least = getattr(self, one.name), one.metadata["least"]
             if least is not None and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{one.name}: found {value!r}, allowed is an integer of at least {least}")
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError(f"scheduling_policy: found {self.scheduling_policy!r}, allowed is fcfs or priority")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"
@@ -193,6 +196,11 @@ class EngineConfig:
     def sample_drafts(self) -> bool | None:
         """As `SpeculativeConfig.sample_drafts`."""
         return self.speculative_config is not None and self.speculative_config.sample_drafts
+
+    @property
+    def verify_blocks(self) -> bool:
+        """Whether sampled drafts are judged together rather than one by one."""
+        return self.speculative_config is not None and self.speculative_config.rejection_sample_method == "block"
 
 
 def sampling_defaults(directory: Path) -> dict[str, float | int]:

@@ -25,7 +25,9 @@ class Detokenizer:
         eos_ids: Collection[int] = (),
         prompt: Sequence[int] = (),
     ) -> None:
-        """`eos_ids`: the target's own ends of text, which are no `stop_reason`, as in vLLM.
+        """`eos_ids`: the target's own ends of text.
+
+        As in vLLM, the tokenizer's is no `stop_reason`, and others, which may mean something ("a tool is called"), are.
 
         After a `prompt` the first word keeps its blank: decoders of SentencePiece take it from where a text begins.
         """
@@ -39,7 +41,8 @@ class Detokenizer:
         self.error: str | None = None
         self.metrics: RequestMetrics | None = None
         self._params = params
-        self._eos_ids = eos_ids
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        self._silent_ends = () if params.ignore_eos else eos_ids if own is None else (own,)
         self._backend = None if tokenizer is None else tokenizer.backend_tokenizer
         before = list(prompt[-PROMPT_TAIL:])
         if self._backend is None or self._backend.decode(before).endswith("\N{REPLACEMENT CHARACTER}"):
@@ -77,7 +80,7 @@ class Detokenizer:
         if update.finish_reason is not None:
             self.finish_reason = update.finish_reason if self.stop_string is None else "stop"
             self.error, self.metrics = update.error, update.metrics
-            if self.stop_string is None and update.stop_token_id not in self._eos_ids:
+            if self.stop_string is None and update.stop_token_id not in self._silent_ends:
                 self.stop_reason = update.stop_token_id
         return found and update.finish_reason is None
 

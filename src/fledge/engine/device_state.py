@@ -47,6 +47,7 @@ class DeviceState:
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size
+        self.verify_blocks = config.verify_blocks  # judge chains that were drawn at random as a whole
         self.block_size = config.block_size or (64 if self.device.type == "cuda" else 16)
         self.tree: TreeShape | None = None  # draft trees, or chains
         self.draft_vocab = self.vocab_size if drafter is None else drafter.config.draft_vocab_size

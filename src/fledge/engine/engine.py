@@ -114,6 +114,7 @@ class LLMEngine:
             eos_ids=tuple(eos_ids),
             max_model_len=state.max_length - state.lookahead,
             max_num_seqs=config.max_num_seqs,
+            scheduling_policy=config.scheduling_policy,
             max_depth=config.max_depth,
             kv_capacity=self.block_manager.capacity * state.block_size - state.lookahead,
         )
@@ -147,6 +148,7 @@ class LLMEngine:
         cache_salt: bytes = b"",
         constraint: TokenConstraint | None = None,
         parent: str = "",
+        priority: int = 0,
     ) -> None:
         if request_id in self.requests:
             raise ConfigError(f"request id '{request_id}' is in use")
@@ -166,6 +168,7 @@ class LLMEngine:
             draft_limit=UNLIMITED if draft_limit is None else draft_limit,
             cache_salt=cache_salt,
             constraint=constraint,
+            priority=priority if self.config.scheduling_policy == "priority" else 0,
         )
         if request.draft_until and not params.is_greedy and self.runner.state.can_sample_drafts:
             # A request with a seed of its own has the text of that seed, whatever is drafted.

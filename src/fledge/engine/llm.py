@@ -133,25 +133,28 @@ class LLM:
         use_tqdm: bool = False,
         constraint: ConstraintFactory | Sequence[ConstraintFactory | None] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several prompts together, in continuous batches.
 
         A prompt is a string, a list of token ids, `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `constraint`, one
         for all prompts or one for each, is called once for each answer, in place of `structured_outputs`. `use_tqdm`
-        shows a bar on standard error; `progress` is called with the number of finished and of all prompts.
+        shows a bar on standard error; `progress` is called with the number of finished and of all prompts. `priority`,
+        the lower the earlier, counts where the scheduling policy is "priority".
         """
         single = isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if single else list(prompts)
         params = _for_each(several, sampling_params or self.get_default_sampling_params(), "sampling parameters")
         constraints = _for_each(several, constraint, "constraints")
+        priorities = _for_each(several, priority or 0, "priorities")
         # All prompts are encoded and submitted, and so checked, before the first one runs.
         encoded = [self.encode(prompt) for prompt in several]
         outputs: dict[int, RequestOutput] = {}
         waiting: dict[int, Job] = {}
         with Progress(quiet=not use_tqdm).task("prompts", len(several)) as advance_bar:
             try:
-                for (text, ids), one, made in zip(encoded, params, constraints, strict=True):
-                    waiting[len(waiting)] = self.submit(text, ids, one, made)
+                for (text, ids), one, made, first in zip(encoded, params, constraints, priorities, strict=True):
+                    waiting[len(waiting)] = self.submit(text, ids, one, made, priority=first)
                 while waiting:
                     self.advance()
                     for number in [number for number, job in waiting.items() if job.is_finished]:
@@ -240,6 +243,7 @@ class LLM:
         constraint: ConstraintFactory | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> "Job":
         """Queue the answers to a prompt. Whoever does so calls `advance` until they are there, and `forget` then."""
         self.engine.info.check_request(prompt_ids, params)
@@ -259,6 +263,7 @@ class LLM:
                 eos_ids=self.eos_ids,
                 constraint=with_token_rules(constraint and constraint(), params, self.tokenizer, vocab_size),
                 parent=job.request_id,
+                priority=priority,
             )
             answer = Detokenizer(self.tokenizer, params, self.eos_ids, prompt_ids)
             job.answers[engine_id] = self._answers[engine_id] = answer

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.engine.accepting import accept_admitted, accept_chains
 from fledge.engine.arms import Arm
 from fledge.engine.device_state import DeviceState
@@ -213,7 +213,8 @@ def _sample_drafts(
     probs = (logits / state.sampling.temperature[rows, None]).softmax(-1)
     state.draft_probs[rows, step] = probs
     # The settled row is at length - 1 and predicts the token at length + 1.
-    drawn = choose(probs, uniform(state.sampling.seed[rows], state.length[rows] + 1 + step, Stream.DRAFT))
+    places = in_round(state.length[rows] + 1 + step, step)
+    drawn = choose(probs, uniform(state.sampling.seed[rows], places, Stream.DRAFT))
     return torch.where(state.sample_drafts[rows], drawn, logits.argmax(-1)), probs.amax(-1)
 
 

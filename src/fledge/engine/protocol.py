@@ -38,6 +38,7 @@ class EngineInfo:
     max_num_seqs: int
     max_depth: int  # tokens drafted ahead at most
     kv_capacity: int  # tokens of KV cache that one request may have
+    scheduling_policy: str = "fcfs"  # or "priority"
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Refuse what would otherwise fail in the middle of a step, and take the other requests with it."""
@@ -137,6 +138,7 @@ class Engine(Protocol):
         cache_salt: bytes = b"",
         constraint: TokenConstraint | None = None,
         parent: str = "",
+        priority: int = 0,
     ) -> None:
         """Queue a request. Raises PromptError or ConfigError if it could never run, whatever else does.
 
@@ -146,7 +148,8 @@ class Engine(Protocol):
         No more than `draft_limit` tokens are drafted for it in a round; 0 is no speculation. Beginnings of prompts are
         shared only among requests with the same `cache_salt`. A `constraint` is this request's alone; if it fails, the
         request ends with finish reason "error". Requests with the same `parent`, the answers to one question, share
-        its turn among all others; by default a request is its own.
+        its turn among all others; by default a request is its own. With the scheduling policy "priority", requests of
+        a lower `priority` go first, and are the last to be preempted.
         """
         ...
 

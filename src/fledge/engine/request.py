@@ -38,6 +38,7 @@ class Request:
     max_length: int  # of prompt and answer together
     draft_until: int  # no drafting for positions from here on; 0: no speculation at all
     parent: str = ""  # whose answer it is: parents take turns; not given: its own
+    priority: int = 0  # lower is earlier
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
     may_sample_drafts: bool = False  # nothing says whether its drafts are drawn at random: whatever pays
     sample_drafts: bool = False  # they are

@@ -11,7 +11,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
 from fledge.engine.constraint import Masks, TokenConstraint
@@ -94,7 +94,8 @@ class Sampler:
     def rejection_uniforms(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the random numbers that judge drafts [batch, width - 1] and draw corrections [batch, width]."""
         seeds = self._state.sampling.seed[self.rows][:, None]
-        accept = uniform(seeds, positions[:, :-1], Stream.ACCEPT)
+        depths = torch.arange(positions.shape[1] - 1, device=positions.device)
+        accept = uniform(seeds, in_round(positions[:, :-1], depths), Stream.ACCEPT)
         return accept, uniform(seeds, positions, Stream.RESIDUAL)
 
 

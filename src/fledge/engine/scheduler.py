@@ -1,10 +1,11 @@
-"""Who runs in the next step: parents take turns in order of arrival, prompts come in chunks, blocks ahead of need.
+"""Who runs in the next step: parents take turns in order of priority and arrival, prompts come in chunks.
 
 Knows requests, rows and blocks; knows no tensors and no tokens' meaning. A step has two parts that run one after the
 other: chunks of prompts, under a budget of tokens and of measured time so that they cannot hold up decoding for long,
 and a round for all requests that are decoding.
 """
 
+import bisect
 import math
 import time
 from collections import Counter, deque
@@ -58,6 +59,10 @@ class ScheduledBatch:
         return [*(chunk.request for chunk in self.chunks), *self.decoding]
 
 
+def _priority(request: Request) -> int:
+    return request.priority
+
+
 class MustSettle(Exception):  # noqa: N818 - a signal, not an error
     """The next step needs tokens that are still in flight: read them and ask again."""
 
@@ -80,14 +85,17 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.timely_tokens = FIRST_CHUNK  # of prompts, that are read in `PREFILL_SECONDS`
         self.max_depth = max_depth
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # by priority, then in order of arrival
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._last_draft = PLAIN
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        if not self.waiting or self.waiting[-1].priority <= request.priority:
+            self.waiting.append(request)
+        else:
+            bisect.insort_right(self.waiting, request, key=_priority)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it stands. What the device still computes for it is discarded."""
@@ -139,7 +147,7 @@ class Scheduler:
         for request in alive:
             if request.row is not None:
                 self._vacate(request, preempted=True)
-            self.waiting.append(request)
+            self.add(request)
 
     def check_integrity(self) -> None:
         self.block_manager.check_integrity(request.table for request in self.running)
@@ -148,6 +156,7 @@ class Scheduler:
         assert len(set(rows) | set(self._free_rows)) == len(rows) + len(self._free_rows), "a row is owned twice"
         assert all(request.phase in (Phase.PREFILL, Phase.DECODE) for request in self.running)
         assert all(request.phase is Phase.WAITING for request in self.waiting)
+        assert list(self.waiting) == sorted(self.waiting, key=_priority)
         assert all(not request.table.blocks and request.row is None for request in self.waiting)
         assert all(0 <= request.settled < len(request.tokens) + 1 for request in self.running)
         assert all(request.in_flight >= 0 for request in self.running)
@@ -183,10 +192,15 @@ class Scheduler:
         return Chunk(request=request, start=start, end=end, completes=completes, chooses=chooses)
 
     def _next_waiting(self, shorter_than: float = math.inf) -> Request | None:
-        """The first whose parent runs nothing, or else the fewest requests; None if none is shorter than that."""
+        """The first whose parent runs nothing, or else the fewest requests; None if none is shorter than that.
+
+        Of those of the first priority that has any.
+        """
         running = Counter(request.parent for request in self.running)
         found: Request | None = None
         for request in self.waiting:
+            if found is not None and found.priority < request.priority:
+                break
             if request.prefill_end < shorter_than and (
                 found is None or running[request.parent] < running[found.parent]
             ):
@@ -208,7 +222,7 @@ class Scheduler:
         while newcomer is not None and newcomer.preemptions == 0 and not self._has_room(newcomer):
             running = Counter(request.parent for request in self.running)
             victim = self._victim()
-            if running[newcomer.parent] or running[victim.parent] < 2:
+            if running[newcomer.parent] or running[victim.parent] < 2 or victim.priority < newcomer.priority:
                 return
             if any(request.in_flight for request in self.running):
                 raise MustSettle
@@ -219,9 +233,9 @@ class Scheduler:
         return bool(self._free_rows) and needed <= self.block_manager.available
 
     def _victim(self) -> Request:
-        """Who gives way first: the last to come, of the parent that runs most."""
+        """Who gives way first: of the last priority the last to come, of the parent that runs most."""
         running = Counter(request.parent for request in self.running)
-        return max(reversed(self.running), key=lambda request: running[request.parent])
+        return max(reversed(self.running), key=lambda request: (request.priority, running[request.parent]))
 
     def _admit(self, request: Request) -> bool:
         """Give the request a row and blocks for all it has, what is cached included; False if there is no room.
@@ -262,7 +276,7 @@ class Scheduler:
         """Give up a request's row and blocks. It is read again from the start, or from what stays cached, later."""
         self.running.remove(request)
         self._vacate(request, preempted=True)
-        self.waiting.appendleft(request)
+        bisect.insort_left(self.waiting, request, key=_priority)  # before others of its priority
 
     def _catch_up(self) -> None:
         """Send requests whose drafter rows stayed behind (rounds without drafting) back to read what it missed."""

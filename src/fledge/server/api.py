@@ -33,6 +33,7 @@ from fledge.server.protocol import (
     TokenizeRequest,
     has_too_many_containers,
     parse,
+    request_name,
 )
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, OpenAIResponse, event
@@ -177,15 +178,18 @@ async def _answer(
     prefix: str,
     begin: Callable[[Any, RequestLogEntry], Awaitable[Answer]],
 ) -> Response:
-    entry = RequestLogEntry(id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path)
-    headers = {"X-Request-Id": entry.id}
+    named = request_name(request.headers.get("x-request-id"))
+    entry = RequestLogEntry(id=f"{prefix}-{named or uuid.uuid4().hex}", path=request.url.path)
+    headers = {"X-Request-Id": named or entry.id}
     is_streamed = False
     try:
         owner = await service.keys.check(request)
         service.admit()
         asked: Any = parse(kind, await read_json(service, request))
+        if named is None and (named := request_name(getattr(asked, "request_id", None))) is not None:
+            headers["X-Request-Id"] = entry.id = f"{prefix}-{named}"
         # How fast an answer comes tells nobody of others' prompts.
-        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}"
+        asked.cache_salt = f"{owner}{getattr(asked, 'cache_salt', None) or ''}" or None
         answer = await begin(asked, entry)
         if asked.stream:
             is_streamed = True

@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from fledge import __version__
 from fledge.errors import FledgeError
 from fledge.server import api, dashboard
-from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, tell_accept_errors_once
+from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, RequestIds, tell_accept_errors_once
 from fledge.server.errors import RequestError
 from fledge.server.protocol import NOT_SERVED
 from fledge.server.service import Service
@@ -140,7 +140,7 @@ class DrainingServer(uvicorn.Server):
 def http_config(service: Service, **more: Any) -> uvicorn.Config:
     """Return how uvicorn serves; `more` are its own settings."""
     return uvicorn.Config(
-        create_app(service),
+        RequestIds(create_app(service)),  # around everything, internal errors too
         http=GuardedProtocol,
         ws="none",
         backlog=BACKLOG,

@@ -158,6 +158,7 @@ class AsyncEngine:
         n: int = 1,
         draft_limit: int | None = None,
         cache_salt: bytes = b"",
+        priority: int = 0,
         grammar: Grammar | None = None,
         template: Template = NO_TEMPLATE,
         script: str = "Latin",
@@ -187,6 +188,7 @@ class AsyncEngine:
                 seed=next_int64(seed, number % n),  # answers to one prompt differ, and follow from the seed
                 draft_limit=draft_limit,
                 cache_salt=cache_salt,
+                priority=priority,
                 grammar=grammar,
             )
         return generation

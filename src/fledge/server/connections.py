@@ -1,4 +1,4 @@
-"""Before a request is one: how many connections there may be, how long a head may take, whom a request may name.
+"""Around a request: how many connections there may be, how long a head may take, whom it may name, its id.
 
 Whoever only opens connections must not take away those of others: at the limit the one that has been waiting longest
 for a head is closed, and descriptors are kept back for everything that is not a connection.
@@ -8,16 +8,18 @@ import asyncio
 import ipaddress
 import logging
 import resource
+import uuid
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from fledge.server.api import error_response
 from fledge.server.errors import RequestError
+from fledge.server.protocol import request_name
 
 _log = logging.getLogger("fledge.server")
 
@@ -80,6 +82,22 @@ def tell_accept_errors_once(loop: asyncio.AbstractEventLoop) -> None:
             _log.error("connections cannot be accepted: %s", context.get("exception"))
 
     loop.set_exception_handler(handle)
+
+
+class RequestIds:
+    """Gives every answer an X-Request-Id: its own if it has one, else the request's, else a new one. Middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = request_name(Headers(scope=scope).get("x-request-id"))
+                MutableHeaders(scope=message).setdefault("X-Request-Id", given or uuid.uuid4().hex)
+            await send(message)
+
+        await self._app(scope, receive, send_with_id if scope["type"] == "http" else send)
 
 
 class RequestGuard:

@@ -269,7 +269,10 @@ def main(commands: int, outputs: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)  # the parent hears them too, and decides
     reader, writer = Connection(commands, writable=False), Connection(outputs, readable=False)
-    arguments, threads, log_format = reader.recv()
+    try:
+        arguments, threads, log_format = reader.recv()
+    except EOFError:
+        return  # the parent has gone already
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
     set_up_logging(log_format)
     if threads is not None:
@@ -277,13 +280,15 @@ def main(commands: int, outputs: int) -> None:
     try:
         llm = LLM(**arguments)
     except FledgeError as error:
-        writer.send(error)
+        with contextlib.suppress(BrokenPipeError):
+            writer.send(error)
         return
     _log.info("the models are loaded; measuring what their rounds cost")
     llm.engine.warm_up(plain=True, acceptance=known_acceptance(llm.engine.info.drafter))
     gc.collect()
     gc.freeze()
-    writer.send(llm.engine.info)
+    with contextlib.suppress(BrokenPipeError):  # the parent went meanwhile, which the end of its commands says too
+        writer.send(llm.engine.info)
     EngineWorker(llm.engine, llm.tokenizer, reader, writer).run()
     sys.stderr.flush()
     os._exit(0)  # grammars may still be compiled, for nobody

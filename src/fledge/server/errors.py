@@ -2,7 +2,7 @@
 
 from typing import Any, NoReturn
 
-from fledge.errors import ConfigError, ContextLengthError, FledgeError
+from fledge.errors import ConfigError, ContextLengthError, FledgeError, PromptError
 
 _TYPES = {
     401: "authentication_error",
@@ -36,8 +36,10 @@ class RequestError(FledgeError):
         """Return the answer to a request that is wrong in the eyes of the engine: 400."""
         if isinstance(error, RequestError):
             return error
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-        return cls(str(error), param=error.param if isinstance(error, ConfigError) else None, code=code)
+        if isinstance(error, ContextLengthError):
+            return cls(str(error), code="context_length_exceeded")
+        param = error.param if isinstance(error, ConfigError) else None
+        return cls(str(error), param="prompt" if isinstance(error, PromptError) else param)
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""

@@ -11,8 +11,10 @@ from starlette.requests import Request
 from fledge.decoding.params import MAX_LOGPROBS
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
-from fledge.server.parsers import reasoning_parser
+from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.tool_parsers import tool_parser
+
+CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,8 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None  # the template's text; None: the tokenizer's own
     chat_template_name: str | None = None  # for metrics
+    chat_template_content_format: str = "auto"  # "string", "openai": parts; "auto": as the template has it
+    response_role: str = "assistant"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str | None = None  # a name, "auto" or None
     reasoning_parser: str | None = None  # a name, "auto" or None
@@ -34,6 +38,7 @@ class ServeOptions:
     disable_fastapi_docs: bool = False
     max_logprobs: int = MAX_LOGPROBS
     return_tokens_as_token_ids: bool = False
+    exclude_tools_when_tool_choice_none: bool = False  # from the prompt
     enable_force_include_usage: bool = False
     max_body_bytes: int = 2 * 2**20
     max_queue: int = 256
@@ -51,6 +56,9 @@ class ServeOptions:
             raise ConfigError(f"--drain-timeout: found {self.drain_timeout}, allowed is 0 to 86400")
         if not 1024 <= self.max_body_bytes <= 2**30:
             raise ConfigError(f"--max-body-bytes: found {self.max_body_bytes}, allowed is 1024 to {2**30}")
+        if self.chat_template_content_format not in CONTENT_FORMATS:
+            found, allowed = self.chat_template_content_format, ", ".join(CONTENT_FORMATS)
+            raise ConfigError(f"--chat-template-content-format: found '{found}', allowed is {allowed}")
         if self.max_queue < 0:
             raise ConfigError(f"--max-queue: found {self.max_queue}, allowed is 0 or more")
         ApiKeys(self.api_keys)  # these three refuse what they cannot be

@@ -11,7 +11,7 @@ Everything is decided character by character, so how the text is cut into pieces
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fledge.errors import ConfigError, nearest_name_hint
 
@@ -92,15 +92,16 @@ class Trimmer:
 
 
 class ReasoningParser(StreamParser):
-    """What a model writes between `<think>` and `</think>` before its answer, split from the answer.
+    """What a model writes between two markers, `<think>` and `</think>`, before its answer, split from the answer.
 
-    The model opens it, or the chat template has (`opened`): then the prompt ends with `<think>` and only the close
+    The model opens it, or the chat template has (`opened`): then the prompt ends with the first and only the second
     appears. Which of the two is known from the prompt, never guessed from the answer. White space around the reasoning
     is dropped. Reasoning counts against `max_tokens` like everything else. Structured output and forced tool calls
     apply to what comes after it (`Grammar.reasoning_opened`).
     """
 
-    BEGIN, END = "<think>", "</think>"
+    BEGINS: ClassVar[tuple[str, ...]] = ("<think>",)  # in all spellings
+    ENDS: ClassVar[tuple[str, ...]] = ("</think>",)
 
     def __init__(self, *, opened: bool = False, calls: Sequence[str] = ()) -> None:
         """`calls`: what tool calls begin with. From such a marker on, reasoning that is never closed is the answer."""
@@ -111,10 +112,26 @@ class ReasoningParser(StreamParser):
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         """Whether a prompt, as text with its special tokens, ends inside reasoning."""
-        return prompt.rstrip().endswith(cls.BEGIN)
+        return prompt.rstrip().endswith(cls.BEGINS)
+
+    @classmethod
+    def before_answer(cls, marker: Callable[[str], str], *, opened: bool, calls: bool) -> str:
+        """Return Lark for free reasoning and then `@answer`, which is `calls` or content.
+
+        `marker` writes one in Lark: as a special token of the tokenizer, or as text in quotes.
+        """
+        del calls
+        begins, ends = ([marker(text) for text in texts] for texts in (cls.BEGINS, cls.ENDS))
+        if ends[0].startswith('"'):
+            spelled = ("".join(f"\\x{{{ord(character):x}}}" for character in text) for text in cls.ENDS)
+            free = f"free[lazy]: /(.|\\n)*({'|'.join(spelled)})/"
+        else:
+            free = f"free: /(.|\\n)*/ ({' | '.join(ends)})"
+        body = "free" if opened else f"(({' | '.join(begins)}) free)?"
+        return f"start: {body} /[ \\t\\r\\n]{{0,16}}/ @answer\n{free}"
 
     def _read(self) -> Generator[None]:
-        if self._opened or (yield from self._skip(self.BEGIN)):
+        if self._opened or (yield from self._skip(*self.BEGINS)):
             yield from self._read_reasoning()
             while not self._buffer.lstrip() and not self._is_final:
                 yield
@@ -127,16 +144,16 @@ class ReasoningParser(StreamParser):
         def tell(text: str) -> None:
             self._tell("reasoning_content", trimmed(text))
 
-        marker = yield from self._pass_until((self.END, *self._calls), tell)
-        if marker is None or marker == self.END:
+        marker = yield from self._pass_until((*self.ENDS, *self._calls), tell)
+        if marker is None or marker in self.ENDS:
             return
         self._buffer = marker + self._buffer  # a thought about calls, or a model that forgot to close: the end tells
-        while self.END not in self._buffer and not self._is_final:
+        while (found := self._find(self.ENDS))[1] is None and not self._is_final:
             yield
-        thought, end, rest = self._buffer.partition(self.END)
-        if end:
-            tell(thought)
-            self._buffer = rest
+        at, end = found
+        if end is not None:
+            tell(self._buffer[:at])
+            self._buffer = self._buffer[at + len(end) :]
 
     def _tell(self, kind: str, text: str) -> None:
         self._deltas += [{kind: text}] if text else []
@@ -145,8 +162,10 @@ class ReasoningParser(StreamParser):
 class AnswerParser:
     """Reasoning, then content and tool calls: each parser reads the content that the one before it gives."""
 
-    def __init__(self, *parsers: StreamParser | None) -> None:
+    def __init__(self, *parsers: StreamParser | None, parallel: bool = True) -> None:
+        """Without `parallel`, calls after the first are dropped."""
         self._parsers = [parser for parser in parsers if parser is not None]
+        self._parallel = parallel
 
     def feed(self, text: str, *, final: bool = False) -> list[Delta]:
         """As a parser does."""
@@ -154,10 +173,14 @@ class AnswerParser:
         for parser in self._parsers:
             parts = [parser.feed(delta["content"]) if "content" in delta else [delta] for delta in deltas]
             deltas = [*itertools.chain(*parts), *(parser.feed("", final=True) if final else ())]
-        return deltas
+        return deltas if self._parallel else [delta for delta in deltas if not _is_of_later_call(delta)]
 
 
-def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
+def _is_of_later_call(delta: Delta) -> bool:
+    return any(call["index"] > 0 for call in delta.get("tool_calls", ()))
+
+
+def whole_message(deltas: Sequence[Delta], role: str = "assistant") -> dict[str, Any]:
     """Put deltas together: OpenAI's message with `content` and, where there are any, reasoning and calls."""
     content = "".join(delta.get("content", "") for delta in deltas)
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
@@ -168,23 +191,11 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
             calls.append({"id": part["id"], "type": "function", "function": dict(function)})
         else:
             calls[-1]["function"]["arguments"] += function["arguments"]
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    message: dict[str, Any] = {"role": role, "content": content or (None if calls else ""), "refusal": None}
     thought = (
         {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
     )  # vLLM's name, its older one
     return message | thought | ({"tool_calls": calls} if calls else {})
-
-
-# vLLM's names for --reasoning-parser; all of them write the same markers.
-REASONING_PARSERS = dict.fromkeys(
-    ("think", "deepseek_r1", "deepseek_v3", "qwen3", "kimi_k2", "glm45", "glm47"), ReasoningParser
-)
-
-
-def reasoning_parser(name: str | None, template: str | None = None) -> type[ReasoningParser] | None:
-    """`named_parser`, found if the chat template knows about reasoning."""
-    found = ReasoningParser if ReasoningParser.END in (template or "") else None
-    return named_parser("reasoning", name or "auto", REASONING_PARSERS, found)
 
 
 def named_parser(kind: str, name: str, known: Mapping[str, type[_P]], found: type[_P] | None) -> type[_P] | None:

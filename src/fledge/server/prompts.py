@@ -7,13 +7,14 @@ them run in transformers' sandbox, which knows no files and no attributes of Pyt
 import asyncio
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, nodes
 
 from fledge.decoding.params import SamplingParams
 from fledge.engine.detokenizer import Detokenizer
@@ -87,6 +88,8 @@ class Prompts:
         """Render and tokenize a conversation, as the request's own fields say."""
         template, name = self._template(request.chat_template)
         conversation = normalised(request.messages or ())
+        form = self._options.chat_template_content_format
+        takes_parts = loops_over_content(template) if form == "auto" else form == "openai"
         extra = {**self._options.default_chat_template_kwargs, **(request.chat_template_kwargs or {})}
         if reserved := sorted(_RESERVED & set(extra)):
             refuse("chat_template_kwargs", f"'{reserved[0]}' cannot be set")
@@ -100,6 +103,10 @@ class Prompts:
         tools = request.tools if with_tools else None
         calls = [message["tool_calls"] for message in conversation if "tool_calls" in message]
         size = sum(len(message["content"]) for message in conversation) + len(json.dumps([tools, calls, extra]))
+
+        if takes_parts:
+            for message in conversation:
+                message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
 
         def work(tokenizer: Any) -> tuple[str, list[int]]:
             try:
@@ -181,6 +188,25 @@ class Prompts:
         return self.chat_template, self._options.chat_template_name or "default"
 
 
+@functools.lru_cache(maxsize=8)
+def loops_over_content(template: str) -> bool:
+    """Whether a template goes through the parts of a message's content, and so takes it as a list, as vLLM sees it."""
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError:
+        return False  # it has tags that only its own renderer knows
+    in_macros = {loop for macro in tree.find_all(nodes.Macro) for loop in macro.find_all(nodes.For)}
+    for source in (loop.iter for loop in tree.find_all(nodes.For) if loop not in in_macros):
+        match source:
+            case (
+                nodes.Name(name="content")
+                | nodes.Getattr(attr="content")
+                | nodes.Getitem(arg=nodes.Const(value="content"))
+            ):
+                return True
+    return False
+
+
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with roles that templates know, content as one string, and tool arguments as objects."""
     _expect(bool(messages), "messages", "at least one message")
@@ -207,6 +233,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             _expect(isinstance(made[name], str), f"{where}.{name}", "a string")
     if thought := made.get("reasoning") or made.get("reasoning_content"):  # templates know one or the other
         made |= {"reasoning": thought, "reasoning_content": thought}
+        if not (text and calls):  # gpt-oss's name; its template takes one of content and thinking before a call
+            made["thinking"] = thought
     if calls:
         is_list = role == "assistant" and isinstance(calls, list)
         _expect(is_list, f"{where}.tool_calls", "a list, in a message of the assistant's")

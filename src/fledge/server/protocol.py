@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
+from fledge.decoding.params import INT64_MAX, INT64_MIN, MAX_LOGPROBS, SamplingParams
 from fledge.engine.config import MAX_DEPTH
 from fledge.server.errors import RequestError, refuse
 
@@ -29,6 +29,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 64
+MAX_REQUEST_ID = 128
 MAX_IGNORED = 16  # names of unknown fields that are noted
 MAX_FIELDS = 1024  # of a body itself
 MAX_CONTAINERS = 20_000  # arrays and objects in a body; reading many small ones holds up everybody
@@ -61,6 +62,12 @@ def has_too_many_containers(text: bytes) -> bool:
         return False
     bare = _STRING.sub(b"", text)  # a text may have as many brackets as it likes
     return bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS
+
+
+def request_name(given: Any) -> str | None:
+    """Return a client's own name for a request, if it can be told back in a header and in the log."""
+    is_plain = isinstance(given, str) and given.isascii() and given.isprintable()
+    return given if is_plain and 0 < len(given) <= MAX_REQUEST_ID else None
 
 
 class ApiModel(BaseModel):
@@ -110,11 +117,13 @@ class SamplingRequest(ApiModel):
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[_Int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[_Int, Field(ge=-1)] | None = None  # -1: to what leaves room for an answer
     truncation_side: Literal["left", "right"] | None = None  # which end goes; left if not given
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None  # shares cached prefixes only with the same
+    request_id: str | None = None  # the end of the answer's id; the header X-Request-Id comes first
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared within one
+    priority: Annotated[_Int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = 0  # lower is earlier
     prompt_logprobs: _Int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -152,9 +161,14 @@ class SamplingRequest(ApiModel):
         return 1 if self.n is None else self.n
 
     @property
+    def asked_length(self) -> tuple[str, int | None]:
+        """The field that bounds an answer, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
     def most_tokens(self) -> int | None:
         """Of one answer; None: as many as there is room for."""
-        return self.max_tokens
+        return self.asked_length[1]
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -209,8 +223,9 @@ class ChatRequest(SamplingRequest):
     documents: _Objects | None = None
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def asked_length(self) -> tuple[str, int | None]:
+        given = self.max_completion_tokens
+        return super().asked_length if given is None else ("max_completion_tokens", given)
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -296,6 +311,7 @@ def parse(kind: type[_M], body: Mapping[str, Any]) -> _M:
     for name, reason in _FIELDS["refused"].items():
         value = body.get(name)
         is_harmless = value is None or value is False or value in ("", [], {}) or value in _HARMLESS.get(name, ())
+        is_harmless = is_harmless or (name == "best_of" and value == body.get("n"))  # all of them are the best
         if name not in kind.model_fields and not is_harmless:
             refuse(name, f"not available here; {reason}", code="unsupported_parameter")
     try:

@@ -31,13 +31,15 @@ TokenTexts = Callable[[int], tuple[str, list[int]]]  # the text and the bytes of
 
 
 def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
-    """`as_ids`: tokens are written "token_id:123"."""
+    """`as_ids`: tokens are written "token_id:123", and their bytes are still those of their text."""
+
+    def as_id(token: int) -> tuple[str, list[int]]:
+        text = f"token_id:{token}"
+        return text, list(text.encode()) if tokenizer is None else look_up(token)[1]
 
     @functools.cache
     def look_up(token: int) -> tuple[str, list[int]]:
-        if as_ids or tokenizer is None:
-            text = f"token_id:{token}"
-            return text, list(text.encode())
+        assert tokenizer is not None
         text = str(tokenizer.decode([token]))
         # Decoders of SentencePiece take the blank from where a text begins: the second of two has it.
         is_part = "\N{REPLACEMENT CHARACTER}" in text
@@ -51,7 +53,7 @@ def token_texts(tokenizer: Any | None, *, as_ids: bool = False) -> TokenTexts:
                 return text, [_ALPHABET[character] for character in spelled]
         return text, list(text.encode())
 
-    return look_up
+    return as_id if as_ids or tokenizer is None else look_up
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
@@ -122,11 +124,11 @@ class _Choice:
         self._prompt = delta.prompt_logprobs or self._prompt
         self._ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
-    def prompt_logprobs(self) -> dict[str, Any]:
-        """Return vLLM's field of that name, if it was asked for."""
+    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """Return vLLM's field of that name; None if it was not asked for."""
         top = self._request.prompt_logprobs
         prompt = [one._replace(top=one.top[:top]) for one in self._prompt]
-        return {} if top is None else {"prompt_logprobs": prompt_logprobs(prompt, self._texts)}
+        return None if top is None else prompt_logprobs(prompt, self._texts)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
         raise NotImplementedError
@@ -136,8 +138,8 @@ class _Choice:
         untold, self._untold = self._untold, []
         logprobs = [one for delta in untold for one in delta.logprobs]
         told: dict[str, Any] = {"logprobs": self._logprobs(logprobs, [at for delta in untold for at in delta.offsets])}
-        if self._request.return_token_ids:
-            told["token_ids"] = [token for delta in untold for token in delta.token_ids]
+        wants_ids = self._request.return_token_ids
+        told["token_ids"] = [token for delta in untold for token in delta.token_ids] if wants_ids else None
         if self._request.wants_report:
             told["fledge"] = {"pieces": [piece._asdict() for delta in untold for piece in delta.pieces]}
         return told
@@ -149,20 +151,24 @@ class _Choice:
 class ChatChoice(_Choice):
     """An answer of `/v1/chat/completions`. It goes through a parser of its own."""
 
-    def __init__(self, number: int, request: ChatRequest, texts: TokenTexts, parser: AnswerParser) -> None:
+    def __init__(
+        self, number: int, request: ChatRequest, texts: TokenTexts, parser: AnswerParser, role: str = "assistant"
+    ) -> None:
         super().__init__(number, request, texts)
         self._shows_reasoning = request.include_reasoning is not False
         self._shows_logprobs = bool(request.logprobs)
+        self._names_a_tool = isinstance(request.tool_choice, dict)
         self._parser = parser
         self._deltas: list[Delta] = []
-        self._opening: list[Delta] = [{"role": "assistant", "content": ""}]
+        self._role = role
+        self._opening: list[Delta] = [{"role": role, "content": ""}]
         self._has_calls = False
 
     def take(self, delta: TextDelta) -> None:
         super().take(delta)
         found = self._parser.feed(delta.text, final=delta.finish_reason is not None)
         self._has_calls |= any("tool_calls" in one for one in found)
-        if self._has_calls and delta.finish_reason == "stop":
+        if self._has_calls and delta.finish_reason == "stop" and not self._names_a_tool:  # as at OpenAI
             self._ending["finish_reason"] = "tool_calls"
         for one in found:
             if "reasoning_content" not in one:
@@ -171,7 +177,8 @@ class ChatChoice(_Choice):
                 self._deltas.append({"reasoning": one["reasoning_content"], **one})
 
     def whole(self) -> dict[str, Any]:
-        return self._entry("message", whole_message(self._deltas))
+        message = whole_message(self._deltas, self._role)
+        return self._entry("message", {**message, "reasoning": message.get("reasoning")})
 
     def chunks(self) -> list[dict[str, Any]]:
         deltas, self._deltas = self._deltas, []
@@ -180,7 +187,7 @@ class ChatChoice(_Choice):
             deltas = [{}]  # what was drafted is told even where a parser holds the text back
         is_finished = self._ending["finish_reason"] is not None
         chunks: list[dict[str, Any]] = [
-            {"index": self._number, "delta": delta, "logprobs": None, "finish_reason": None}
+            {"index": self._number, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None}
             for delta in (*opening, *deltas, *([{}] if is_finished else []))
         ]
         if is_finished:
@@ -211,7 +218,7 @@ class CompletionChoice(_Choice):
         self._echo_length = len(echo)
         self._echoes = bool(request.echo)
         self._offsets = offsets
-        self._prompt_ids = {"prompt_token_ids": list(prompt)} if request.return_token_ids else {}
+        self._prompt_ids = list(prompt) if request.return_token_ids else None
 
     def take(self, delta: TextDelta) -> None:
         delta = delta._replace(offsets=[self._echo_length + at for at in delta.offsets])
@@ -223,13 +230,16 @@ class CompletionChoice(_Choice):
         self._text += delta.text
 
     def whole(self) -> dict[str, Any]:
-        text, self._text = self._text, ""
-        prompt_ids, self._prompt_ids = self._prompt_ids, {}  # once
-        return self._entry("text", text) | self.prompt_logprobs() | prompt_ids
+        return self._text_entry() | {"prompt_logprobs": self.prompt_logprobs()}
 
     def chunks(self) -> list[dict[str, Any]]:
         wanted = self._request.logprobs_wanted is not None or self._request.return_token_ids
-        return [self.whole()] if self._text or self._ending["finish_reason"] is not None or wanted else []
+        return [self._text_entry()] if self._text or self._ending["finish_reason"] is not None or wanted else []
+
+    def _text_entry(self) -> dict[str, Any]:
+        text, self._text = self._text, ""
+        prompt_ids, self._prompt_ids = self._prompt_ids, None  # once
+        return self._entry("text", text) | {"prompt_token_ids": prompt_ids}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any] | None:
         if self._request.logprobs_wanted is None:
@@ -260,15 +270,18 @@ class OpenAIResponse:
         choices = [choice.whole() for choice in self.choices]
         body = {**self.head, "choices": choices, "usage": self._usage()}
         if self._is_chat:
-            body |= {"object": "chat.completion", **self.choices[0].prompt_logprobs()}
-            body |= {"prompt_token_ids": list(self.generation.prompts[0])} if self._request.return_token_ids else {}
+            told = {"prompt_logprobs": self.choices[0].prompt_logprobs(), "prompt_token_ids": self._prompt_ids()}
+            body |= {"object": "chat.completion", **told}
         return body
+
+    def _prompt_ids(self) -> list[int] | None:
+        return list(self.generation.prompts[0]) if self._request.return_token_ids else None
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events."""
         asked, head = self._request, self.head
-        if self._is_chat and asked.return_token_ids:
-            head = {**head, "prompt_token_ids": list(self.generation.prompts[0])}  # in the first chunk
+        if self._is_chat:
+            head = {**head, "prompt_token_ids": self._prompt_ids()}  # in the first chunk
         async for number, delta in self.generation.deltas():
             self.choices[number].take(delta)
             parts = []

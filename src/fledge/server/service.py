@@ -1,5 +1,6 @@
 """What a request means: its fields become prompts, parameters and a grammar, and these a generation."""
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -11,10 +12,11 @@ from fledge.server.async_engine import AsyncEngine, Generation
 from fledge.server.bridge import ResponsesAnswer, as_chat
 from fledge.server.engine_process import EngineProcess
 from fledge.server.errors import RequestError, refuse
+from fledge.server.harmony import HarmonyParser, HarmonyTools
 from fledge.server.live_drift import script_of
 from fledge.server.metrics import Metrics
 from fledge.server.options import ApiKeys, ServeOptions
-from fledge.server.parsers import AnswerParser, reasoning_parser
+from fledge.server.parsers import AnswerParser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import (
     MAX_ANSWERS,
@@ -24,6 +26,7 @@ from fledge.server.protocol import (
     SamplingRequest,
     StreamOptions,
 )
+from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
@@ -40,6 +43,7 @@ class Service:
         self.options = options
         self.keys = ApiKeys(options.api_keys)
         self.is_draining = False
+        self._requests = itertools.count()
         self.body_bytes = 0  # of requests that are being read, all together
         self.tokenizer = process.tokenizer
         has_drafter = process.info.drafter is not None
@@ -53,6 +57,8 @@ class Service:
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
         self._tool_parser = tool_parser(options.tool_call_parser, self.prompts.chat_template)
         self._reasoning = reasoning_parser(options.reasoning_parser, self.prompts.chat_template)
+        if self._tool_parser is HarmonyTools:  # the same parser finds the calls
+            self._reasoning = HarmonyParser
         self._texts = {as_ids: token_texts(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     async def close(self) -> None:
@@ -89,7 +95,8 @@ class Service:
             parser = None if tools is None else self._tool_parser or HermesParser
             if tools is not None and tools.must_call and parser is not None and parser.TOOL is None:
                 parser = HermesParser
-            prompt = await self.prompts.chat(request, with_tools=tools is not None)
+            is_excluded = tools is None and self.options.exclude_tools_when_tool_choice_none
+            prompt = await self.prompts.chat(request, with_tools=not is_excluded)
             is_opened = self._reasoning is not None and self._reasoning.opened_by(prompt.ending)
             grammar = read_format(**request.structured_fields())
             if tools is not None and parser is not None and tools.must_call:
@@ -97,9 +104,9 @@ class Service:
                     refuse(grammar.param, "cannot be had together with a demanded tool call")
                 grammar = call_grammar(parser, tools)
             if grammar is not None and self._reasoning is not None:
-                grammar = replace(grammar, reasoning_opened=is_opened)
-            special = [] if self.tokenizer is None else self.tokenizer.all_special_tokens
-            has_special_end = self._reasoning is not None and self._reasoning.END in special
+                grammar = replace(grammar, reasoning=self._reasoning, reasoning_opened=is_opened)
+            special = set(() if self.tokenizer is None else self.tokenizer.all_special_tokens)
+            has_special_end = self._reasoning is not None and not special.isdisjoint(self._reasoning.ENDS)
             if has_special_end or (parser is not None and parser.special_markers):  # parsers look for these
                 request = request.model_copy(update={"skip_special_tokens": False})
             script, template = script_of(prompt.ending), prompt.template
@@ -108,17 +115,20 @@ class Service:
             )
 
         def answer_parser() -> AnswerParser:
-            calls = None if parser is None or tools is None else parser(parallel=tools.parallel, tools=tools.known)
+            calls = None if parser is None or tools is None else parser(tools=tools.known)
             begins = () if parser is None else parser.begins
             reasoning = None if self._reasoning is None else self._reasoning(opened=is_opened, calls=begins)
-            return AnswerParser(reasoning, calls)
+            return AnswerParser(reasoning, calls, parallel=tools is None or tools.parallel)
 
         texts = self._texts_for(request)
-        choices = [ChatChoice(number, request, texts, answer_parser()) for number in range(generation.answers)]
+        # What goes on with a message that is there is said by whoever said that.
+        role = self.options.response_role if request.add_generation_prompt else str(request.messages[-1]["role"])
+        choices = [ChatChoice(number, request, texts, answer_parser(), role) for number in range(generation.answers)]
         return OpenAIResponse(request, generation, entry, choices)
 
     async def respond(self, request: ResponsesRequest, entry: RequestLogEntry) -> ResponsesAnswer:
         """Begin to answer in the shapes of the Responses API."""
+        self._check_length("max_output_tokens", request.max_output_tokens)
         return ResponsesAnswer(request, await self.chat(as_chat(request), entry))
 
     async def complete(self, request: CompletionRequest, entry: RequestLogEntry) -> OpenAIResponse:
@@ -154,15 +164,23 @@ class Service:
         entry.model = request.model or self.options.model_name
         entry.stream = bool(request.stream)
         entry.ignored = request.ignored_fields()
+        if request.priority and self.engine.info.scheduling_policy != "priority":
+            entry.ignored.append("priority")
         if request.stream_options is not None and not request.stream:
             refuse("stream_options", "needs 'stream' to be true")
         if self.options.enable_force_include_usage and request.stream:
             asked = request.stream_options or StreamOptions()
             request.stream_options = asked.model_copy(update={"include_usage": True})
+        self._check_length(*request.asked_length)
         most, named = self.options.max_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
         for name, wanted in ((named, request.logprobs_wanted), ("prompt_logprobs", request.prompt_logprobs_wanted)):
             if (wanted or 0) > most:
                 refuse(name, f"found {wanted}, this server gives at most {most}")
+
+    def _check_length(self, field: str, wanted: int | None) -> None:
+        """Refuse an answer longer than the context. One that only has no room left in it ends where that does."""
+        if (wanted or 0) > (most := self.engine.info.max_model_len):
+            refuse(field, f"found {wanted}, the context has {most} tokens")
 
     async def _generate(
         self,
@@ -180,18 +198,24 @@ class Service:
         if grammar is not None:
             if self.tokenizer is None:
                 refuse(grammar.param, "needs a tokenizer, which this model lacks")
-            grammar = replace(grammar, any_whitespace=not self.options.disable_any_whitespace)
+            spaced = grammar.any_whitespace and not self.options.disable_any_whitespace
+            grammar = replace(grammar, any_whitespace=spaced)
             await self.engine.compile(grammar)
-        if request.truncate_prompt_tokens is not None:
-            kept, is_right = request.truncate_prompt_tokens, request.truncation_side == "right"
-            prompts = [prompt[:kept] if is_right else prompt[-kept:] for prompt in prompts]
+        if (kept := request.truncate_prompt_tokens) is not None:
+            most = self.engine.info.max_model_len
+            if kept == 0 or kept > most:
+                refuse("truncate_prompt_tokens", f"found {kept}, allowed are 1 to {most}, and -1 for what fits")
+            kept = most - 1 if kept == -1 else kept
+            is_right = request.truncation_side == "right"
+            prompts = [prompt[:kept] if is_right else prompt[max(0, len(prompt) - kept) :] for prompt in prompts]
         generation = self.engine.generate(
             prompts,
             request.sampling_params(self.options.default_sampling),
-            request_id=entry.id,
+            request_id=f"{entry.id}-{next(self._requests)}",  # a client may give the same id twice
             n=request.answers,
             draft_limit=request.speculation_depth,
             cache_salt=request.salt,
+            priority=request.priority or 0,
             grammar=grammar,
             template=template,
             script=script,

@@ -48,6 +48,11 @@ PARSER_LIMITS = {  # llguidance's, per token where they are called step
 }
 _spelled = functools.partial(json.dumps, ensure_ascii=False)  # as JSON, and so are Lark's strings
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_STYLES = ("disable_any_whitespace", "whitespace_pattern")  # of JSON
+_NOT_HERE = {  # of vLLM's names in `structured_outputs`
+    "structural_tag": "use 'tools', or a grammar",
+    "disable_additional_properties": 'say "additionalProperties": false in the schema',
+}
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -61,14 +66,17 @@ class Grammar:
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more of them, which the source calls @NAME
     markers: Mapping[str, str] = field(default_factory=dict)  # rules of the source for texts such as `<tool_call>`
     any_whitespace: bool = True  # in JSON, within bounds
-    reasoning_opened: bool | None = None  # free reasoning comes before, and the prompt opens it; None: it does not
+    reasoning: type[ReasoningParser] | None = None  # what free reasoning that comes before it looks like
+    reasoning_opened: bool = False  # by the prompt
 
 
 def read_format(*, response_format: Any = None, structured_outputs: Any = None, **guided: Any) -> Grammar | None:
     """Return the grammar that a request's fields (as parsed from JSON; `guided`: guided_json and so on) ask for."""
     asked = [(name, name.removeprefix("guided_"), value) for name, value in guided.items() if value is not None]
+    style: Mapping[str, Any] = {}
     if structured_outputs is not None:
-        asked.append(_read_structured_outputs(structured_outputs))
+        found, style = _read_structured_outputs(structured_outputs)
+        asked.append(found)
     if response_format is not None:
         asked += _read_response_format(response_format)
     if not asked:
@@ -77,7 +85,10 @@ def read_format(*, response_format: Any = None, structured_outputs: Any = None, 
         names = ", ".join(name for name, _, _ in asked)
         _refuse_grammar(asked[-1][0], f"found {names} together, allowed is one of them")
     ((param, kind, value),) = asked
-    return Grammar(source=_source(param, kind, value), param=param)
+    source, pattern = _source(param, kind, value), style.get("whitespace_pattern")
+    if pattern is not None and "json_schema" in source:
+        source["json_schema"] = {"x-guidance": {"whitespace_pattern": pattern}, **source["json_schema"]}
+    return Grammar(source=source, param=param, any_whitespace=not style.get("disable_any_whitespace"))
 
 
 def _read_response_format(value: Any) -> list[tuple[str, str, Any]]:
@@ -94,17 +105,25 @@ def _read_response_format(value: Any) -> list[tuple[str, str, Any]]:
     return [("response_format", "json", inner["schema"])]
 
 
-def _read_structured_outputs(value: Any) -> tuple[str, str, Any]:
+def _read_structured_outputs(value: Any) -> tuple[tuple[str, str, Any], Mapping[str, Any]]:
+    """Return which field asks for what, and how JSON is to be written."""
     if not isinstance(value, Mapping):
         _refuse_grammar("structured_outputs", f"expected an object with one of {', '.join(_KINDS)}")
-    given = {name: inner for name, inner in value.items() if inner is not None}
+    given = {name: inner for name, inner in value.items() if inner is not None and inner is not False}
+    style = {name: given.pop(name) for name in _STYLES if name in given}
+    if not isinstance(style.get("disable_any_whitespace", True), bool):
+        _refuse_grammar("structured_outputs", "'disable_any_whitespace' must be true or false")
+    if not isinstance(style.get("whitespace_pattern", ""), str):
+        _refuse_grammar("structured_outputs", "'whitespace_pattern' must be a regular expression")
     for name in given:
+        if name in _NOT_HERE:
+            _refuse_grammar("structured_outputs", f"'{name}' is not available here; {_NOT_HERE[name]}")
         if name not in _KINDS:
             _refuse_grammar("structured_outputs", f"unknown name '{name}'.{nearest_name_hint(str(name), _KINDS)}")
     if len(given) != 1:
         _refuse_grammar("structured_outputs", f"found {len(given)} of {', '.join(_KINDS)}, allowed is one")
     ((kind, inner),) = given.items()
-    return f"structured_outputs.{kind}", kind, inner
+    return (f"structured_outputs.{kind}", kind, inner), style
 
 
 def _source(param: str, kind: str, value: Any) -> dict[str, Any]:
@@ -258,7 +277,7 @@ class GrammarCompiler:
         sandbox = functools.partial(GrammarSandbox, processes=COMPILE_THREADS, tokenizer=whole, limits=limits)
         self._sandbox = sandbox() if sandboxed else None
         added = tokenizer.get_added_vocab()
-        self._special = {text for text, token in added.items() if self._tokenizer.is_special_token(token)}
+        self._special = {text: id for text, id in added.items() if self._tokenizer.is_special_token(id)}
 
     def compile(self, grammar: Grammar) -> ConstraintFactory:
         """Compile in this thread. Raises RequestError if the grammar is invalid, too complex or matches nothing."""
@@ -280,8 +299,10 @@ class GrammarCompiler:
             source["lark_grammar"] = "\n".join([source["lark_grammar"], *rules])
         parts = {"answer": source, **grammar.parts}
         grammars = [{**_spaced(part, grammar.any_whitespace), "name": name} for name, part in parts.items()]
-        opened = grammar.reasoning_opened
-        head = None if opened is None else self._after_reasoning(opened)
+        head = None
+        if grammar.reasoning is not None:
+            opened, calls = grammar.reasoning_opened, bool(grammar.markers)
+            head = grammar.reasoning.before_answer(self._marker, opened=opened, calls=calls)
         spelled = _spelled(grammars)
         if any(text in spelled for text in self._special):
             # Text that must come is tokenized for the model, and llguidance would make special tokens of it.
@@ -290,19 +311,11 @@ class GrammarCompiler:
             grammars.insert(0, {"name": "whole", "lark_grammar": head})
         return json.dumps({"grammars": grammars})
 
-    def _after_reasoning(self, opened: bool) -> str:
-        begin, end = map(self._marker, (ReasoningParser.BEGIN, ReasoningParser.END))
-        if end == ReasoningParser.END:
-            free = f"free: /(.|\\n)*/ {end}"
-        else:
-            escaped = "".join(f"\\x{{{ord(character):x}}}" for character in ReasoningParser.END)
-            free = f"free[lazy]: /(.|\\n)*{escaped}/"
-        body = "free" if opened else f"({begin} free)?"
-        return f"start: {body} /[ \\t\\r\\n]{{0,16}}/ @answer\n{free}"
-
     def _marker(self, text: str) -> str:
         """Write a marker (`<tool_call>`) in Lark: as the special token it is in this tokenizer, or as text."""
-        return text if text in self._special and text.startswith("<") and text.endswith(">") else _spelled(text)
+        if text not in self._special:
+            return _spelled(text)
+        return text if text.startswith("<") and text.endswith(">") else f"<[{self._special[text]}]>"
 
 
 class ConstraintFailed(Exception):  # noqa: N818 - of one answer, told by the engine

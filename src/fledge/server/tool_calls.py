@@ -108,6 +108,11 @@ def _read_value(text: str, at: int) -> tuple[Any, int | None]:
     return value, None if may_go_on else end
 
 
+def new_call_id() -> str:
+    """Such as OpenAI makes."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 class ToolParser(StreamParser):
     """One model family's way of writing tool calls.
 
@@ -124,12 +129,11 @@ class ToolParser(StreamParser):
     CALL: ClassVar[str]
     TOOL: ClassVar[str | None] = None
 
-    def __init__(self, *, parallel: bool = True, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Without `parallel`, calls after the first are dropped. `tools`: the schemas of their parameters, by name."""
+    def __init__(self, *, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """`tools`: the schemas of their parameters, by name."""
         super().__init__()
         self._tools = tools or {}
         self.calls = 0
-        self._parallel = parallel
         self._trimmed = Trimmer(has_text=True)  # content, since the last call
         self._has_content = False
 
@@ -167,7 +171,7 @@ class ToolParser(StreamParser):
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         self._trimmed = Trimmer()
         self.calls += 1
-        own = {"id": call_id or f"call_{secrets.token_hex(12)}", "type": "function"}  # such as OpenAI makes
+        own = {"id": call_id or new_call_id(), "type": "function"}
         self._call_delta(own, {"name": name, "arguments": ""})
 
     def _arguments(self, text: str) -> None:
@@ -175,8 +179,7 @@ class ToolParser(StreamParser):
             self._call_delta({}, {"arguments": text})
 
     def _call_delta(self, call: dict[str, Any], function: dict[str, Any]) -> None:
-        if self.calls == 1 or self._parallel:
-            self._deltas.append({"tool_calls": [{"index": self.calls - 1, **call, "function": function}]})
+        self._deltas.append({"tool_calls": [{"index": self.calls - 1, **call, "function": function}]})
 
     def _read_head(self, markers: Sequence[str]) -> Generator[None, None, tuple[str, str] | None]:
         """Consume text up to the first of `markers`, and that; None, and nothing is consumed: it does not come soon."""

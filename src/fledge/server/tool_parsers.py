@@ -6,6 +6,7 @@ import re
 from collections.abc import Generator
 from typing import Any, ClassVar
 
+from fledge.server.harmony import CHANNEL, HarmonyTools
 from fledge.server.parsers import Trimmer, named_parser
 from fledge.server.tagged_tool_parsers import DeepSeekParser, Glm45Parser, KimiK2Parser, Qwen3CoderParser
 from fledge.server.tool_calls import ToolParser, valid_prefix
@@ -172,6 +173,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "qwen": HermesParser,
     "llama3_json": Llama3Parser,
     "llama3": Llama3Parser,
+    "llama4_json": Llama3Parser,
     "kimi_k2": KimiK2Parser,
     "deepseek_v3": DeepSeekParser,
     "deepseek_v31": DeepSeekParser,
@@ -181,11 +183,14 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "glm47": Glm45Parser,
     "mistral": MistralParser,
     "pythonic": PythonicParser,
+    "openai": HarmonyTools,
+    "gpt_oss": HarmonyTools,
 }
 
 
 # What a chat template has in it that tells its model to write so; the first that fits.
 _IN_TEMPLATES = (
+    ((f"{CHANNEL}commentary",), "openai"),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
     (DeepSeekParser.begins[:1], "deepseek_v3"),
     (("<arg_key>",), "glm45"),

@@ -23,7 +23,7 @@ from fledge.decoding import drafting, reference
 from fledge.decoding.acceptance import Accepted, accept_rejection
 from fledge.decoding.drafting import TreeShape
 from fledge.decoding.params import SamplingParams
-from fledge.decoding.random import Stream, uniform
+from fledge.decoding.random import Stream, in_round, uniform
 from fledge.decoding.reference import Round, Speculation, generate
 from fledge.decoding.sampling import TokenHistory
 from fledge.kernels.sample import choose
@@ -288,9 +288,14 @@ def p_value(outputs: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], floa
 @pytest.fixture
 def _quick_uniforms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of `uniform`, worked out for all seeds at once; a toy run would spend most of its time on them."""
-    memo = {stream: uniform(torch.arange(SEQUENCES)[:, None], torch.arange(12), stream) for stream in Stream}
+    places = in_round(torch.arange(12), torch.arange(8)[:, None])
+    memo = {stream: uniform(torch.arange(SEQUENCES)[:, None, None], places, stream) for stream in Stream}
+
+    def look_up(seed: Tensor, place: Tensor, stream: Stream) -> Tensor:
+        return memo[stream][seed, place >> 32, place & 0xFFFFFFFF]
+
     for module in (reference, drafting):
-        monkeypatch.setattr(module, "uniform", lambda seed, position, stream: memo[stream][seed, position])
+        monkeypatch.setattr(module, "uniform", look_up)
 
 
 @pytest.mark.usefixtures("_quick_uniforms")

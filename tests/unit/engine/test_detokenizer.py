@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -130,9 +131,13 @@ def test_a_stop_string_ends_the_answer_whatever_the_engine_says_later(tokenizer)
 @pytest.mark.parametrize(("kept", "text"), [(False, "ab"), (True, "abc")])
 def test_a_stop_id_is_a_token_of_the_answer_and_not_of_its_text(tokenizer, kept: bool, text: str) -> None:
     tokens = tokenizer.encode("abc")
-    for eos_ids, reason in (((), tokens[-1]), ((tokens[-1],), None)):
-        stream = Detokenizer(tokenizer, SamplingParams(include_stop_str_in_output=kept), eos_ids)
-        stream.add(RequestUpdate("r", tokens, finish_reason="stop", stop_token_id=tokens[-1]))
+    end = tokens[-1]
+    cases = ((None, False, None), (end, False, None), (end, True, end), (tokens[0], False, end))
+    for own_end, ignored, reason in cases:
+        params = SamplingParams(include_stop_str_in_output=kept, ignore_eos=ignored)
+        ending = SimpleNamespace(backend_tokenizer=tokenizer.backend_tokenizer, eos_token_id=own_end)
+        stream = Detokenizer(ending, params, eos_ids=(end,))
+        stream.add(RequestUpdate("r", tokens, finish_reason="stop", stop_token_id=end))
         assert (stream.text, stream.token_ids, stream.stop_reason) == (text, tokens, reason)
 
 

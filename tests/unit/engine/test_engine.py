@@ -88,7 +88,8 @@ def test_trees(shape: TreeShape) -> None:
 
 
 def test_reading_one_launch_late_changes_nothing() -> None:
-    for settings in ({}, {"tree": TREE}, {"sample_drafts": True}):
+    blocks = {"sample_drafts": True, "verify_blocks": True}
+    for settings in ({}, {"tree": TREE}, {"sample_drafts": True}, blocks):
         engine = make_engine(drafts=drafter(), read_late=True, **settings)
         requests = [ask.submit(engine, str(i)) for i, ask in enumerate(MIX)]
         run(engine)

@@ -17,7 +17,9 @@ def make(*, blocks: int = 100, size: int = 2, requests: int = 4, budget: int = 1
     return Scheduler(pool, max_requests=requests, max_prefill_tokens=budget, max_depth=DEPTH, lookahead=6)
 
 
-def ask(scheduler: Scheduler, name: str, length: int, draft_until: int = 64, parent: str = "") -> Request:
+def ask(
+    scheduler: Scheduler, name: str, length: int, draft_until: int = 64, parent: str = "", priority: int = 0
+) -> Request:
     request = Request(
         id=name,
         parent=parent,
@@ -27,6 +29,7 @@ def ask(scheduler: Scheduler, name: str, length: int, draft_until: int = 64, par
         stop_ids=frozenset(),
         max_length=64,
         draft_until=draft_until,
+        priority=priority,
     )
     scheduler.add(request)
     return request
@@ -58,6 +61,28 @@ def test_requests_are_admitted_in_order_of_arrival_while_there_are_rows() -> Non
     assert spans(scheduler.schedule(CHAIN)) == [("c", 0, 3, True)]
     assert c.row == 0
     scheduler.check_integrity()
+
+
+def test_a_lower_priority_goes_first_and_is_the_last_to_be_preempted() -> None:
+    scheduler = make(requests=2)
+    ask(scheduler, "a", 3, priority=5)
+    ask(scheduler, "b", 3, priority=5)
+    ask(scheduler, "c", 3, priority=-1)
+    ask(scheduler, "d", 3, priority=5, parent="a")
+    assert [request.id for request in scheduler.waiting] == ["c", "a", "b", "d"]
+    plan = scheduler.schedule(0)
+    assert spans(plan) == [("c", 0, 3, True), ("a", 0, 3, True)]
+    read(plan)
+    scheduler.check_integrity()
+    ask(scheduler, "e", 3, priority=5)
+    victim = scheduler._victim()
+    assert victim.id == "a"  # though c was admitted earlier, and so would be the last by that
+    scheduler._preempt(victim)
+    assert [request.id for request in scheduler.waiting] == ["a", "b", "d", "e"]  # the first of its priority again
+    scheduler.check_integrity()
+    ask(scheduler, "f", 3, priority=0)
+    assert [chunk.request.id for chunk in scheduler.schedule(0).chunks] == ["f"]
+    assert scheduler._victim().id == "f"
 
 
 def test_a_long_prompt_is_read_in_chunks_and_leaves_half_of_each_step_to_shorter_ones() -> None:

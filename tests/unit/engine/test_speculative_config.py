@@ -7,7 +7,7 @@ from fledge.errors import ConfigError
 def test_vllms_own_keys_are_understood() -> None:
     config = SpeculativeConfig.from_json(
         '{"model": "d", "method": "eagle3", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1,'
-        ' "quantization": null, "max_model_len": 100, "rejection_sample_method": "standard",'
+        ' "quantization": null, "max_model_len": 100, "rejection_sample_method": "block",'
         ' "draft_sample_method": "probabilistic"}'
     )
     assert (config.model, config.method, config.num_speculative_tokens) == ("d", "eagle3", 5)
@@ -22,7 +22,7 @@ def test_vllms_own_keys_are_understood() -> None:
         ({"model": "d", "num_speculative_tokens": True}, "1 to 16"),
         ({"model": "d", "method": "medusa"}, "'eagle' or 'eagle3'"),
         ({"model": "d", "draft_tensor_parallel_size": 4}, "vLLM"),
-        ({"model": "d", "rejection_sample_method": "block"}, "vLLM"),
+        ({"model": "d", "rejection_sample_method": "synthetic"}, "vLLM"),
         ({"model": "d", "quantization": "fp8"}, "vLLM"),
         ({"model": "d", "tree_width": 4, "draft_sample_method": "probabilistic"}, "trees are not sampled"),
         ({"model": "d", "num_speculative_tokens_per_batch_size": [[1, 2]]}, "first batch size"),

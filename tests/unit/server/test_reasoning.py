@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from fledge.engine.outputs import TextPiece
 from fledge.errors import ConfigError
 from fledge.server.async_engine import TextDelta
-from fledge.server.parsers import AnswerParser, ReasoningParser, reasoning_parser, whole_message
+from fledge.server.harmony import HarmonyParser, HarmonyTools
+from fledge.server.parsers import AnswerParser, ReasoningParser, whole_message
 from fledge.server.prompts import normalised
 from fledge.server.protocol import ChatRequest
+from fledge.server.reasoning_parsers import GraniteReasoning, MistralReasoning, SeedReasoning, reasoning_parser
 from fledge.server.responses import ChatChoice, token_texts
-from fledge.server.tool_parsers import HermesParser
+from fledge.server.tool_parsers import HermesParser, tool_parser
 
 CASES = [
     ("<think>\nhm, so\n</think>\n\nYes.\n", False, "hm, so", "Yes.\n"),
@@ -47,26 +49,64 @@ def test_whole_and_character_by_character(text: str, opened: bool, reasoning: st
         assert all(all(delta.values()) for delta in deltas)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    pieces=st.lists(
-        st.sampled_from(
-            ["<think>", "</think>", "<thi", "</", "\n", " ", "x", "<tool_call>", '{"name": "f"}', "</tool_call>"]
-        ),
-        max_size=10,
-    ),
-    data=st.data(),
-    opened=st.booleans(),
-    tools=st.booleans(),
-)
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+HARMONY = [
+    (f"{ANALYSIS}Hm.<|end|>{FINAL}Yes.<|return|>", "Hm.", "Yes.", []),
+    (f"{ANALYSIS}Hm.<|end|>{FINAL}Yes.", "Hm.", "Yes.", []),
+    (f"{FINAL}Yes.", None, "Yes.", []),
+    ("Yes.", None, "Yes.", []),  # after a prompt that has begun the answer
+    (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL}c", "a\nb", "c", []),
+    (f'{ANALYSIS}Hm.<|end|><|start|>assistant{TO_F}{{"a": 1}}<|call|>', "Hm.", None, [("f", '{"a": 1}')]),
+    ('to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', None, None, [("f", '{"a": 1}')]),
+    ('<|start|>assistant to=f<|channel|>analysis<|message|>{"a": 1}<|call|>', None, None, [("f", '{"a": 1}')]),
+    (f"<|channel|>commentary<|message|>So:<|end|><|start|>assistant{TO_F}{{", None, "So:", [("f", "{")]),
+    (f"{TO_F}1<|call|><|start|>assistant{TO_F}2", None, None, [("f", "1"), ("f", "2")]),
+    ("<|channel|>commentary to=python<|message|>1 + 1<|call|>", None, None, []),
+    (f"{ANALYSIS}cut{FINAL}Yes.", "cut", "Yes.", []),  # without its end
+    (f"{ANALYSIS}Hm.<|end|><|start|>assistant<|chan", "Hm.", None, []),
+    (f"{ANALYSIS}Hm.<|en", "Hm.<|en", None, []),
+    ("<|channel|>" + "x" * 300, None, "x" * 300, []),
+    ("", None, None, []),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), HARMONY)
+def test_harmony(text: str, reasoning: str | None, content: str | None, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        parser = AnswerParser(HarmonyParser(), HarmonyTools())
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.feed("", final=True)
+        message = whole_message(deltas)
+        found = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+        assert (message.get("reasoning"), message["content"] or None, found) == (reasoning, content, calls)
+        assert [one["index"] for delta in deltas for one in delta.get("tool_calls", ()) if "id" in one] == list(
+            range(len(calls))
+        )
+
+
+def test_harmony_is_found_by_its_template() -> None:
+    template = "<|channel|>analysis<|message|>{{ x }}<|end|> ... <|channel|>commentary json<|message|>"
+    assert (reasoning_parser(None, template), tool_parser(None, template)) == (HarmonyParser, HarmonyTools)
+    assert (reasoning_parser("openai_gptoss"), tool_parser("openai")) == (HarmonyParser, HarmonyTools)
+    (made,) = normalised([{"role": "assistant", "content": "Yes.", "reasoning": "Hm."}])
+    assert made["thinking"] == "Hm."
+
+
+@pytest.mark.parametrize("kind", [ReasoningParser, MistralReasoning, SeedReasoning, GraniteReasoning, HarmonyParser])
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), opened=st.booleans(), tools=st.booleans())
 def test_any_split_gives_what_the_whole_gives(
-    pieces: list[str], data: st.DataObject, opened: bool, tools: bool
+    kind: type[ReasoningParser], data: st.DataObject, opened: bool, tools: bool
 ) -> None:
     def parser() -> AnswerParser:
         made = HermesParser() if tools else None
-        return AnswerParser(ReasoningParser(opened=opened, calls=HermesParser.begins if tools else ()), made)
+        return AnswerParser(kind(opened=opened, calls=HermesParser.begins if tools else ()), made)
 
-    text = "".join(pieces)
+    markers = [*kind.BEGINS, *kind.ENDS, kind.BEGINS[0][:4], kind.ENDS[0][:2]]
+    markers += ["<|message|>", TO_F, FINAL] if kind is HarmonyParser else []
+    words = ["\n", " ", "x", "<tool_call>", '{"name": "f"}', "</tool_call>"]
+    text = "".join(data.draw(st.lists(st.sampled_from([*markers, *words]), max_size=10)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=10)))
     one, whole = parser(), parser()
     with mock.patch("secrets.token_hex", return_value="id"):

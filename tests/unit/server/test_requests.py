@@ -12,7 +12,7 @@ from fledge.engine.outputs import RequestMetrics, TokenLogprobs
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
 from fledge.server.options import ApiKeys, ServeOptions
-from fledge.server.prompts import normalised
+from fledge.server.prompts import loops_over_content, normalised
 from fledge.server.protocol import ChatRequest, CompletionRequest, parse
 from fledge.server.request_log import JsonFormatter, RequestLogEntry, TextFormatter
 from fledge.server.responses import LOWEST, chat_logprobs, completion_logprobs, token_texts
@@ -62,6 +62,20 @@ def test_messages_become_what_templates_know() -> None:
 
 
 @pytest.mark.parametrize(
+    ("loop", "takes_parts"),
+    [
+        ("{% for part in message['content'] %}{{ part.text }}{% endfor %}", True),
+        ("{% for part in message.content %}{{ part.text }}{% endfor %}", True),
+        ("{% set content = message.content %}{% for part in content %}{{ part.text }}{% endfor %}", True),
+        ("{{ message.content }}{% for call in message.tool_calls %}{% endfor %}", False),
+        ("{% generation %}{% for part in message.content %}{% endfor %}{% endgeneration %}", False),
+    ],
+)
+def test_templates_that_go_through_parts_get_them(loop: str, takes_parts: bool) -> None:
+    assert loops_over_content(f"{{% for message in messages %}}{loop}{{% endfor %}}") == takes_parts
+
+
+@pytest.mark.parametrize(
     ("message", "where"),
     [
         ({"role": "user", "content": None}, "messages[0].content"),
@@ -93,7 +107,7 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes() -> None:
     assert all("\ufffd" in texts(token)[0] for token in ids)
     (plain,) = tokenizer.encode("A")
     assert texts(plain) == ("A", [65])
-    assert token_texts(tokenizer, as_ids=True)(5)[0] == "token_id:5"
+    assert token_texts(tokenizer, as_ids=True)(plain) == (f"token_id:{plain}", [65])
     assert token_texts(None)(5)[0] == "token_id:5"
 
 
@@ -159,7 +173,14 @@ def _read(fields: dict[str, Any]) -> None:
 
 
 def test_options_are_checked() -> None:
-    for values in ({"request_timeout": 0}, {"drain_timeout": -1}, {"max_queue": -1}, {"served_model_names": ()}):
+    formats = [{"chat_template_content_format": "text"}]
+    for values in (
+        *formats,
+        {"request_timeout": 0},
+        {"drain_timeout": -1},
+        {"max_queue": -1},
+        {"served_model_names": ()},
+    ):
         with pytest.raises(ConfigError):
             ServeOptions(**{"served_model_names": ("m",), **values})  # type: ignore[arg-type]
 

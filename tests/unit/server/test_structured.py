@@ -16,6 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from fledge.engine.constraint import ConstraintFactory, TokenConstraint
 from fledge.server.errors import RequestError
 from fledge.server.grammar_sandbox import GrammarSandbox
+from fledge.server.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, HarmonyParser, HarmonyTools
+from fledge.server.parsers import ReasoningParser
+from fledge.server.reasoning_parsers import GraniteReasoning, MistralReasoning
 from fledge.server.structured import (
     MAX_CHOICES,
     PARSER_LIMITS,
@@ -47,17 +50,17 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def make_tokenizer(markers: tuple[str, ...]) -> Any:
-    """A byte-level BPE with merges across the punctuation of JSON, and `<|end|>` as its end of text."""
+def make_tokenizer(markers: tuple[str, ...], end: str = "<|end|>") -> Any:
+    """A byte-level BPE with merges across the punctuation of JSON, and `end` as its end of text."""
     text = [json.dumps({"name": "ab", "arguments": {"age": i, "tags": ["x"]}}, indent=i % 3 or None) for i in range(30)]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(text, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
-    bpe.add_special_tokens(["<|end|>"])
-    bpe.add_tokens([AddedToken(marker, special=marker.startswith("<|")) for marker in markers])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
+    bpe.add_special_tokens([end])
+    bpe.add_tokens([AddedToken(marker, special=marker.startswith(("<|", "["))) for marker in markers])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
 
 
 def make_compiler(tokenizer: Any, *, max_cached: int = 64, **limits: int) -> GrammarCompiler:
@@ -376,7 +379,7 @@ def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None
     ):
         grammar = read_format(**fields)
         assert grammar is not None
-        factory = COMPILERS[kind].compile(replace(grammar, reasoning_opened=opened))
+        factory = COMPILERS[kind].compile(replace(grammar, reasoning=ReasoningParser, reasoning_opened=opened))
         begin = "" if opened else "<think>\n"
 
         def taken(text: str, factory: ConstraintFactory = factory) -> bool:
@@ -390,6 +393,43 @@ def test_the_grammar_begins_after_the_reasoning(kind: str, opened: bool) -> None
         assert taken(begin + "</think>" + answer)
         assert not taken(begin + "hm</think>\n\nmaybe")
         assert taken(answer) == (not opened)
+
+
+def test_the_grammar_begins_after_reasoning_of_other_kinds() -> None:
+    harmony = (START, CHANNEL, CONSTRAIN, MESSAGE, END)
+    tokenizer = make_tokenizer((*harmony, *MistralReasoning.BEGINS, *MistralReasoning.ENDS), RETURN)
+    compiler = make_compiler(tokenizer)
+    choice, tools = read_format(guided_choice=["yes"]), [{"type": "function", "function": {"name": "f"}}]
+    call = call_grammar(HarmonyTools, read_tools(tools, "required", None))  # type: ignore[arg-type]
+    analysis = f"{CHANNEL}analysis{MESSAGE}Well{END}{START}assistant"
+    to_f = f"{CHANNEL}commentary to=functions.f {CONSTRAIN}json{MESSAGE}"
+    for grammar, kind, right, wrong in (
+        (choice, HarmonyParser, f"{analysis}{CHANNEL}final{MESSAGE}yes", f"{analysis}yes"),
+        (choice, HarmonyParser, f"{CHANNEL}final{MESSAGE}yes", f"{CHANNEL}final{MESSAGE}no"),
+        (call, HarmonyParser, analysis + to_f + "{}", f"{analysis}{CHANNEL}final{MESSAGE}"),
+        (choice, MistralReasoning, "[THINK]Well[/THINK]yes", "[THINK]Well[/THINK]no"),
+        (choice, GraniteReasoning, "Here's my thought process: Well. Here is my response: yes", "Here's no"),
+    ):
+        assert grammar is not None
+        factory = compiler.compile(replace(grammar, reasoning=kind))
+        assert taken_by(factory(), tokenizer.encode(right)) == len(tokenizer.encode(right)), right
+        assert taken_by(factory(), tokenizer.encode(wrong)) < len(tokenizer.encode(wrong)), wrong
+
+
+def test_vllms_styles_of_json() -> None:
+    for style, spaced, bare in (
+        ({}, True, True),
+        ({"disable_any_whitespace": False, "structural_tag": None}, True, True),
+        ({"disable_any_whitespace": True}, False, True),
+        ({"whitespace_pattern": "-"}, False, True),
+    ):
+        factory = compiled("plain", structured_outputs={"json": SCHEMA, **style})
+        for text, is_taken in (('{"name": "a", "age":\n1}', spaced), ('{"name":"a","age":1}', bare)):
+            tokens = TOKENIZERS["plain"].encode(text)
+            assert (taken_by(factory(), tokens) == len(tokens)) == is_taken, (style, text)
+    for wrong in ({"structural_tag": "{}"}, {"disable_additional_properties": True}, {"whitespace_pattern": 1}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            read_format(structured_outputs={"json": SCHEMA, **wrong})
 
 
 def test_as_many_choices_as_are_allowed() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fledge.errors import ConfigError
 from fledge.server.errors import RequestError
-from fledge.server.parsers import whole_message
+from fledge.server.harmony import HarmonyParser, HarmonyTools
+from fledge.server.parsers import AnswerParser, whole_message
 from fledge.server.structured import read_tools
 from fledge.server.tool_parsers import TOOL_PARSERS, tool_parser
 from tests.parsing import Calls, assembled, parse_whole
@@ -27,8 +28,8 @@ DEEPSEEK_31_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁
 TOOLS = {"f": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}, "b": {"type": "boolean"}}}}
 
 
-def parse(name: str, text: str, **more: Any) -> tuple[str | None, Calls]:
-    return parse_whole(TOOL_PARSERS[name](tools=TOOLS, **more), text)
+def parse(name: str, text: str) -> tuple[str | None, Calls]:
+    return parse_whole(TOOL_PARSERS[name](tools=TOOLS), text)
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -317,15 +318,15 @@ _NOISE = [
 
 
 @settings(max_examples=400, deadline=None)
-@given(data=st.data(), name=st.sampled_from(sorted(_FRAGMENTS)), parallel=st.booleans())
-def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str, parallel: bool) -> None:
+@given(data=st.data(), name=st.sampled_from(sorted(_FRAGMENTS)))
+def test_any_split_gives_what_the_whole_gives(data: st.DataObject, name: str) -> None:
     pieces = st.sampled_from(_FRAGMENTS[name] + _NOISE + _FRAGMENTS[name])
     text = "".join(data.draw(st.lists(pieces, max_size=10)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
-    parser = TOOL_PARSERS[name](parallel=parallel, tools=TOOLS)
+    parser = TOOL_PARSERS[name](tools=TOOLS)
     chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.feed("", final=True)
-    assert assembled(deltas) == parse(name, text, parallel=parallel)
+    assert assembled(deltas) == parse(name, text)
 
 
 @settings(max_examples=100, deadline=None)
@@ -367,7 +368,10 @@ def test_well_formed_calls_come_back_whatever_their_arguments(
 
 def test_without_parallel_calls_the_first_counts() -> None:
     both = f"Hm. <tool_call>{call('a', '{}')}</tool_call> <tool_call>{call('b', '{}')}</tool_call> End"
-    assert parse("hermes", both, parallel=False) == ("Hm.\nEnd", [("a", "{}")])
+    assert parse_whole(AnswerParser(TOOL_PARSERS["hermes"](), parallel=False), both) == ("Hm.\nEnd", [("a", "{}")])
+    to, then = "<|channel|>commentary to=functions.{0}<|message|>{{}}<|call|>", "<|channel|>final<|message|>End"
+    harmony = AnswerParser(HarmonyParser(), HarmonyTools(), parallel=False)
+    assert parse_whole(harmony, to.format("a") + to.format("b") + then) == ("End", [("a", "{}")])
 
 
 def test_ids_are_openais_or_the_models_own() -> None:

@@ -19,8 +19,8 @@ from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.drafter_config import D2T, FLAGS, T2D, as_outputs, their_name
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
 from fledge.checkpoints.target import identify_target, language_tensors
-from fledge.checkpoints.tensors import TensorFiles, TensorInfo
-from fledge.checkpoints.weights import stored_shapes, without_weights
+from fledge.checkpoints.tensors import TensorFiles, TensorInfo, not_finite
+from fledge.checkpoints.weights import stored_shapes, weight_names, without_weights
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import DraftVocabulary
@@ -137,8 +137,9 @@ _TENSORS = {
 def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     """Missing, unexpected and misshapen tensors; one finding for each kind, naming the first."""
     with without_weights():
-        expected = stored_shapes(build(checkpoint.config), checkpoint.weight_format)
-    stored = checkpoint.stored_names.keys() - {T2D}
+        form = checkpoint.weight_format
+        expected = stored_shapes(build(checkpoint.config), form, checkpoint.stored_names, checkpoint.files.infos)
+    stored = weight_names(checkpoint.stored_names, form).keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
         name = "d2t-without-reduction" if checkpoint.read(D2T).any() else "d2t-identity"
@@ -202,7 +203,7 @@ def _vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
 def _value_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     for name, stored in sorted(checkpoint.stored_names.items()):
         tensor = checkpoint.read(name)
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not_finite(tensor).any():
             yield finding("weights-not-finite", field=stored, file=checkpoint.info(name).file.name)
             return
 

@@ -10,7 +10,7 @@ import torch
 
 from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
-from fledge.checkpoints.tensors import TensorFiles, write_model
+from fledge.checkpoints.tensors import TensorFiles, not_finite, write_model
 from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format, without_weights
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
 from fledge.files import digest, file_digest, read_json
@@ -175,11 +175,14 @@ def load_target(
 def _check_finite(model: TargetModel, directory: Path) -> None:
     """Refuse weights that are no numbers. In a head they would only make a token that is never, or always, chosen."""
     for name, tensor in model.state_dict().items():
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not tensor.numel():
+        if not tensor.is_floating_point() or not tensor.numel():
             continue
-        low, high = tensor.aminmax()  # of which one is not finite if anything is not; no copy is made
-        if not (low.isfinite() & high.isfinite()):
-            wrong, stored = ~tensor.isfinite(), FAMILIES[model.config.family].stored_name(name)
+        if tensor.element_size() > 1:
+            low, high = tensor.aminmax()  # of which one is not finite if anything is not; no copy is made
+            if low.isfinite() & high.isfinite():
+                continue
+        if (wrong := not_finite(tensor)).any():
+            stored = FAMILIES[model.config.family].stored_name(name)
             raise CheckpointError(
                 f"{directory}: tensor '{stored}' has {int(wrong.sum())} values that are not finite, the first at "
                 f"{wrong.nonzero()[0].tolist()}; the file is damaged, or training went wrong"

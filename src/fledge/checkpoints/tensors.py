@@ -22,7 +22,7 @@ _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SHARD_NAME = re.compile(r"\w[\w.\- ]{0,254}", re.ASCII)
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"}
 _TORCH_NAMES |= {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
-_TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,13 @@ class TensorFiles:
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 part = handle.get_slice(name)
                 yield name, _TORCH_NAMES.get(part.get_dtype(), part.get_dtype()), part.get_shape()
+
+
+def not_finite(tensor: Tensor) -> Tensor:
+    """Which values are no numbers, or infinite. Not in torch for numbers of eight bits."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return (tensor.view(torch.uint8) & 0x7F) == 0x7F
+    return ~(tensor.float() if tensor.element_size() == 1 else tensor).isfinite()
 
 
 def _find_files(directory: Path) -> list[Path]:

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from fledge.checkpoints.formats.dense import Placement
+from fledge.checkpoints.formats.quantized import WeightSummary
 from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
 from fledge.checkpoints.tensors import TensorFiles, not_finite, write_model
-from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format, without_weights
+from fledge.checkpoints.weights import (
+    load_weights,
+    stored_tensors,
+    summarize_weights,
+    weight_format,
+    weight_names,
+    without_weights,
+)
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
 from fledge.files import digest, file_digest, read_json
 from fledge.layers.config import LayerConfig, RopeConfig
@@ -149,7 +157,7 @@ def load_target(
             CheckpointWarning,
             stacklevel=2,
         )
-    files = StackedExpertFiles(directory) if family.stacks_experts else TensorFiles(directory)
+    files = target_files(directory, config.family)
     layers = (config.layer_at(i).experts for i in range(config.num_layers))
     if (parts := sum(1 if experts is None else experts.num_experts for experts in layers)) > len(files.infos):
         what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
@@ -170,6 +178,18 @@ def load_target(
         model.lm_head.weight = model.embed_tokens.weight
     _check_finite(model, directory)
     return model.to(device=device).eval()
+
+
+def target_files(directory: Path, family: str) -> TensorFiles:
+    """The tensors of a target, with those of each expert apart."""
+    stacks = family in FAMILIES and FAMILIES[family].stacks_experts
+    return StackedExpertFiles(directory) if stacks else TensorFiles(directory)
+
+
+def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
+    """What is stored in fewer than 16 bits, and how; None where nothing is."""
+    form = weight_format(_target_fields(files.directory), files)
+    return summarize_weights(weight_names(language_tensors(files.infos), form), files.infos, form)
 
 
 def _check_finite(model: TargetModel, directory: Path) -> None:

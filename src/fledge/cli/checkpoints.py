@@ -32,8 +32,7 @@ def inspect(
     from fledge.checkpoints.contract import describe_drafter, describe_target  # noqa: PLC0415 - imports torch
     from fledge.checkpoints.reading import is_drafter, read_drafter  # noqa: PLC0415
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
-    from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415
-    from fledge.checkpoints.tensors import TensorFiles  # noqa: PLC0415
+    from fledge.checkpoints.target import sketch_target_config, target_files  # noqa: PLC0415
 
     target_directory = resolve(target) if target else None
     target_config = sketch_target_config(target_directory)[0] if target_directory else None
@@ -49,7 +48,7 @@ def inspect(
         raise CheckpointError(f"{directory}: not an EAGLE drafter, so there is nothing to check against --target")
     else:
         config, reason = sketch_target_config(directory)
-        description = describe_target(config, TensorFiles(directory), reason)
+        description = describe_target(config, target_files(directory, config.family), reason)
     if as_json:
         typer.echo(json.dumps(description))
     else:

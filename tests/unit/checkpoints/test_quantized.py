@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fledge.checkpoints.contract import describe_target
 from fledge.checkpoints.drafter import load_drafter, save_drafter
-from fledge.checkpoints.target import load_target, save_target
+from fledge.checkpoints.target import load_target, save_target, target_files
 from fledge.errors import CheckpointError
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
@@ -183,3 +184,16 @@ def test_what_is_not_read_is_named(quantization: object, says: str, target: Path
     with pytest.raises(CheckpointError, match=says) as caught:
         load_target(tmp_path / "target")
     assert "\n" not in str(caught.value)
+
+
+def test_inspect_says_what_is_in_fewer_bits(target: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS["ct-int4-zeros"])
+    said = {name: describe_target(CONFIG, target_files(tmp_path / name, CONFIG.family)) for name in ("stored", "meant")}
+    assert said["meant"]["weights"] is None
+    assert said["stored"]["weights"] == {
+        "format": "compressed-tensors",
+        "kinds": {"4-bit integers, groups of 16, zero points": 7 * CONFIG.num_layers},
+        "dense": ["embed_tokens", "lm_head"],
+    }
+    assert said["stored"]["size"]["parameters"] == said["meant"]["size"]["parameters"]
+    assert said["stored"]["size"]["bytes"] < said["meant"]["size"]["bytes"]

@@ -31,7 +31,7 @@ from fledge.models.target.family import Family
 
 # Older checkpoints store the rope frequencies, which follow from the config.
 _IGNORED_TENSOR = "rotary_emb.inv_freq"
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -41,7 +41,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SAMPLE_BYTES = 1 << 20
 _WRAPPED = "language_model."  # in the names of tensors
@@ -237,8 +237,8 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
 def tokenizer_digests(directory: Path) -> dict[str, str]:
     """Sixteen hex digits each for the tokenizer's files and for the chat template's."""
     config = _optional_fields(directory / "tokenizer_config.json").values
-    template = [file_digest(directory / name) for name in _TEMPLATE_FILES if (directory / name).is_file()]
-    files = {name: file_digest(directory / name) for name in _TOKENIZER_FILES if (directory / name).is_file()}
+    template = [file_digest(directory / name) for name in TEMPLATE_FILES if (directory / name).is_file()]
+    files = {name: file_digest(directory / name) for name in TOKENIZER_FILES if (directory / name).is_file()}
     return {"tokenizer": digest(files), "chat_template": digest([config.get("chat_template"), template])}
 
 

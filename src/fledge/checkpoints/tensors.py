@@ -1,9 +1,10 @@
 """The tensor files of a model directory, whatever their number and format, read one tensor at a time."""
 
 import re
+import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +136,13 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def write_model(directory: Path, tensors: Mapping[str, Tensor], files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write a model directory: its tensors, and JSON files by their names. Refuses an existing destination."""
+def write_model(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, Mapping[str, Any]],
+    copied: Iterable[Path] = (),
+) -> None:
+    """Write a model directory: its tensors, JSON files by their names, copies. Refuses an existing destination."""
     refuse_existing(directory)
     stored = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     with atomic_directory(directory) as temporary:
@@ -147,6 +153,8 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], files: Mapping[s
             raise CheckpointError(f"{directory}: cannot be written: {describe(error)}") from None
         for name, values in files.items():
             write_json(temporary / name, values)
+        for path in copied:
+            shutil.copyfile(path, temporary / path.name)
 
 
 def refuse_existing(destination: Path) -> None:

@@ -7,7 +7,7 @@ Every stored format is repacked to this at load, one layout for each kind of cod
     int8   [rows, columns] int8
     fp8    [rows, columns] float8_e4m3fn
     int4   [rows, columns / 2] uint8: two codes, the even column's in the low half, each 8 more than it means
-    fp4    [rows, columns / 2] uint8: the same, each the number of a value in `FP4_VALUES` (E2M1)
+    fp4    [rows, columns / 2] uint8: the same, each a sign, two bits of exponent and one of mantissa (E2M1)
 
 Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype.
 """
@@ -22,7 +22,6 @@ from torch import Tensor
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4_OFFSET = 8
 
 
@@ -80,7 +79,9 @@ def code_values(weight: QuantizedWeight) -> Tensor:
     halves = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(-2)
     if weight.kind == "int4":
         return halves.float() - INT4_OFFSET
-    return torch.tensor(FP4_VALUES, device=halves.device)[halves.int()]
+    exponent, mantissa = (halves >> 1) & 3, halves & 1
+    doubled = torch.where(exponent > 0, (2 + mantissa) << (exponent.clamp(min=1) - 1), mantissa)
+    return doubled * torch.where(halves > 7, -0.5, 0.5)
 
 
 def _by_column(per_group: Tensor, weight: QuantizedWeight) -> Tensor:

@@ -19,8 +19,9 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(VLLM_PYTHON is None, reason="FLEDGE_VLLM_PYTHON is not set (make test-vllm sets it)"),
 ]
-CONFIG = replace(TINY_TARGET, num_layers=1, layer=replace(TINY_LAYER, intermediate_size=64))
-# The package takes blocks that do not divide a matrix for smaller ones.
+_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
+CONFIG = replace(TINY_TARGET, num_layers=1, layer=replace(TINY_LAYER, **_SIZES))
+# The package takes blocks that do not divide a matrix for smaller ones, and one column of blocks for rows.
 LEFT_OUT = ("ct-fp8-block",)
 PARTS = {
     "self_attn.qkv_proj": "qkv",

@@ -1,7 +1,7 @@
 """A target in fewer bits, rounded to nearest, in the layout of compressed-tensors: weights alone, activations stay.
 
     fp8         E4M3, a scale for each row
-    fp8-block   E4M3, a scale for each block of 128 x 128
+    fp8-block   E4M3, a scale for each block of 128 x 128; only where these divide every matrix: others read no rest
     int8        a scale for each row
     int4        a scale for each group of 128 columns, or 64 or 32 where 128 does not divide every width, else each row
 
@@ -62,6 +62,10 @@ def quantize_target(source: Path, destination: Path, width: Width) -> Written:
         if len(files.infos[stored].shape) == 2
     }
     chosen = {stored for stored, ours in matrices.items() if _LINEAR.fullmatch(ours)}
+    uneven = [stored for stored in sorted(chosen) if any(size % _BLOCK for size in files.infos[stored].shape)]
+    if width == "fp8-block" and uneven:
+        shape = " x ".join(map(str, files.infos[uneven[0]].shape))
+        raise CheckpointError(f"{source}: '{uneven[0]}' is {shape}, no multiple of {_BLOCK}; use --quantize fp8")
     group = _group_size({files.infos[stored].shape[1] for stored in chosen}) if width == "int4" else None
     tensors: dict[str, Tensor] = {}
     for stored in files.infos:
@@ -91,11 +95,9 @@ def _stored(matrix: Tensor, width: Width, group: int | None) -> dict[str, Tensor
     """The tensors of one linear, by what follows its name."""
     values = matrix.float()
     if width == "fp8-block":
-        rows, columns = values.shape
-        padded = F.pad(values, (0, -columns % _BLOCK, 0, -rows % _BLOCK))
-        blocks = padded.view(padded.shape[0] // _BLOCK, _BLOCK, -1, _BLOCK)
+        blocks = values.view(len(values) // _BLOCK, _BLOCK, -1, _BLOCK)
         scales = _scales(blocks.abs().amax((1, 3)), _FP8_MAX)
-        codes = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
+        codes = (blocks / scales[:, None, :, None]).view_as(values)
         return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
     if width == "fp8":
         scales = _scales(values.abs().amax(1, keepdim=True), _FP8_MAX)

@@ -169,8 +169,8 @@ UNREADABLE = (
     ),
     Trap(
         name="quantised",
-        spoil=_config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        says="weights quantised with gptq (4 bits), which Fledge does not read; expected an unquantised checkpoint",
+        spoil=_config(quantization_config={"quant_method": "hqq", "bits": 4}),
+        says="weights quantised with hqq (4 bits), which Fledge does not read; docs/quantised.md lists what it does",
     ),
     Trap(
         name="quantised-tensors",

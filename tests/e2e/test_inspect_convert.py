@@ -120,7 +120,7 @@ FOREIGN_TARGETS = {
     "unknown-family": {"model_type": "phoenix", **_SHAPE, **_ROPE},
     "hybrid": {"model_type": "qwen3_next", **_SHAPE, **_ROPE, "layer_types": ["linear_attention"] * 8},
     "wrapper": {"model_type": "phoenix_vl", "text_config": {"model_type": "phoenix", **_SHAPE, **_ROPE}},
-    "quantised": {"model_type": "llama", **_SHAPE, **_ROPE, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "quantised": {"model_type": "llama", **_SHAPE, **_ROPE, "quantization_config": {"quant_method": "hqq", "bits": 4}},
     "rope-by-layer-type": {
         "model_type": "phoenix",
         **_SHAPE,
@@ -135,7 +135,7 @@ def test_inspect_of_targets_that_the_engine_does_not_run(name: str, fledge: Fled
     (tmp_path / "target" / "config.json").write_text(json.dumps(FOREIGN_TARGETS[name]))
     outcome = fledge("inspect", tmp_path / "target")
     assert outcome.status == 0, outcome
-    reasons = {"quantised": "quantised with gptq", "hybrid": "has layers with a recurrent state"}
+    reasons = {"quantised": "quantised with hqq", "hybrid": "has layers with a recurrent state"}
     assert reasons.get(name, "is not a supported target") in " ".join(outcome.out.split())
     description = fledge("inspect", tmp_path / "target", "--json").json
     assert "serve" not in description["verbs"]

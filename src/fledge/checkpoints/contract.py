@@ -7,7 +7,7 @@ drafter that accepts less than it should. Here each of them is a finding with a 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ import torch
 
 from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats.drafter_config import D2T, FLAGS, T2D, as_outputs, their_name
+from fledge.checkpoints.formats.quantized import WeightSummary
 from fledge.checkpoints.reading import PROVENANCE_FILE, DrafterCheckpoint
-from fledge.checkpoints.target import identify_target, language_tensors
-from fledge.checkpoints.tensors import TensorFiles, TensorInfo
-from fledge.checkpoints.weights import stored_shapes, without_weights
+from fledge.checkpoints.target import identify_target, language_tensors, summarize_target_weights
+from fledge.checkpoints.tensors import TensorFiles, not_finite
+from fledge.checkpoints.weights import stored_shapes, summarize_weights, weight_names, without_weights
 from fledge.layers.config import LayerConfig, RopeConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import DraftVocabulary
@@ -137,8 +138,9 @@ _TENSORS = {
 def _tensor_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     """Missing, unexpected and misshapen tensors; one finding for each kind, naming the first."""
     with without_weights():
-        expected = stored_shapes(build(checkpoint.config), checkpoint.weight_format)
-    stored = checkpoint.stored_names.keys() - {T2D}
+        form = checkpoint.weight_format
+        expected = stored_shapes(build(checkpoint.config), form, checkpoint.stored_names, checkpoint.files.infos)
+    stored = weight_names(checkpoint.stored_names, form).keys() - {T2D}
     if D2T in stored and D2T not in expected:
         stored -= {D2T}
         name = "d2t-without-reduction" if checkpoint.read(D2T).any() else "d2t-identity"
@@ -202,7 +204,7 @@ def _vocabulary_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
 def _value_findings(checkpoint: DrafterCheckpoint) -> Iterator[Finding]:
     for name, stored in sorted(checkpoint.stored_names.items()):
         tensor = checkpoint.read(name)
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not_finite(tensor).any():
             yield finding("weights-not-finite", field=stored, file=checkpoint.info(name).file.name)
             return
 
@@ -214,6 +216,7 @@ def describe_drafter(
     findings = check(checkpoint, target, target_directory)
     stated, ids = config.aux_layer_ids is not None, (config.resolved(target) if target else config).aux_layer_ids
     sound = not any(finding.severity == "error" for finding in findings)
+    summary = summarize_weights(checkpoint.stored_names, checkpoint.files.infos, checkpoint.weight_format)
     return {
         "kind": "drafter",
         "directory": str(checkpoint.directory),
@@ -234,7 +237,8 @@ def describe_drafter(
         "embedding": "own" if config.own_embedding else "the target's",
         "head": "own" if config.own_head else "the target's",
         "dtype": config.dtype,
-        "size": _sizes((name, checkpoint.info(name)) for name in checkpoint.stored_names),
+        "weights": _describe_weights(summary),
+        "size": _sizes(checkpoint.stored_names, checkpoint.files, summary),
         "made_for": checkpoint.target,
         "provenance": checkpoint.provenance,
         "sound": sound,
@@ -245,8 +249,8 @@ def describe_drafter(
 
 def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None = None) -> dict[str, Any]:
     """`reason`: why the engine cannot run it, as `sketch_target_config` gives it."""
-    stored = language_tensors(files.infos)
-    names = ((name.removeprefix("model."), files.infos[stored[name]]) for name in stored)
+    names = {name.removeprefix("model."): stored for name, stored in language_tensors(files.infos).items()}
+    summary = None if reason is not None else summarize_target_weights(files)
     layer = _describe_layer(config.layer)
     verbs: tuple[str, ...] = (*_ENGINE_VERBS, *_ANY_VERBS)
     if reason is not None:
@@ -266,7 +270,8 @@ def describe_target(config: TargetConfig, files: TensorFiles, reason: str | None
         "sliding_window": next((window for window in config.sliding_windows if window), None),
         "aux_layer_ids": _aux_ids(config.default_aux_layer_ids, stated=False),
         "dtype": config.dtype,
-        "size": _sizes(names),
+        "weights": _describe_weights(summary),
+        "size": _sizes(names, files, summary),
     }
 
 
@@ -289,14 +294,27 @@ def _describe_layer(layer: LayerConfig) -> dict[str, Any]:
     return {**kept, "rope": rope}
 
 
-def _sizes(tensors: Iterable[tuple[str, TensorInfo]]) -> dict[str, Any]:
-    """Parameters (floating-point values) and bytes, in all and by part."""
+def _describe_weights(summary: WeightSummary | None) -> dict[str, Any] | None:
+    """What is in fewer bits, and what is not; None where nothing is."""
+    return (
+        summary
+        if summary is None
+        else {"format": summary.format, "kinds": dict(summary.kinds), "dense": list(summary.dense)}
+    )
+
+
+def _sizes(names: Mapping[str, str], files: TensorFiles, summary: WeightSummary | None) -> dict[str, Any]:
+    """Parameters (values, however many bits they have) and bytes, in all and by part; `names` to those in the files."""
     parts: dict[str, dict[str, int]] = {}
-    for name, info in tensors:
+    quantized = dict(summary.parameters) if summary else {}
+    for name, stored in names.items():
+        info, (linear, _, kind) = files.infos[stored], stored.rpartition(".")
         part = _PARTS.get(name.partition(".")[0], "other")
-        count = math.prod(info.shape)
+        count = parameters = math.prod(info.shape)
+        if linear in quantized and kind != "bias":
+            parameters, quantized[linear] = quantized[linear], 0  # counted with the first of its tensors
         sizes = parts.setdefault(part, {"parameters": 0, "bytes": 0})
-        sizes["parameters"] += count if part != "vocabulary maps" else 0
+        sizes["parameters"] += parameters if part != "vocabulary maps" else 0
         sizes["bytes"] += count * getattr(getattr(torch, info.dtype, None), "itemsize", 1)
     totals = {unit: sum(part[unit] for part in parts.values()) for unit in ("parameters", "bytes")}
     return {**totals, "parts": dict(sorted(parts.items()))}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fledge.checkpoints.finding import Finding, finding
 from fledge.checkpoints.formats import drafter_classes, drafter_config
-from fledge.checkpoints.formats.dense import DENSE_DTYPES, WeightFormat
+from fledge.checkpoints.formats.dense import DENSE, DENSE_DTYPES, WeightFormat
 from fledge.checkpoints.formats.drafter_classes import Format
 from fledge.checkpoints.formats.drafter_config import D2T, T2D
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
@@ -81,7 +81,11 @@ def read_drafter(directory: Path) -> DrafterCheckpoint:
         file = files.infos[first].file.name
         notes.append(finding("model-prefix", field=first, found=found, expected=bare[first], file=file))
     infos = {stored: files.infos[stored] for ours, stored in stored_names.items() if ours not in (D2T, T2D)}
-    infos = {stored: info for stored, info in infos.items() if info.dtype in DENSE_DTYPES}
+    infos = {
+        stored: info
+        for stored, info in infos.items()
+        if info.dtype in DENSE_DTYPES and (form is DENSE or stored.endswith((".weight", ".bias")))
+    }
     if not infos:
         raise CheckpointError(f"{directory}: holds no weights")
     dtype = max(infos.values(), key=lambda info: math.prod(info.shape)).dtype  # going by the largest

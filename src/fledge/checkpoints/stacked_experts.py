@@ -2,6 +2,8 @@
 
 stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [experts, out]; gate and up in turns
 here        experts.3.gate_up_proj.weight [out, in], experts.3.gate_up_proj.bias [out]; all of gate before up
+
+In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...].
 """
 
 import re
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 
-_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|bias)")
 
 
@@ -26,18 +28,20 @@ class StackedExpertFiles(TensorFiles):
         for stored, info in list(self.infos.items()):
             if (match := _STACKED.fullmatch(stored)) is None or len(info.shape) < 2 or 0 in info.shape:
                 continue
-            experts, linear, bias = match.groups()
+            experts, linear, kind = match.groups(default="weight")
+            shape = info.shape[:0:-1] if kind == "weight" else info.shape[1:]
             del self.infos[stored]
             for i in range(info.shape[0]):
-                name = f"{experts}.{i}.{linear}.{'bias' if bias else 'weight'}"
-                self.infos[name] = TensorInfo(info.file, info.dtype, info.shape[:0:-1])
+                name = f"{experts}.{i}.{linear}.{kind}"
+                self.infos[name] = TensorInfo(info.file, info.dtype, shape)
                 self._places[name] = stored, i
 
     def read(self, name: str) -> Tensor:
         if name not in self._places:
             return super().read(name)
         stored, i = self._places[name]
-        rows = self._read(self.infos[name].file, stored)[i].t()
+        rows = self._read(self.infos[name].file, stored)[i]
+        rows = rows.t() if name.endswith(".weight") else rows
         return torch.cat([rows[::2], rows[1::2]]) if ".gate_up_proj." in name else rows
 
 

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from fledge.checkpoints.formats.dense import Placement
+from fledge.checkpoints.formats.quantized import WeightSummary
 from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
-from fledge.checkpoints.tensors import TensorFiles, write_model
-from fledge.checkpoints.weights import load_weights, stored_tensors, weight_format, without_weights
+from fledge.checkpoints.tensors import TensorFiles, not_finite, write_model
+from fledge.checkpoints.weights import (
+    load_weights,
+    stored_tensors,
+    summarize_weights,
+    weight_format,
+    weight_names,
+    without_weights,
+)
 from fledge.errors import CheckpointError, CheckpointWarning, nearest_name_hint
 from fledge.files import digest, file_digest, read_json
 from fledge.layers.config import LayerConfig, RopeConfig
@@ -23,7 +31,7 @@ from fledge.models.target.family import Family
 
 # Older checkpoints store the rope frequencies, which follow from the config.
 _IGNORED_TENSOR = "rotary_emb.inv_freq"
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -33,7 +41,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SAMPLE_BYTES = 1 << 20
 _WRAPPED = "language_model."  # in the names of tensors
@@ -149,7 +157,7 @@ def load_target(
             CheckpointWarning,
             stacklevel=2,
         )
-    files = StackedExpertFiles(directory) if family.stacks_experts else TensorFiles(directory)
+    files = target_files(directory, config.family)
     layers = (config.layer_at(i).experts for i in range(config.num_layers))
     if (parts := sum(1 if experts is None else experts.num_experts for experts in layers)) > len(files.infos):
         what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
@@ -172,14 +180,29 @@ def load_target(
     return model.to(device=device).eval()
 
 
+def target_files(directory: Path, family: str) -> TensorFiles:
+    """The tensors of a target, with those of each expert apart."""
+    stacks = family in FAMILIES and FAMILIES[family].stacks_experts
+    return StackedExpertFiles(directory) if stacks else TensorFiles(directory)
+
+
+def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
+    """What is stored in fewer than 16 bits, and how; None where nothing is."""
+    form = weight_format(_target_fields(files.directory), files)
+    return summarize_weights(weight_names(language_tensors(files.infos), form), files.infos, form)
+
+
 def _check_finite(model: TargetModel, directory: Path) -> None:
     """Refuse weights that are no numbers. In a head they would only make a token that is never, or always, chosen."""
     for name, tensor in model.state_dict().items():
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not tensor.numel():
+        if not tensor.is_floating_point() or not tensor.numel():
             continue
-        low, high = tensor.aminmax()  # of which one is not finite if anything is not; no copy is made
-        if not (low.isfinite() & high.isfinite()):
-            wrong, stored = ~tensor.isfinite(), FAMILIES[model.config.family].stored_name(name)
+        if tensor.element_size() > 1:
+            low, high = tensor.aminmax()  # of which one is not finite if anything is not; no copy is made
+            if low.isfinite() & high.isfinite():
+                continue
+        if (wrong := not_finite(tensor)).any():
+            stored = FAMILIES[model.config.family].stored_name(name)
             raise CheckpointError(
                 f"{directory}: tensor '{stored}' has {int(wrong.sum())} values that are not finite, the first at "
                 f"{wrong.nonzero()[0].tolist()}; the file is damaged, or training went wrong"
@@ -214,8 +237,8 @@ def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:
 def tokenizer_digests(directory: Path) -> dict[str, str]:
     """Sixteen hex digits each for the tokenizer's files and for the chat template's."""
     config = _optional_fields(directory / "tokenizer_config.json").values
-    template = [file_digest(directory / name) for name in _TEMPLATE_FILES if (directory / name).is_file()]
-    files = {name: file_digest(directory / name) for name in _TOKENIZER_FILES if (directory / name).is_file()}
+    template = [file_digest(directory / name) for name in TEMPLATE_FILES if (directory / name).is_file()]
+    files = {name: file_digest(directory / name) for name in TOKENIZER_FILES if (directory / name).is_file()}
     return {"tokenizer": digest(files), "chat_template": digest([config.get("chat_template"), template])}
 
 

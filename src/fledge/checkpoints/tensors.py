@@ -1,9 +1,10 @@
 """The tensor files of a model directory, whatever their number and format, read one tensor at a time."""
 
 import re
+import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SHARD_NAME = re.compile(r"\w[\w.\- ]{0,254}", re.ASCII)
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"}
 _TORCH_NAMES |= {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
-_TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class TensorFiles:
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 part = handle.get_slice(name)
                 yield name, _TORCH_NAMES.get(part.get_dtype(), part.get_dtype()), part.get_shape()
+
+
+def not_finite(tensor: Tensor) -> Tensor:
+    """Which values are no numbers, or infinite. Not in torch for numbers of eight bits."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return (tensor.view(torch.uint8) & 0x7F) == 0x7F
+    return ~(tensor.float() if tensor.element_size() == 1 else tensor).isfinite()
 
 
 def _find_files(directory: Path) -> list[Path]:
@@ -128,8 +136,13 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def write_model(directory: Path, tensors: Mapping[str, Tensor], files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write a model directory: its tensors, and JSON files by their names. Refuses an existing destination."""
+def write_model(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, Mapping[str, Any]],
+    copied: Iterable[Path] = (),
+) -> None:
+    """Write a model directory: its tensors, JSON files by their names, copies. Refuses an existing destination."""
     refuse_existing(directory)
     stored = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     with atomic_directory(directory) as temporary:
@@ -140,6 +153,8 @@ def write_model(directory: Path, tensors: Mapping[str, Tensor], files: Mapping[s
             raise CheckpointError(f"{directory}: cannot be written: {describe(error)}") from None
         for name, values in files.items():
             write_json(temporary / name, values)
+        for path in copied:
+            shutil.copyfile(path, temporary / path.name)
 
 
 def refuse_existing(destination: Path) -> None:

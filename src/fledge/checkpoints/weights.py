@@ -9,6 +9,7 @@ import pkgutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fledge.checkpoints import formats
-from fledge.checkpoints.formats.dense import DENSE, DENSE_DTYPES, Placement, WeightFormat, dense_tensor
-from fledge.checkpoints.tensors import TensorFiles
+from fledge.checkpoints.formats.dense import (
+    DENSE,
+    DENSE_DTYPES,
+    Placement,
+    StoredLinear,
+    WeightFormat,
+    dense_tensor,
+)
+from fledge.checkpoints.formats.quantized import UNREAD, Quantized, WeightSummary
+from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.errors import CheckpointError
 from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
+
+Infos = Mapping[str, TensorInfo]  # by the names that files have for their tensors
 
 _STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PRECISE = "e_score_correction_bias"  # decides between experts that are all but equal: float32 whatever the model is in
@@ -48,7 +59,7 @@ def weight_format(fields: ConfigFields, files: TensorFiles | None = None) -> Wei
 
     Raises, naming method and bits, for a format that is not read.
     """
-    quantization = fields.nested("quantization_config")
+    quantization = _quantization_of(fields)
     if quantization is None:
         for name, info in files.infos.items() if files else ():
             if info.dtype not in DENSE_DTYPES and (len(info.shape) > 1 or name.endswith((".weight", ".bias"))):
@@ -64,8 +75,17 @@ def weight_format(fields: ConfigFields, files: TensorFiles | None = None) -> Wei
             return found
     raise CheckpointError(
         f"{fields.where}: weights quantised with {_described(quantization.values)}, which Fledge does not read; "
-        "expected an unquantised checkpoint (bf16, fp16 or fp32)"
+        "docs/quantised.md lists what it does"
     )
+
+
+def _quantization_of(fields: ConfigFields) -> ConfigFields | None:
+    """What a config says of quantised weights, or an older ModelOpt beside it."""
+    beside = Path(fields.where).with_name("hf_quant_config.json")
+    if "quantization_config" in fields or not beside.is_file():
+        return fields.nested("quantization_config")
+    found = ConfigFields.from_file(beside)
+    return ConfigFields({"quant_method": "modelopt", **found.values}, found.where)
 
 
 def _described(quantization: Mapping[str, Any]) -> str:
@@ -82,23 +102,63 @@ def _described(quantization: Mapping[str, Any]) -> str:
 
 
 def stored_shapes(
-    model: nn.Module, form: WeightFormat, *, stored: Collection[str] = (), tied: Collection[str] = ()
+    model: nn.Module, form: WeightFormat, names: Mapping[str, str], infos: Infos, *, tied: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """The tensors a checkpoint of `model` must have, under our names before joining.
 
-    `stored` are the names it has: what it stores joined is expected so. `tied` are linears that are not stored,
-    because the caller gives them another module's matrix.
+    `names` are what the files call those they have, `infos` what these are: what is stored joined is expected so.
+    `tied` are linears that are not stored, because the caller gives them another module's matrix.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    parts = _parts(model, stored)
+    parts, held = _parts(model, names), _held(names, infos)
     for name, tensor in model.state_dict().items():
         if name not in parts:
             shapes[name] = tuple(tensor.shape)
         elif name.rpartition(".")[0] not in tied:
             for part, rows in parts[name].items():
-                kinds = form.stored_shapes(part, rows, tensor.shape[-1]) if tensor.dim() > 1 else {"bias": (rows,)}
+                linear = _stored_linear(part, rows, tensor.shape[-1], names, held)
+                kinds = form.stored_shapes(linear) if tensor.dim() > 1 else {"bias": (rows,)}
                 shapes |= {f"{part}.{kind}": shape for kind, shape in kinds.items()}
     return shapes
+
+
+def weight_names(names: Mapping[str, str], form: WeightFormat) -> dict[str, str]:
+    """`names` without scales of what is not quantised here: activations, keys and values."""
+    unread = () if form is DENSE else UNREAD
+    return {ours: stored for ours, stored in names.items() if ours.rpartition(".")[2] not in unread}
+
+
+def summarize_weights(names: Mapping[str, str], infos: Infos, form: WeightFormat) -> WeightSummary | None:
+    """What `form` says of the linears of a checkpoint; None where all weights are plain."""
+    if not isinstance(form, Quantized):
+        return None
+    held = {name: kinds for name, kinds in _held(names, infos).items() if _is_linear(kinds)}
+    return form.summary({_stored_name(name, kinds, names): kinds for name, kinds in held.items()})
+
+
+def _is_linear(kinds: Mapping[str, TensorInfo]) -> bool:
+    return any(len(info.shape) > 1 for info in kinds.values())
+
+
+def _held(names: Mapping[str, str], infos: Infos) -> dict[str, dict[str, TensorInfo]]:
+    """What the files hold of each module, by its name here and by what follows it."""
+    held: dict[str, dict[str, TensorInfo]] = {}
+    for ours, stored in names.items():
+        module, _, kind = ours.rpartition(".")
+        held.setdefault(module, {})[kind] = infos[stored]
+    return held
+
+
+def _stored_name(module: str, kinds: Collection[str], names: Mapping[str, str]) -> str:
+    """What the files call a module."""
+    return next((names[f"{module}.{kind}"].removesuffix(f".{kind}") for kind in kinds), module)
+
+
+def _stored_linear(
+    part: str, rows: int, columns: int, names: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]]
+) -> StoredLinear:
+    kinds = held.get(part, {})
+    return StoredLinear(name=_stored_name(part, kinds, names), rows=rows, columns=columns, held=kinds)
 
 
 def load_weights(
@@ -115,8 +175,9 @@ def load_weights(
     `names` are what the files call each tensor, by our names before joining: exactly the `stored_shapes`, or one line
     says which do not fit, before anything is read. The caller completes `tied` linears itself.
     """
-    _check_names(files, names, stored_shapes(model, form, stored=names, tied=tied))
-    parts = _parts(model, names)
+    names = weight_names(names, form)
+    _check_names(files, names, stored_shapes(model, form, names, files.infos, tied=tied))
+    parts, held = _parts(model, names), _held(names, files.infos)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n not in tied}
     precise = replace(placement, dtype=torch.float32)
     others = {
@@ -128,8 +189,9 @@ def load_weights(
     for name, empty in linears.items():
         tensors = []
         for part, rows in parts[f"{name}.weight"].items():
-            kinds = [*form.stored_shapes(part, rows, empty.in_features), *(["bias"] if empty.bias is not None else [])]
-            tensors.append({kind: files.read(names[f"{part}.{kind}"]) for kind in kinds})
+            linear = _stored_linear(part, rows, empty.in_features, names, held)
+            kinds = [*form.stored_shapes(linear), *(["bias"] if empty.bias is not None else [])]
+            tensors.append((linear, {kind: files.read(names[f"{part}.{kind}"]) for kind in kinds}))
         filled = form.linear(empty, tensors, placement)
         if filled is not empty:
             model.set_submodule(name, filled)

@@ -32,8 +32,7 @@ def inspect(
     from fledge.checkpoints.contract import describe_drafter, describe_target  # noqa: PLC0415 - imports torch
     from fledge.checkpoints.reading import is_drafter, read_drafter  # noqa: PLC0415
     from fledge.checkpoints.source import resolve  # noqa: PLC0415
-    from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415
-    from fledge.checkpoints.tensors import TensorFiles  # noqa: PLC0415
+    from fledge.checkpoints.target import sketch_target_config, target_files  # noqa: PLC0415
 
     target_directory = resolve(target) if target else None
     target_config = sketch_target_config(target_directory)[0] if target_directory else None
@@ -49,7 +48,7 @@ def inspect(
         raise CheckpointError(f"{directory}: not an EAGLE drafter, so there is nothing to check against --target")
     else:
         config, reason = sketch_target_config(directory)
-        description = describe_target(config, TensorFiles(directory), reason)
+        description = describe_target(config, target_files(directory, config.family), reason)
     if as_json:
         typer.echo(json.dumps(description))
     else:
@@ -123,18 +122,28 @@ def convert(
     source: str,
     destination: Path,
     *,
-    to: Literal["vllm", "speculators"],
+    to: Literal["vllm", "speculators"] | None = None,
     target: str | None = None,
     num_speculative_tokens: int = 3,
+    quantize: Literal["fp8", "fp8-block", "int8", "int4"] | None = None,
+    drafter: str | None = None,
+    workload: str = "short",
+    sample: int = 3,
     as_json: bool = False,
 ) -> None:
-    """Write a drafter checkpoint in another format.
+    """Write a drafter checkpoint in another format, or a target in fewer bits.
 
-    Repairs what is evidently meant. Refuses a checkpoint with contract errors that it cannot repair, and an existing
-    destination.
+    A drafter: repairs what is evidently meant. Refuses a checkpoint with contract errors that it cannot repair. A
+    target: rounds to nearest, and says what that did. Refuses an existing destination.
     """
+    if (to is None) == (quantize is None):
+        raise ConfigError("give --to, for a drafter, or --quantize, for a target")
+    if quantize is not None:
+        _quantize(source, destination, quantize, drafter, workload, sample, as_json)
+        return
     from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
 
+    assert to is not None
     fixed, remaining = convert_drafter(
         source, destination, to=to, target=target, num_speculative_tokens=num_speculative_tokens
     )
@@ -147,3 +156,37 @@ def convert(
     for finding in remaining:
         typer.echo(f"{finding.severity}: {finding.message()}")
     typer.echo(f"wrote {destination} ({to} format)")
+
+
+def _quantize(
+    source: str,
+    destination: Path,
+    width: Literal["fp8", "fp8-block", "int8", "int4"],
+    drafter: str | None,
+    workload: str,
+    sample: int,
+    as_json: bool,
+) -> None:
+    from fledge.checkpoints.quantize import quantize_target  # noqa: PLC0415 - imports torch
+    from fledge.checkpoints.source import resolve  # noqa: PLC0415
+    from fledge.evaluation.quantization import DEPTH, measure_quality  # noqa: PLC0415
+    from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
+
+    workloads = load_workloads([workload], sample=sample)
+    written = quantize_target(resolve(source), destination, width)
+    before, after = (measure_quality(one, drafter, workloads) for one in (source, str(destination)))
+    if as_json:
+        measured = {"before": asdict(before), "after": asdict(after)}
+        about = {"source": source, "destination": str(destination), "quantize": width, "workload": workload}
+        typer.echo(json.dumps({**about, **asdict(written), **measured}))
+        return
+    groups = f", groups of {written.group_size}" if written.group_size else ""
+    sizes = " -> ".join(f"{_short(size)}B" for size in (written.bytes_before, written.bytes_after))
+    typer.echo(f"wrote {destination} ({width}{groups}: {written.linears} linears; {sizes})")
+    where = f"{workload}: {before.prompts} prompts, {before.tokens:,} tokens"
+    typer.echo(f"perplexity {before.perplexity:.3f} -> {after.perplexity:.3f} ({where})")
+    if drafter is not None:
+        lengths = [f"{one.acceptance_length or 1:.3f}" for one in (before, after)]
+        typer.echo(f"tokens a round with {drafter}, depth {DEPTH}: {' -> '.join(lengths)}")
+    if after.unchanged is False:
+        raise CheckpointError(f"{destination}: with drafts its answers are not its own; this is a bug of Fledge")

@@ -17,7 +17,7 @@ from fledge.models.target.decoder import TargetModel, TargetStates
 from fledge.native import team
 from fledge.native.bindings import struct, struct_type
 from fledge.native.library import required
-from fledge.native.linear import PackedLinear
+from fledge.native.linear import PACKED
 
 
 class NativeTarget(TargetModel):
@@ -71,7 +71,7 @@ def _lower_layer(layer: nn.Module) -> Any:
         or config.sinks
         or config.rope.interleaved
         or not are_lowerable(*norms.values(), *head_norms.values())
-        or not all(isinstance(matrix, PackedLinear) for matrix in matrices.values())
+        or not all(isinstance(matrix, PACKED) for matrix in matrices.values())
     ):
         return None
     heads = struct(

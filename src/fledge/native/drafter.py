@@ -17,7 +17,7 @@ from fledge.native import team
 from fledge.native.bindings import struct, struct_type
 from fledge.native.decoder import are_lowerable, is_lowerable_pass, lower_layers, pass_struct
 from fledge.native.library import required
-from fledge.native.linear import PackedLinear
+from fledge.native.linear import PACKED
 
 # `Kind` of program.c.
 _EMBED, _NORM, _COPY, _LINEAR, _LAYERS = range(5)
@@ -123,7 +123,7 @@ class NativeDrafter(Drafter):
 def lower_drafter(drafter: Drafter) -> NativeDrafter | None:
     """Return what runs the drafter; None where a part of it is of another kind, not packed, or not in float32."""
     lower: Any = {EagleDrafter: _lower_eagle, Eagle3Drafter: _lower_eagle3}.get(type(drafter))
-    if lower is None or type(drafter.embed_tokens) is not nn.Embedding or not isinstance(drafter.lm_head, PackedLinear):
+    if lower is None or type(drafter.embed_tokens) is not nn.Embedding or not isinstance(drafter.lm_head, PACKED):
         return None
     weight, layers = drafter.embed_tokens.weight, lower_layers(drafter.get_submodule("layers").children())
     if layers is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.is_contiguous():
@@ -133,7 +133,7 @@ def lower_drafter(drafter: Drafter) -> NativeDrafter | None:
 
 
 def _lower_eagle(drafter: EagleDrafter, layers: Any, embed: Any) -> Any:
-    if not isinstance(drafter.fc, PackedLinear):
+    if not isinstance(drafter.fc, PACKED):
         return None
     hidden = drafter.config.hidden_size
     fuse = [_operation(_COPY, _STATES, _FEATURES, size=hidden)]
@@ -151,7 +151,7 @@ def _lower_eagle3(drafter: Eagle3Drafter, layers: Any, embed: Any) -> Any:
     assert isinstance(first, Eagle3FirstLayer)
     state_norms = list(drafter.fc_norm or ())
     norms = [first.input_layernorm, first.hidden_norm, drafter.norm, drafter.input_norm, *state_norms]
-    if not isinstance(drafter.fc, PackedLinear) or not are_lowerable(*norms):
+    if not isinstance(drafter.fc, PACKED) or not are_lowerable(*norms):
         return None
     hidden, width, states = config.hidden_size, config.target_hidden_size, _STATES
     fuse: list[Any] = []

@@ -5,17 +5,19 @@ own (`matmul.h` draws it), and so has oneDNN, which torch ships, where ours cann
 """
 
 import contextlib
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from fledge.layers.block import SwiGLU
 from fledge.layers.linear import Linear
+from fledge.layers.quantized import QuantizedLinear
 from fledge.native import team
 from fledge.native.bindings import struct
 from fledge.native.library import library, required
+from fledge.native.panels import FLOATS, HALVES, is_packable, quantized_panels
 
 # Prompts gain little, and oneDNN keeps compiled code for every number of rows it has met.
 MAX_ONEDNN_ROWS = 64
@@ -35,6 +37,23 @@ class PackedLinear(Linear):
         if torch.is_grad_enabled() or x.dtype != torch.float32:
             return super().forward(x)
         return packed_linear(x, self.packed)
+
+
+class PackedQuantizedLinear(QuantizedLinear):
+    """The same for a matrix in fewer bits, which are what is read. Results have the bits of the dequantised one's."""
+
+    def __init__(self, plain: QuantizedLinear, packed: Any) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(vars(plain))
+        self.packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.dtype != torch.float32:
+            return super().forward(x)
+        return packed_linear(x, self.packed)
+
+
+PACKED = (PackedLinear, PackedQuantizedLinear)
 
 
 class OneDNNLinear(Linear):
@@ -57,8 +76,11 @@ def pack_linears(*models: nn.Module) -> None:
     """Put layers with another layout in place of the models' linear layers in float32 on a CPU.
 
     Costs as much memory again as the matrices have, or half of that if they come from a bfloat16 checkpoint. The
-    weights must not change afterwards. Other linear layers, and those of a weight format of its own, stay as they are.
+    weights must not change afterwards. Other linear layers stay as they are. Quantised ones that the library cannot
+    read, because their columns are in an order of their own, are dequantised first.
     """
+    if library() is not None:
+        _dequantize_unreadable(models)
     modules = dict.fromkeys(module for model in models for module in model.modules())  # some are shared
     plain = [
         module
@@ -66,19 +88,68 @@ def pack_linears(*models: nn.Module) -> None:
         if type(module) is Linear
         and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in module.parameters())
     ]
-    paired = {module.gate_up_proj for module in modules if isinstance(module, SwiGLU)}
+    paired: set[nn.Module] = {module.gate_up_proj for module in modules if isinstance(module, SwiGLU)}
     replaced: dict[nn.Module, nn.Module] = {}
     if library() is not None:
         replaced = {one: PackedLinear(one, packed) for one, packed in zip(plain, pack(plain, paired), strict=True)}
+        replaced |= {
+            one: PackedQuantizedLinear(one, _pack_quantized(one, paired=one in paired))
+            for one in modules
+            if _is_quantized(one)
+        }
     else:
         # A torch without oneDNN, or with another signature, goes without.
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError), torch.no_grad():
             OneDNNLinear(Linear(16, 16))(torch.ones(2, 16))
             replaced = {one: OneDNNLinear(one) for one in plain}
+    _replace(modules, replaced)
+
+
+def _replace(modules: Iterable[nn.Module], replaced: Mapping[nn.Module, nn.Module]) -> None:
     for module in modules:
         for name, child in module.named_children():
             if child in replaced:
                 setattr(module, name, replaced[child])
+
+
+def _is_quantized(module: nn.Module) -> TypeGuard[QuantizedLinear]:
+    """Whether it is quantised, and not packed yet, in a model that computes in float32 on a CPU."""
+    return type(module) is QuantizedLinear and module.codes.device.type == "cpu" and module.dtype == torch.float32
+
+
+def _dequantize_unreadable(models: Iterable[nn.Module]) -> None:
+    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    dense: dict[nn.Module, nn.Module] = {}
+    for one in modules:
+        if _is_quantized(one) and not is_packable(one.quantized):
+            with torch.device("meta"):
+                dense[one] = Linear(one.in_features, one.out_features, bias=one.bias is not None)
+            tensors = {"weight": one.weight} if one.bias is None else {"weight": one.weight, "bias": one.bias}
+            dense[one].load_state_dict(tensors, assign=True)
+            dense[one].requires_grad_(False)
+    _replace(modules, dense)
+
+
+def _pack_quantized(one: QuantizedLinear, *, paired: bool) -> Any:
+    panels = quantized_panels(one.quantized, int(required().fledge_lanes()), paired=paired)
+    return struct(
+        "Matrix",
+        panels=_aligned(panels.words),
+        bias=one.bias,
+        columns=one.out_features,
+        size=one.in_features,
+        paired=paired,
+        **panels.fields(),
+    )
+
+
+def _aligned(words: Tensor) -> Tensor:
+    """A copy in large pages, where the system has them."""
+    size = words.numel() * words.itemsize
+    memory = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % _LARGE_PAGE
+    required().fledge_want_large_pages(memory[start:], size)
+    return memory[start : start + size].view(words.dtype).copy_(words.flatten())
 
 
 def pack(linears: Sequence[Linear], paired: Collection[nn.Module] = ()) -> list[Any]:
@@ -108,7 +179,7 @@ def pack(linears: Sequence[Linear], paired: Collection[nn.Module] = ()) -> list[
             bias=None if one.bias is None else one.bias.detach().contiguous(),
             columns=weight.shape[0],
             size=weight.shape[1],
-            halved=dtype == torch.int16,
+            codes=HALVES if dtype == torch.int16 else FLOATS,
             paired=one in paired,
         )
         required().fledge_pack(matrix, weight, matrix.held["panels"])

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.argmax import argmax_rows_reference
+from fledge.kernels.quantized_linear import INT4_OFFSET, Kind, QuantizedWeight, dequantize, pack_halves
 from fledge.kernels.rope_store import rotate
 from fledge.kernels.swiglu import swiglu
 from fledge.native.bindings import struct, struct_type
+from fledge.native.panels import FLOATS, HALVES, quantized_panels
 
 # Odd sizes: every loop has a rest.
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM = 40, 38, 4, 2, 12
@@ -31,6 +33,7 @@ def check(library: ctypes.CDLL) -> None:
         alone = [layer.natively(stream[i : i + 1], cache, _CONTEXT + i) for i in range(_ROWS)]
         if not torch.equal(torch.cat(alone), found):
             raise OSError("a row's bits depend on its company in the self-test (miscompiled?)")
+    _check_quantized(library, source)
     logits = (3 * _random(source, 6, 45)).round()
     logits[0, 44], logits[1, 7], logits[2], logits[3, 44] = 10, torch.nan, -torch.inf, torch.nan
     chosen = torch.empty(len(logits), dtype=torch.int64)
@@ -42,6 +45,34 @@ def check(library: ctypes.CDLL) -> None:
     library.fledge_accept_chain(drafts, choices, None, tokens, accepted, 2, 4, 3)
     if [*tokens.flatten(), *accepted] != [1, 2, 9, -1, 4, 5, 6, 7, 2, 3]:
         raise OSError("the acceptance of drafts fails its self-test (miscompiled?)")
+
+
+def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:
+    """Products with a matrix in fewer bits are, to the last bit, those with the same one in float32."""
+    rows, columns, group = 37, 24, 8
+    scales = _random(source, rows, columns // group).abs()
+    x, codes = _random(source, _ROWS, columns), _random(source, rows, columns)
+    stored: dict[Kind, Tensor] = {
+        "int8": (30 * codes).to(torch.int8),
+        "int4": pack_halves((3 * codes).clamp(-8, 7) + INT4_OFFSET),
+        "fp8": codes.to(torch.float8_e4m3fn),
+    }
+    for kind, made in stored.items():
+        zeros = None if kind == "fp8" else scales.to(torch.int8)
+        weight = QuantizedWeight(kind=kind, columns=columns, group_size=group, codes=made, scales=scales, zeros=zeros)
+        panels = quantized_panels(weight, library.fledge_lanes(), paired=False)
+        plain = torch.zeros(len(panels.words) * columns * 2 * library.fledge_lanes())
+        sizes = {"columns": rows, "size": columns}
+        dense = struct("Matrix", panels=plain, codes=FLOATS, **sizes)
+        library.fledge_pack(dense, dequantize(weight), plain)
+        aligned = torch.zeros(panels.words.numel() + 16, dtype=torch.int32)
+        aligned = aligned[-aligned.data_ptr() % 64 // 4 :][: panels.words.numel()].copy_(panels.words.flatten())
+        quantized = struct("Matrix", panels=aligned, **sizes, **panels.fields())
+        found = [torch.empty(_ROWS, rows) for _ in range(2)]
+        for matrix, out in zip((dense, quantized), found, strict=True):
+            library.fledge_linear(matrix, x, columns, _ROWS, out, torch.get_num_threads())
+        if not torch.equal(*found):
+            raise OSError(f"products with {kind} fail their self-test (miscompiled?)")
 
 
 def _random(source: torch.Generator, *shape: int) -> Tensor:
@@ -71,7 +102,11 @@ class _Layer:
     def _packed(self, name: str, is_bfloat16: bool) -> Any:
         weight = self.weights[name]
         sizes = {"columns": weight.shape[0], "size": weight.shape[1]}
-        kind = {"halved": is_bfloat16, "paired": name == "gate_up", "bias": self.bias if name == "qkv" else None}
+        kind = {
+            "codes": HALVES if is_bfloat16 else FLOATS,
+            "paired": name == "gate_up",
+            "bias": self.bias if name == "qkv" else None,
+        }
         panels = self.library.panel_count(ctypes.byref(struct("Matrix", **sizes, **kind)))
         count = panels * weight.shape[1] * 2 * self.library.fledge_lanes()
         memory = torch.zeros(count, dtype=torch.int16 if is_bfloat16 else torch.float32)

@@ -35,7 +35,7 @@ from tests.tiny_models import make_target
 @pytest.mark.parametrize("config", drafter_configs().values(), ids=drafter_configs())
 def test_name_tables_invert(config: DrafterConfig) -> None:
     with torch.device("meta"):
-        ours = list(stored_shapes(build(config), DENSE))
+        ours = list(stored_shapes(build(config), DENSE, {}, {}))
     eagle1 = config.architecture is Architecture.EAGLE1
     for midlayer in [False] if eagle1 else [False, True]:
         theirs = [their_name(name, midlayer=midlayer) for name in ours]

@@ -92,13 +92,9 @@ def test_what_does_not_fit_is_named_in_one_line(target: Path, change: Callable[[
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
-        ({"quant_method": "awq", "bits": 4}, r"awq \(4 bits\)"),
+        ({"quant_method": "hqq", "bits": 4}, r"hqq \(4 bits\)"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, r"bitsandbytes \(8 bits\)"),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
-            r"compressed-tensors \(4 bits\)",
-        ),
-        ({"quant_method": "fp8"}, "fp8, which Fledge does not read"),
+        ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8, which Fledge does not read"),
         ({}, "an unnamed method"),
         (4, "field 'quantization_config' is 4"),
     ],
@@ -133,11 +129,12 @@ class RowScaled(nn.Module):
         return nn.functional.linear(x, self.codes.to(x.dtype) * self.scales, self.bias)
 
 class RowScales:
-    def stored_shapes(self, name, rows, columns):
-        return {"weight": (rows, columns)} if name == "lm_head" else {"codes": (rows, columns), "scales": (rows, 1)}
+    def stored_shapes(self, linear):
+        shape = linear.rows, linear.columns
+        return {"weight": shape} if linear.name == "lm_head" else {"codes": shape, "scales": (linear.rows, 1)}
 
     def linear(self, empty, parts, placement):
-        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        joined = {name: torch.cat([part[name] for _, part in parts]) for name in parts[0][1]}
         if "weight" in joined:
             empty.load_state_dict({"weight": joined["weight"].clone()}, assign=True)
             return empty

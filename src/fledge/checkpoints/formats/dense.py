@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fledge.checkpoints.tensors import TensorInfo
 from fledge.layers.linear import Linear
 
 DENSE_DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -25,17 +26,26 @@ class Placement:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredLinear:
+    """A linear [rows, columns] and what a checkpoint holds of it, by what follows its name in those of the tensors."""
+
+    name: str  # as the checkpoint calls it; as we do, where it holds nothing
+    rows: int
+    columns: int
+    held: Mapping[str, TensorInfo]
+
+
 class WeightFormat(Protocol):
     """How a checkpoint stores the matrix of a linear, and how it becomes that linear again."""
 
-    def stored_shapes(self, name: str, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
-        """The tensors that stand for one matrix [rows, columns], by what follows the name of its linear in theirs.
-
-        `name` is ours, for formats that leave some linears dense.
-        """
+    def stored_shapes(self, linear: StoredLinear) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that must stand for the matrix, by what follows the name of the linear in theirs."""
         ...
 
-    def linear(self, empty: Linear, parts: Sequence[Mapping[str, Tensor]], placement: Placement) -> nn.Module:
+    def linear(
+        self, empty: Linear, parts: Sequence[tuple[StoredLinear, Mapping[str, Tensor]]], placement: Placement
+    ) -> nn.Module:
         """Return a module that computes `empty` with these tensors: itself, filled, or another with its forward.
 
         `parts` are the stored linears of which this one is made, rows joined in their order: query, key and value, or
@@ -47,12 +57,14 @@ class WeightFormat(Protocol):
 class Dense:
     """float32, float16 or bfloat16."""
 
-    def stored_shapes(self, name: str, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
-        return {"weight": (rows, columns)}
+    def stored_shapes(self, linear: StoredLinear) -> Mapping[str, tuple[int, ...]]:
+        return {"weight": (linear.rows, linear.columns)}
 
-    def linear(self, empty: Linear, parts: Sequence[Mapping[str, Tensor]], placement: Placement) -> nn.Module:
+    def linear(
+        self, empty: Linear, parts: Sequence[tuple[StoredLinear, Mapping[str, Tensor]]], placement: Placement
+    ) -> nn.Module:
         joined = {
-            name: dense_tensor([part[name] for part in parts], like, placement)
+            name: dense_tensor([tensors[name] for _, tensors in parts], like, placement)
             for name, like in empty.state_dict().items()
         }
         empty.load_state_dict(joined, assign=True)

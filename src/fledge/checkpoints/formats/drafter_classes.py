@@ -115,6 +115,7 @@ def architecture_of(fields: ConfigFields, names: Iterable[str]) -> Architecture 
         return Architecture.EAGLE1
     if any(name.endswith(".hidden_norm.weight") or name.startswith(("midlayer.", "fc_norm.")) for name in known):
         return Architecture.EAGLE3
+    has_fc = any(name.startswith("fc.") and name != "fc.bias" for name in known)  # quantised, it has other names
     if "d2t" in known or "norm.weight" in known:
-        return Architecture.EAGLE3 if "fc.weight" in known else None
-    return Architecture.EAGLE1 if "fc.weight" in known else None
+        return Architecture.EAGLE3 if has_fc else None
+    return Architecture.EAGLE1 if has_fc else None

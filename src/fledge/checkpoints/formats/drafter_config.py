@@ -97,7 +97,7 @@ def read_config(
         aux_layer_ids=aux_ids,
         num_aux_states=num_aux,
         own_embedding="embed_tokens.weight" in names,
-        own_head=eagle3 and ("lm_head.weight" in names or draft_vocab_size != vocab_size),
+        own_head=eagle3 and (any(n.startswith("lm_head.") for n in names) or draft_vocab_size != vocab_size),
         fc_bias="fc.bias" in names,
         dtype=dtype,
         **flags,

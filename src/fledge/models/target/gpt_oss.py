@@ -1,6 +1,6 @@
 """gpt-oss: attention sinks, a window in every other layer, and experts with biases and a clamped gate.
 
-Published weights are MXFP4, which is refused where weights are read; here are checkpoints in bfloat16.
+Published experts are in MXFP4 (`checkpoints/formats/mxfp4.py`); others are in bfloat16.
 """
 
 from typing import Any

@@ -1,0 +1,106 @@
+"""Linear layers of weights in eight and four bits: what such a weight means, and x W^T + bias with it.
+
+    W[r, c] = (code[r, c] - zero[r, c // group_size]) * scale[r, c // group_size]
+
+Every stored format is repacked to this at load, one layout for each kind of code:
+
+    int8   [rows, columns] int8
+    fp8    [rows, columns] float8_e4m3fn
+    int4   [rows, columns / 2] uint8: two codes, the even column's in the low half, each 8 more than it means
+    fp4    [rows, columns / 2] uint8: the same, each a sign, two bits of exponent and one of mantissa (E2M1)
+
+Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kind = Literal["int8", "fp8", "int4", "fp4"]
+BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
+INT4_OFFSET = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A matrix [rows, columns] in codes."""
+
+    kind: Kind
+    columns: int
+    group_size: int  # columns that share a scale; the last group may have fewer
+    codes: Tensor
+    scales: Tensor  # [rows, groups], a floating-point dtype in which they are exact
+    zeros: Tensor | None = None  # int8 [rows, groups]; None: all zero, as always for floating-point codes
+    order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
+
+
+def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """All rows of several matrices in one; None where they have not the same layout."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None) for one in parts}
+    orders = [one.order for one in parts if one.order is not None]
+    if len(layouts) > 1 or any(not torch.equal(order, orders[0]) for order in orders):
+        return None
+    zeros = [one.zeros for one in parts if one.zeros is not None]
+    return replace(
+        first,
+        codes=torch.cat([one.codes.view(torch.uint8) for one in parts]).view(first.codes.dtype),
+        scales=in_fewest_bits(torch.cat([one.scales.float() for one in parts])),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias for x [..., columns] and bias [rows]. A kernel for few rows goes here."""
+    return F.linear(x, dequantize(weight, x.dtype), bias)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The matrix [rows, columns]: products in float32, rounded to `dtype` once."""
+    values = code_values(weight)
+    if weight.zeros is not None:
+        values -= _by_column(weight.zeros, weight)
+    values *= _by_column(weight.scales, weight)
+    if weight.order is not None:
+        values = torch.empty_like(values).index_copy_(1, weight.order, values)
+    return values.to(dtype)
+
+
+def code_values(weight: QuantizedWeight) -> Tensor:
+    """What the codes stand for, in float32 [rows, columns]; columns in the order of the codes."""
+    if BITS[weight.kind] == 8:
+        return weight.codes.float()
+    halves = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(-2)
+    if weight.kind == "int4":
+        return halves.float() - INT4_OFFSET
+    exponent, mantissa = (halves >> 1) & 3, halves & 1
+    doubled = torch.where(exponent > 0, (2 + mantissa) << (exponent.clamp(min=1) - 1), mantissa)
+    return doubled * torch.where(halves > 7, -0.5, 0.5)
+
+
+def _by_column(per_group: Tensor, weight: QuantizedWeight) -> Tensor:
+    """[rows, groups] -> [rows, columns], or [rows, 1] where one group is the whole row."""
+    if per_group.shape[1] == 1:
+        return per_group.float()
+    return per_group.float().repeat_interleave(weight.group_size, dim=1)[:, : weight.columns]
+
+
+def pack_halves(values: Tensor) -> Tensor:
+    """Numbers from 0 to 15 [rows, columns] -> uint8 [rows, columns / 2]."""
+    values = values.to(torch.uint8)
+    return values[:, ::2] | (values[:, 1::2] << 4)
+
+
+def in_fewest_bits(scales: Tensor) -> Tensor:
+    """The same numbers in 16 bits where nothing is lost by that, else in float32."""
+    scales = scales.float()
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype)
+    return scales

@@ -1,0 +1,48 @@
+"""A linear layer whose matrix is in eight or four bits. It takes the place of a `Linear` of a loaded model."""
+
+import torch
+from torch import Tensor, nn
+
+from fledge.kernels.quantized_linear import QuantizedWeight, dequantize, quantized_linear
+
+
+class QuantizedLinear(nn.Module):
+    """Computes what a `Linear` with the dequantised matrix does. For inference: no gradient reaches the weights."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind, self.group_size = quantized.kind, quantized.group_size
+        self.in_features, self.out_features = quantized.columns, len(quantized.scales)
+        self.dtype = dtype  # that the model computes in
+        for name in ("codes", "scales", "zeros", "order"):
+            self.register_buffer(name, getattr(quantized, name))
+        self.register_buffer("bias", bias)
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        return QuantizedWeight(
+            kind=self.kind,
+            columns=self.in_features,
+            group_size=self.group_size,
+            codes=self.codes,
+            scales=self.scales,
+            zeros=self.zeros,
+            order=self.order,
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised matrix, for who needs it as such: made anew each time."""
+        return dequantize(self.quantized, self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return quantized_linear(x, self.quantized, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"

@@ -1,0 +1,80 @@
+"""Quantised matrices as `matmul.h` lays them out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.quantized_linear import QuantizedWeight, code_values
+
+# `Codes` of matmul.h.
+FLOATS, HALVES, BYTES, FLOAT8, NIBBLES = range(5)
+_ELEMENTS = {BYTES: 2, FLOAT8: 2, NIBBLES: 4}  # in a word
+_KINDS = {"int8": BYTES, "fp8": FLOAT8, "int4": NIBBLES, "fp4": BYTES}
+_FP4_UNIT = 0.5  # of which all values of four bits are multiples: integers, then
+_LARGEST_SCALE = 128.0  # of E4M3: it is multiplied by 2^120 on the way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panels:
+    """What of a `Matrix` a quantised one has besides its sizes."""
+
+    codes: int
+    words: Tensor  # int32 [panels, size / elements, lanes]
+    scales: Tensor  # float32 [panels, groups, 2 * lanes]
+    zeros: Tensor | None
+    group: int
+
+    def fields(self) -> dict[str, Any]:
+        return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "group": self.group}
+
+
+def is_packable(weight: QuantizedWeight) -> bool:
+    """Whether the library multiplies with it as it is: whole words, groups in turn, scales of an ordinary size."""
+    elements = _ELEMENTS[_KINDS[weight.kind]]
+    return (
+        weight.order is None
+        and weight.columns % elements == 0
+        and (weight.group_size % elements == 0 or weight.group_size >= weight.columns)
+        and (weight.kind != "fp8" or bool(weight.scales.abs().max() < _LARGEST_SCALE))
+    )
+
+
+def quantized_panels(weight: QuantizedWeight, lanes: int, *, paired: bool) -> Panels:
+    """Lay out a packable matrix."""
+    codes, unit = _KINDS[weight.kind], _FP4_UNIT if weight.kind == "fp4" else 1.0
+    if codes == FLOAT8:
+        unsigned = weight.codes.view(torch.uint8).to(torch.int32)
+    else:
+        unsigned = (code_values(weight) / unit).to(torch.int32) & (15 if codes == NIBBLES else 255)
+    places = _rows_by_place(len(unsigned), lanes, paired)
+    bits, elements = (4 if codes == NIBBLES else 8), _ELEMENTS[codes]
+    laid = _laid_out(unsigned, places)
+    laid = laid.view(*laid.shape[:-1], -1, elements)  # [panels, 2, lanes, words, elements]
+    shifts = (torch.arange(2)[:, None, None, None] + 2 * torch.arange(elements)) * bits
+    words = (laid << shifts.to(torch.int32)).sum((1, -1), dtype=torch.int32).transpose(1, 2).contiguous()
+    per_group = (weight.scales.float() * unit, weight.zeros)
+    scales, zeros = (
+        None if one is None else _laid_out(one.float(), places).flatten(1, 2).transpose(1, 2).contiguous()
+        for one in per_group
+    )
+    assert scales is not None
+    group = min(weight.group_size, weight.columns)
+    return Panels(codes=codes, words=words, scales=scales, zeros=zeros, group=group)
+
+
+def _laid_out(rows: Tensor, places: Tensor) -> Tensor:
+    """[rows, n] -> [panels, 2, lanes, n], with zeros where there is no row."""
+    out = rows[places.clamp(min=0)]
+    return out.masked_fill_((places < 0)[..., None], 0)
+
+
+def _rows_by_place(rows: int, lanes: int, paired: bool) -> Tensor:
+    """Which row of W (the library's columns) each place of a panel has, [panels, 2, lanes]; -1: none."""
+    count = rows // 2 if paired else rows
+    width = lanes if paired else 2 * lanes
+    panels = -(-count // width)
+    first = torch.arange(panels * width).view(panels, -1, lanes)
+    first = first.masked_fill(first >= count, -1)
+    return torch.cat([first, torch.where(first < 0, -1, first + count)], dim=1) if paired else first

@@ -1,0 +1,199 @@
+"""Quantised checkpoints: what is loaded is exactly what the definition of each format makes of the stored tensors."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fledge.checkpoints.contract import describe_target
+from fledge.checkpoints.drafter import load_drafter, save_drafter
+from fledge.checkpoints.target import load_target, save_target, target_files
+from fledge.errors import CheckpointError
+from fledge.layers.linear import Linear
+from fledge.layers.quantized import QuantizedLinear
+from tests.broken_checkpoints import EAGLE31
+from tests.checkpoint_fixtures import LAYER, TARGET, draft_logits, edit_config, edit_tensors, make_drafter
+from tests.quantized_checkpoints import FORMATS, mxfp4, quantize_checkpoint
+from tests.tiny_models import TARGET_CONFIGS, make_target
+
+# Biases, and widths that groups of 32 divide.
+CONFIG = replace(TARGET, num_layers=2, layer=replace(LAYER, intermediate_size=64, qkv_bias=True, output_bias=True))
+
+
+def linears_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear | QuantizedLinear)}
+
+
+@pytest.fixture(name="target", scope="module")
+def _target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dense") / "target"
+    save_target(make_target(CONFIG), directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_target_is_what_its_tensors_mean(name: str, target: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS[name])
+    for dtype in (torch.float32, torch.bfloat16):
+        stored, meant = load_target(tmp_path / "stored", dtype=dtype), load_target(tmp_path / "meant", dtype=dtype)
+        expected = linears_of(meant)
+        for linear, weight in linears_of(stored).items():
+            assert torch.equal(weight, expected[linear]), linear
+        assert isinstance(stored.layers[0].self_attn.o_proj, QuantizedLinear)
+        assert type(stored.lm_head) is type(meant.lm_head)
+        x = torch.randn(3, CONFIG.hidden_size, dtype=dtype)
+        torch.testing.assert_close(stored.layers[0].self_attn.qkv_proj(x), meant.layers[0].self_attn.qkv_proj(x))
+
+
+def test_a_drafter_is_what_its_tensors_mean(tmp_path: Path) -> None:
+    target = make_target(TARGET)
+    save_drafter(make_drafter(EAGLE31), tmp_path / "drafter")
+    for name in ("ct-fp8-channel", "ct-int4", "awq"):
+        stored, meant = tmp_path / name / "stored", tmp_path / name / "meant"
+        quantize_checkpoint(tmp_path / "drafter", stored, meant, FORMATS[name])
+        drafter = load_drafter(stored, target)
+        assert isinstance(drafter.fc, QuantizedLinear)
+        torch.testing.assert_close(draft_logits(drafter, target), draft_logits(load_drafter(meant, target), target))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_experts_are_what_their_tensors_mean(name: str, tmp_path: Path) -> None:
+    """With a router that is plain without being on a list, and with latents, whose matrix is taken apart."""
+    config = replace(TARGET_CONFIGS[name], num_layers=4, layers=TARGET_CONFIGS[name].layers[:4])
+    save_target(make_target(config), tmp_path / "dense")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "stored", tmp_path / "meant", FORMATS["ct-fp8-channel"])
+    stored, expected = load_target(tmp_path / "stored"), linears_of(load_target(tmp_path / "meant"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in linears_of(stored).items())
+    mlps = [layer.mlp for layer in stored.layers if hasattr(layer.mlp, "experts")]
+    assert all(type(mlp.gate) is Linear for mlp in mlps)
+    assert all(isinstance(mlp.experts[0].down_proj, QuantizedLinear) for mlp in mlps)
+
+
+def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
+    config = replace(TARGET_CONFIGS["gpt-oss"], num_layers=2, sliding_windows=(6, None))
+    layer = replace(config.layer, intermediate_size=64, experts=replace(config.layer.experts, intermediate_size=64))
+    save_target(make_target(replace(config, layer=layer)), tmp_path / "meant")
+    shutil.copytree(tmp_path / "meant", tmp_path / "stored")
+    packed: dict[str, Tensor] = {}
+
+    def meant(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            parts = [mxfp4(matrix.t().contiguous()) for matrix in tensors[name]]
+            blocks = torch.stack([codes for codes, _, _ in parts]).unflatten(-1, (-1, 16))
+            packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, torch.stack([one for _, one, _ in parts])
+            tensors[name] = torch.stack([matrix.t() for _, _, matrix in parts])
+        return tensors
+
+    edit_tensors(tmp_path / "meant", meant)
+    edit_tensors(
+        tmp_path / "stored",
+        lambda tensors: {n: t for n, t in tensors.items() if f"{n}_blocks" not in packed} | packed,
+    )
+    edit_config(tmp_path / "stored", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
+    stored, expected = load_target(tmp_path / "stored"), linears_of(load_target(tmp_path / "meant"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in linears_of(stored).items())
+    assert isinstance(stored.layers[0].mlp.experts[0].down_proj, QuantizedLinear)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "dense"),
+    [
+        (["lm_head", "model.layers.0.mlp.down_proj"], "mlp.down_proj"),
+        (["lm_head", r"re:.*layers\.0\.self_attn\..*"], "self_attn.qkv_proj"),
+        (["lm_head", "model.layers.0.self_attn.q_proj"], "self_attn.qkv_proj"),  # the others of it are not
+    ],
+)
+def test_ignored_linears_are_plain(ignore: list[str], dense: str, target: Path, tmp_path: Path) -> None:
+    form = FORMATS["ct-int4"]
+    named = [re.compile(one[3:] if one.startswith("re:") else re.escape(one)) for one in ignore]
+    is_plain = lambda name: any(one.match(name) for one in named)  # noqa: E731
+    form = replace(form, config={**form.config, "ignore": ignore})
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", form, is_plain)
+    stored, meant = load_target(tmp_path / "stored"), load_target(tmp_path / "meant")
+    assert type(stored.layers[0].get_submodule(dense)) is Linear
+    assert isinstance(stored.layers[1].get_submodule(dense), QuantizedLinear)
+    assert torch.equal(stored.layers[0].get_submodule(dense).weight, meant.layers[0].get_submodule(dense).weight)
+
+
+def test_an_older_modelopt_config_lies_beside(target: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS["modelopt-fp8"])
+    edit_config(tmp_path / "stored", quantization_config=None)
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "stored" / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert isinstance(load_target(tmp_path / "stored").layers[0].mlp.down_proj, QuantizedLinear)
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("ct-int4", lambda t: t.pop(f"{DOWN}.weight_scale"), "tensor 'layers.0.mlp.down_proj.weight_scale' is missing"),
+        ("ct-int4", lambda t: t.update({f"{DOWN}.g": torch.ones(2)}), f"unexpected tensor '{DOWN}.g'"),
+        (
+            "fp8-blocks",
+            lambda t: t.update({f"{DOWN}.weight_scale_inv": torch.ones(2, 2)}),
+            r"has shape \[2, 2\], but config.json makes it \[2, 4\]",
+        ),
+        (
+            "ct-fp8-channel",
+            lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].float().to(torch.float8_e5m2)}),
+            "is float8_e5m2 of shape .*, expected float8_e4m3fn",
+        ),
+        ("gptq", lambda t: t.update({f"{DOWN}.g_idx": torch.zeros(64, dtype=torch.int32)}), "expected groups of 16"),
+        (
+            "ct-fp8-channel",
+            lambda t: t[f"{DOWN}.weight"].view(torch.uint8)[0].fill_(0x7F),
+            "has 64 values that are not finite",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(name: str, change: Any, says: str, target: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS[name])
+    edit_tensors(tmp_path / "stored", lambda tensors: (change(tensors), tensors)[1])
+    with pytest.raises(CheckpointError, match=says):
+        load_target(tmp_path / "stored")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "says"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "field 'bits' is 3, expected 4 or 8"),
+        ({"quant_method": "awq", "version": "gemv"}, "field 'version' is 'gemv', expected gemm"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ is not read here"),
+        ({"quant_method": "compressed-tensors"}, "'config_groups' is missing"),
+        (
+            {**FORMATS["ct-int4"].config, "format": "marlin-24"},
+            "weights stored as marlin-24, 4-bit int, group are not read here",
+        ),
+        ({**FORMATS["ct-int4"].config, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({**FORMATS["ct-int4"].config, "ignore": ["re:["]}, "is no regular expression"),
+    ],
+)
+def test_what_is_not_read_is_named(quantization: object, says: str, target: Path, tmp_path: Path) -> None:
+    shutil.copytree(target, tmp_path / "target")
+    edit_config(tmp_path / "target", quantization_config=quantization)
+    edit_tensors(tmp_path / "target", lambda t: {n.replace("down_proj.weight", "down_proj.q"): x for n, x in t.items()})
+    with pytest.raises(CheckpointError, match=says) as caught:
+        load_target(tmp_path / "target")
+    assert "\n" not in str(caught.value)
+
+
+def test_inspect_says_what_is_in_fewer_bits(target: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(target, tmp_path / "stored", tmp_path / "meant", FORMATS["ct-int4-zeros"])
+    said = {name: describe_target(CONFIG, target_files(tmp_path / name, CONFIG.family)) for name in ("stored", "meant")}
+    assert said["meant"]["weights"] is None
+    assert said["stored"]["weights"] == {
+        "format": "compressed-tensors",
+        "kinds": {"4-bit integers, groups of 16, zero points": 7 * CONFIG.num_layers},
+        "dense": ["embed_tokens", "lm_head"],
+    }
+    assert said["stored"]["size"]["parameters"] == said["meant"]["size"]["parameters"]
+    assert said["stored"]["size"]["bytes"] < said["meant"]["size"]["bytes"]

@@ -1,0 +1,52 @@
+"""Quantised checkpoints mean to us, to the last bit, what they mean to the compressed-tensors package."""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fledge.checkpoints.quantize import WIDTHS, quantize_target
+from fledge.checkpoints.target import load_target, save_target
+from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
+from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
+
+VLLM_PYTHON = os.environ.get("FLEDGE_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(VLLM_PYTHON is None, reason="FLEDGE_VLLM_PYTHON is not set (make test-vllm sets it)"),
+]
+_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
+CONFIG = replace(TINY_TARGET, num_layers=1, layer=replace(TINY_LAYER, **_SIZES))
+# The package takes blocks that do not divide a matrix for smaller ones, and one column of blocks for rows.
+LEFT_OUT = ("ct-fp8-block",)
+PARTS = {
+    "self_attn.qkv_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "mlp.gate_up_proj": ("gate", "up"),
+    "mlp.down_proj": ("down",),
+}
+
+
+def test_weights_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    save_target(make_target(CONFIG).to(torch.bfloat16), tmp_path / "dense")
+    names = [name for name in FORMATS if name.startswith("ct-") and name not in LEFT_OUT]
+    for name in names:
+        quantize_checkpoint(tmp_path / "dense", tmp_path / name, tmp_path / f"{name}-meant", FORMATS[name])
+    for width in WIDTHS:
+        quantize_target(tmp_path / "dense", tmp_path / width, width)
+    directories = [tmp_path / name for name in (*names, *WIDTHS)]
+    script = Path(__file__).with_name("run_compressed_tensors.py")
+    done = subprocess.run([str(VLLM_PYTHON), script, *directories], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for directory in directories:
+        theirs = load_file(directory / "dequantised.safetensors")
+        layer = load_target(directory, dtype=torch.float32).layers[0]
+        for linear, parts in PARTS.items():
+            block = linear.partition(".")[0]
+            expected = torch.cat([theirs[f"model.layers.0.{block}.{part}_proj.weight"] for part in parts])
+            found = layer.get_submodule(linear).weight
+            assert torch.equal(found.to(expected.dtype), expected), (directory.name, linear)

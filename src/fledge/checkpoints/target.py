@@ -149,7 +149,7 @@ def load_target(
             CheckpointWarning,
             stacklevel=2,
         )
-    files = StackedExpertFiles(directory) if family.stacks_experts else TensorFiles(directory)
+    files = StackedExpertFiles(directory, family.interleaves_gate) if family.stacks_experts else TensorFiles(directory)
     layers = (config.layer_at(i).experts for i in range(config.num_layers))
     if (parts := sum(1 if experts is None else experts.num_experts for experts in layers)) > len(files.infos):
         what = f"config.json describes {parts} layers and experts, and there are {len(files.infos)} tensors"
@@ -189,12 +189,14 @@ def _check_finite(model: TargetModel, directory: Path) -> None:
 def save_target(model: TargetModel, directory: Path) -> None:
     """Write a directory that transformers, vLLM and SGLang load. Refuses an existing destination."""
     family = FAMILIES[model.config.family]
-    tensors = stored_tensors(model, joined=family.stores_joined)
+    tensors = stored_tensors(model, is_joined=family.is_joined)
     if model.config.tied_head:
         del tensors["lm_head.weight"]
     fields = hf_config(model.config, str(next(model.parameters()).dtype))
     tensors = {family.stored_name(name): tensor for name, tensor in tensors.items()}
-    write_model(directory, stack_experts(tensors) if family.stacks_experts else tensors, {"config.json": fields})
+    if family.stacks_experts:
+        tensors = stack_experts(tensors, family.interleaves_gate)
+    write_model(directory, tensors, {"config.json": fields})
 
 
 def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:

@@ -48,6 +48,6 @@ FAMILY = Family(
     windows=windows,
     extra_fields=extra_fields,
     tensor_names=((".router.", ".gate."),),
-    stores_joined=("gate_up_proj",),
     stacks_experts=True,
+    interleaves_gate=True,
 )

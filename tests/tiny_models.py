@@ -122,7 +122,12 @@ _LLAMA4_DENSE = replace(_LLAMA4_LAYER, experts=None)
 TARGET_CONFIGS = {
     "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
     "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
-    "llama-biases": replace(TINY_TARGET, layer=replace(TINY_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)),
+    "llama-biases": replace(
+        TINY_TARGET,
+        layer=replace(
+            TINY_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True, rope=RopeConfig(type="dynamic", factor=2.0)
+        ),
+    ),
     "llama4": replace(
         TINY_TARGET,
         family="llama4_text",
@@ -201,7 +206,7 @@ TARGET_CONFIGS = {
             qkv_bias=True,
             output_bias=True,
             sinks=True,
-            rope=replace(_YARN_ROPE, truncate=False),
+            rope=replace(_YARN_ROPE, truncate=False, attention_factor=1.3),
             experts=replace(_EXPERTS, bias=True, swiglu_limit=1.5),
         ),
         sliding_windows=(6, None) * 4,

@@ -82,8 +82,11 @@ def _latent_layer(section: DrafterSection, target: TargetConfig, plain: LayerCon
         if (found := getattr(section, key)) is not None:
             raise ConfigError(f"drafter.{key}: found {found}, allowed is null with drafter.attention mla")
     heads, rope = section.num_heads or plain.num_heads, replace(plain.rope, interleaved=True)
-    size = target.layer.head_dim  # of what rotates
-    return replace(plain, latent=target.layer.latent, num_heads=heads, num_kv_heads=heads, head_dim=size, rope=rope)
+    # Queries come in two steps, as vLLM's class reads no others; their rank is DeepSeek's where the target has none.
+    latent = target.layer.latent
+    latent = replace(latent, q_lora_rank=latent.q_lora_rank or 3 * latent.kv_lora_rank)
+    size = latent.qk_rope_head_dim
+    return replace(plain, latent=latent, num_heads=heads, num_kv_heads=heads, head_dim=size, rope=rope)
 
 
 def make_drafter(

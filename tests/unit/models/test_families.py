@@ -1,6 +1,7 @@
 """What a family file declares: names that go both ways, and configs that are read whole or refused."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,10 @@ def test_fields_of_older_configs_may_be_missing() -> None:
     """Real configs have no head_dim, no rope_interleave, and groups only where experts are chosen by them."""
     missing = {"head_dim": None, "rope_interleave": None, "norm_topk_prob": None, "scoring_func": None}
     assert read(TARGET_CONFIGS["deepseek-v3"], **missing) == TARGET_CONFIGS["deepseek-v3"]
+    rope = read(TARGET_CONFIGS["gpt-oss"], rope_scaling=None, rope_theta=150000.0).layer.rope
+    assert (rope.type, rope.factor, rope.theta) == ("yarn", 32.0, 150000.0)
+    plain = replace(TARGET_CONFIGS["gpt-oss"], layer=replace(TARGET_CONFIGS["gpt-oss"].layer, rope=RopeConfig()))
+    assert read(plain) == plain
     lite = read(TARGET_CONFIGS["deepseek-v2"], topk_method="greedy", n_group=None, topk_group=None)
     assert lite.layer.experts is not None
     assert lite.layer.experts.n_group == 1

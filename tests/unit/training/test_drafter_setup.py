@@ -90,6 +90,16 @@ def test_the_layer_is_the_plain_one_that_all_engines_have(name: str) -> None:
     assert [layer.qk_norm, layer.qkv_bias, layer.output_bias, layer.mlp_bias] == [False] * 4
 
 
+def test_a_latent_layer_is_the_target_s_with_queries_in_two_steps() -> None:
+    for name, rank in (("kimi-k2", 10), ("deepseek-v2", 48)):
+        target = TARGET_CONFIGS[name].layer
+        layer = drafter_config(DrafterSection(attention="mla", intermediate_size=64), TARGET_CONFIGS[name]).layer
+        assert target.latent is not None
+        assert layer.latent == replace(target.latent, q_lora_rank=rank)
+        assert (layer.experts, layer.rope.interleaved, layer.intermediate_size) == (None, True, 64)
+        assert (layer.head_dim, layer.num_kv_heads) == (target.latent.qk_rope_head_dim, target.num_heads)
+
+
 @pytest.mark.parametrize(
     ("section", "target", "size", "message"),
     [

@@ -20,6 +20,7 @@ from fledge.models.config import DrafterConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from tests.checkpoint_fixtures import (
     DRAFT_VOCAB,
+    LATENT_LAYER,
     LAYER,
     TARGET,
     edit_config,
@@ -651,6 +652,15 @@ WARNINGS = (
         spoil=_config(),
         says="vLLM drops it without a word",
         finding="fc-bias",
+        warning=True,
+    ),
+    Trap(
+        name="mla-model-type",
+        config=replace(EAGLE31, layer=LATENT_LAYER),
+        spoil=_config(model_type="deepseek_v3"),
+        says="model_type: found deepseek_v3, expected kimi_k2",
+        finding="mla-model-type",
+        fixed_by_convert=True,
         warning=True,
     ),
     Trap(

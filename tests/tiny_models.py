@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
+from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig, TemperatureConfig
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
@@ -102,10 +102,39 @@ _DEEPSEEK_V3_LAYER = replace(
     output_bias=True,
 )
 
+# Every second layer has experts, every fourth does not rotate. Rotations are scaled or not, none blended, as in Scout.
+_LLAMA4_LAYER = replace(
+    TINY_LAYER,
+    rope=replace(_LLAMA3_ROPE, high_freq_factor=1.0, interleaved=True),
+    experts=replace(_EXPERTS, intermediate_size=20, shared_size=20, normalised=False, weighted_inputs=True),
+    rotated_norm=True,
+    chunked=True,
+)
+_LLAMA4_STILL = replace(
+    _LLAMA4_LAYER,
+    rope=replace(_LLAMA4_LAYER.rope, partial_factor=0.0),
+    rotated_norm=False,
+    temperature=TemperatureConfig(floor_scale=5, attn_scale=0.6),
+    chunked=False,
+)
+_LLAMA4_DENSE = replace(_LLAMA4_LAYER, experts=None)
+
 TARGET_CONFIGS = {
     "llama2": replace(TINY_TARGET, layer=replace(TINY_LAYER, num_kv_heads=4)),
     "llama3-tied": replace(TINY_TARGET, layer=replace(TINY_LAYER, rope=_LLAMA3_ROPE), tied_head=True),
-    "llama-biases": replace(TINY_TARGET, layer=replace(TINY_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)),
+    "llama-biases": replace(
+        TINY_TARGET,
+        layer=replace(
+            TINY_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True, rope=RopeConfig(type="dynamic", factor=2.0)
+        ),
+    ),
+    "llama4": replace(
+        TINY_TARGET,
+        family="llama4_text",
+        layer=_LLAMA4_LAYER,
+        layers=(_LLAMA4_DENSE, _LLAMA4_LAYER, _LLAMA4_DENSE, _LLAMA4_STILL) * 2,
+        sliding_windows=(6, 6, 6, None) * 2,
+    ),
     "mistral": replace(TINY_TARGET, family="mistral", sliding_windows=(5,) * 8),
     "mistral-no-window": replace(TINY_TARGET, family="mistral"),
     "qwen2": replace(TINY_TARGET, family="qwen2", layer=replace(TINY_LAYER, qkv_bias=True), tied_head=True),
@@ -177,7 +206,7 @@ TARGET_CONFIGS = {
             qkv_bias=True,
             output_bias=True,
             sinks=True,
-            rope=replace(_YARN_ROPE, truncate=False),
+            rope=replace(_YARN_ROPE, truncate=False, attention_factor=1.3),
             experts=replace(_EXPERTS, bias=True, swiglu_limit=1.5),
         ),
         sliding_windows=(6, None) * 4,

@@ -17,9 +17,10 @@ import yaml
 from safetensors.torch import load_file
 
 from fledge.checkpoints.target import save_target
+from fledge.models.config import TargetConfig
 from tests.command_line import fledge
 from tests.forking import ForkedCommand
-from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
+from tests.tiny_models import TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -28,17 +29,15 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "dog", "run
 ROPE_THETA, MAX_POSITIONS = 31337.0, 192
 
 
-def write_target(directory: Path) -> None:
+def write_target(directory: Path, like: TargetConfig = TINY_TARGET) -> None:
     """A target whose next token follows from the last one alone: a drafter can learn it in a few steps."""
-    layer = replace(TINY_LAYER, rope=replace(TINY_LAYER.rope, theta=ROPE_THETA))
-    config = replace(
-        TINY_TARGET, layer=layer, vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, eos_ids=(VOCAB_SIZE - 1,)
-    )
+    layer = replace(like.layer, rope=replace(like.layer.rope, theta=ROPE_THETA))
+    config = replace(like, layer=layer, vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, eos_ids=(VOCAB_SIZE - 1,))
     target = make_target(config)
     with torch.no_grad():
-        for block in target.layers:
-            block.self_attn.o_proj.weight *= 0.01
-            block.mlp.down_proj.weight *= 0.01
+        for name, weight in target.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(0.01)
     save_target(target, directory)
     save_tokenizer(directory)
 
@@ -53,10 +52,10 @@ def write_data(path: Path, conversations: int = 24) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def write_run(directory: Path, **sections: dict[str, object]) -> Path:
+def write_run(directory: Path, *, like: TargetConfig = TINY_TARGET, **sections: dict[str, object]) -> Path:
     """Write target, data and recipe into a directory; return the recipe's path. `sections` change the recipe."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_target(directory / "target")
+    write_target(directory / "target", like)
     write_data(directory / "data.jsonl")
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
     for name, values in sections.items():

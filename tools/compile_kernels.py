@@ -55,6 +55,7 @@ for head_dim in (64, 128):
         "": {},
         " sinks": {"with_sinks": True},
         " sinks window": {"with_sinks": True, "window": 128},
+        " chunks": {"window": 128, "chunked": True},
     }.items():
         CASES[f"paged_attention {head_dim}{name}"] = partial(paged, **options)
         CASES[f"prefill_attention {head_dim}{name}"] = partial(prefill, **options)

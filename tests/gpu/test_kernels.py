@@ -103,6 +103,7 @@ def paged_attention_shapes() -> None:
     cases.paged_attention(contexts, 7, 16, 8, 256, BF16, GPU)
     cases.paged_attention(contexts, 3, 12, 12, 80, FP16, GPU)
     cases.paged_attention(contexts, 4, 64, 8, 64, BF16, GPU, window=128, with_sinks=True)
+    cases.paged_attention(contexts, 4, 40, 8, 128, BF16, GPU, window=500, chunked=True)
     cases.paged_attention(contexts, 4, 64, 8, 64, BF16, GPU, max_context=131072, with_sinks=True)
 
 

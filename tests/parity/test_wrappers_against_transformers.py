@@ -37,6 +37,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
         "mm_tokens_per_image": 1,
     },
+    "llama4": {
+        "text_config": {**TEXT, "intermediate_size_mlp": 40, "num_local_experts": 3, "attention_chunk_size": 6},
+        "vision_config": {**TOWER, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**TOWER, "model_type": "pixtral"},

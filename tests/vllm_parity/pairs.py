@@ -9,7 +9,7 @@ from torch import Tensor
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.formats.drafter_classes import Format
 from fledge.checkpoints.target import save_target
-from fledge.layers.config import LayerConfig, RopeConfig
+from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig, TemperatureConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1
 from fledge.models.target import FAMILIES
@@ -40,6 +40,49 @@ QWEN3 = replace(
     LLAMA, family="qwen3", layer=replace(_LAYER, qk_norm=True, rope=RopeConfig(theta=1_000_000.0)), tied_head=True
 )
 
+# Families with experts that this build of vLLM runs with EAGLE-3 drafters; docs/checkpoints.md tells of the others.
+_EXPERTS = ExpertsConfig(num_experts=4, num_experts_per_token=2, intermediate_size=64)
+_PLAIN = replace(_LAYER, rope=RopeConfig(theta=50000.0))
+_SMALL = replace(LLAMA, layer=_PLAIN, num_layers=4)
+_AUX_IDS = (1, 2, 3)
+QWEN3_MOE = replace(_SMALL, family="qwen3_moe", layer=replace(_PLAIN, qk_norm=True, experts=_EXPERTS))
+GPT_OSS = replace(
+    _SMALL,
+    family="gpt_oss",
+    layer=replace(
+        _PLAIN,
+        rope=RopeConfig(type="yarn", theta=50000.0, factor=8.0, original_max_positions=32, truncate=False),
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+        experts=replace(_EXPERTS, bias=True, swiglu_limit=7.0, intermediate_size=_PLAIN.intermediate_size),
+    ),
+    sliding_windows=(12, None) * 2,
+)
+_LLAMA4_LAYER = replace(
+    _PLAIN,
+    rope=replace(_PLAIN.rope, interleaved=True),
+    experts=replace(_EXPERTS, num_experts_per_token=1, shared_size=64, normalised=False, weighted_inputs=True),
+    rotated_norm=True,
+    chunked=True,
+)
+LLAMA4 = replace(
+    _SMALL,
+    family="llama4_text",
+    layer=_LLAMA4_LAYER,
+    layers=(
+        *[_LLAMA4_LAYER] * 3,
+        replace(
+            _LLAMA4_LAYER,
+            rope=replace(_LLAMA4_LAYER.rope, partial_factor=0.0),
+            rotated_norm=False,
+            temperature=TemperatureConfig(floor_scale=16, attn_scale=0.3),
+            chunked=False,
+        ),
+    ),
+    sliding_windows=(32, 32, 32, None),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -50,6 +93,9 @@ class Case:
     drafter: DrafterConfig
     format: Format = "vllm"
     train_steps: int = 100  # few: a drafter that has learned all of so simple a text would never be wrong
+    target_steps: int = 220
+    depths: tuple[int, ...] = (3, 5)
+    block_size: int | None = None  # of vLLM's cache, where its own choice does not suit the target
 
     @property
     def method(self) -> str:
@@ -87,6 +133,22 @@ CASES = (
     Case(name="qwen3", target=QWEN3, drafter=EAGLE_3_1.config_for(QWEN3)),
     Case(name="qwen3-llama-style", target=QWEN3, drafter=EAGLE_3.config_for(QWEN3, layer=_LAYER)),
     Case(name="qwen3-speculators", target=QWEN3, drafter=EAGLE_3.config_for(QWEN3), format="speculators"),
+    *(
+        Case(
+            name=name,
+            target=target,
+            drafter=replace(EAGLE_3_1.config_for(target), aux_layer_ids=_AUX_IDS),
+            target_steps=150,
+            train_steps=90,
+            depths=(3,),
+            block_size=block_size,
+        )
+        for name, target, block_size in (
+            ("qwen3-moe", QWEN3_MOE, None),
+            ("gpt-oss", GPT_OSS, None),
+            ("llama4", LLAMA4, 32),  # or chunks must be multiples of 128
+        )
+    ),
 )
 
 
@@ -114,7 +176,7 @@ class Workshop:
         family = case.target.family
         directories = PairDirectories(target=self.root / f"target-{family}", drafter=self.root / case.name)
         if family not in self._targets:
-            self._targets[family] = train_target(case.target, text(), Budget(steps=220, rate=4e-3))
+            self._targets[family] = train_target(case.target, text(), Budget(steps=case.target_steps, rate=4e-3))
             save_target(self._targets[family], directories.target)
         target = self._targets[family]
         budget = Budget(steps=case.train_steps, rate=3e-3)

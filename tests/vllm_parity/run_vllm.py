@@ -3,9 +3,9 @@
     python run_vllm.py job.json result.json
 
 The job is {"max_tokens", "max_model_len", "runs": [{"name", "target", "drafter", "method", "num_speculative_tokens",
-"requests": [{"prompt", "stop_token_ids"}, ...]}, ...]}, prompts being token ids. The result is {name: {"answers":
-[{"tokens", "drafted", "accepted"}, ...], "totals": {...}}}, where `drafted` and `accepted` have one number for each
-round and `totals` are vLLM's own counters over all requests of the run.
+"requests": [{"prompt", "stop_token_ids"}, ...]}, ...]}, prompts being token ids; a run may have a "block_size". The
+result is {name: {"answers": [{"tokens", "drafted", "accepted"}, ...], "totals": {...}}}, where `drafted` and `accepted`
+have one number for each round and `totals` are vLLM's own counters over all requests of the run.
 """
 
 import gc
@@ -38,6 +38,7 @@ def decode(run: dict[str, Any], *, max_tokens: int, max_model_len: int) -> dict[
         max_model_len=max_model_len,
         max_num_batched_tokens=2 * max_model_len,
         max_num_seqs=2,
+        block_size=run.get("block_size"),
         enforce_eager=True,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,

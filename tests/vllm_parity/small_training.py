@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.layers.attention import AttentionSpec, ProjectedHeads
+from fledge.layers.attention import AttentionSpec, Heads
 from fledge.models.config import DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import build
@@ -70,7 +70,7 @@ class BatchedStorage:
     keys: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer, one entry for each pass
     values: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def attend(self, heads: ProjectedHeads, spec: AttentionSpec) -> Tensor:
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         query, key, value = heads.finished()
         groups = query.shape[-2] // key.shape[-2]
         keys = self.keys.setdefault(spec.layer, [])
@@ -79,11 +79,19 @@ class BatchedStorage:
         values.append(value.repeat_interleave(groups, dim=-2))
         length = query.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
-        if spec.sliding_window is not None:  # of positions: this pass is one further on for each before it
+        if (
+            spec.sliding_window is not None and not spec.chunked
+        ):  # of positions: this pass is one further on for each before it
             causal &= ~torch.ones(length, length, dtype=torch.bool).tril(len(keys) - 1 - spec.sliding_window)
+        if spec.chunked and spec.sliding_window is not None:  # of targets, which make one pass
+            chunks = torch.arange(length) // spec.sliding_window
+            causal &= chunks[:, None] == chunks
         first = torch.einsum("bthd,bshd->bths", query, keys[0]).masked_fill(~causal[:, None], -torch.inf)
         own = [torch.einsum("bthd,bthd->bth", query, later)[..., None] for later in keys[1:]]
-        weights = (torch.cat([first, *own], dim=-1) * spec.scale).softmax(-1)  # [batch, length, heads, length + steps]
+        scores = torch.cat([first, *own], dim=-1) * spec.scale  # [batch, length, heads, length + steps]
+        if heads.sinks is not None:  # one more, of which nothing comes
+            scores = torch.cat([scores, heads.sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.softmax(-1)
         mixed = torch.einsum("bths,bshd->bthd", weights[..., :length], values[0])
         for step, later in enumerate(values[1:]):
             mixed = mixed + weights[..., length + step, None] * later

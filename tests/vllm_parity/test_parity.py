@@ -29,6 +29,7 @@ from tests.vllm_parity.pairs import CASES, MAX_POSITIONS, Case, PairDirectories,
 
 VLLM_PYTHON = os.environ.get("FLEDGE_VLLM_PYTHON")
 DEPTHS = (3, 5)
+RUNS = [(case, depth) for case in CASES for depth in case.depths]
 MAX_TOKENS = 72
 PROMPT_LENGTHS = (1, 9, 32)
 # Two implementations of float32 arithmetic differ by about 1e-5 here. Where the best two tokens are closer than this,
@@ -79,7 +80,7 @@ class Results:
         ours: dict[str, list[Answer]] = {}
         for case in CASES:
             target, drafter = load_pair(self.directories[case.name])
-            for depth in DEPTHS:
+            for depth in case.depths:
                 name = run_name(case, depth)
                 answered = decisive_answers(target, drafter, depth)
                 requests[name], ours[name] = list(answered.keys()), list(answered.values())
@@ -118,10 +119,12 @@ class Results:
                     "target": str(self.directories[case.name].target),
                     "drafter": str(self.directories[case.name].drafter),
                     "method": case.method,
+                    "block_size": case.block_size,
                     "num_speculative_tokens": depth,
                     "requests": [vars(request) for request in requests[run_name(case, depth)]],
                 }
                 for case in CASES
+                if depth in case.depths
             ],
         }
         job_file, result_file = root / f"job-{depth}.json", root / f"result-{depth}.json"
@@ -138,8 +141,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results(tmp_path_factory.mktemp("pairs"))
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "depth"), RUNS, ids=lambda value: getattr(value, "name", value))
 def test_fledge_and_vllm_agree_on_every_round(results: Results, case: Case, depth: int) -> None:
     run = results.runs[run_name(case, depth)]
     difference = first_difference(run)
@@ -154,8 +156,7 @@ def test_fledge_and_vllm_agree_on_every_round(results: Results, case: Case, dept
     } == run.their_totals
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "depth"), RUNS, ids=lambda value: getattr(value, "name", value))
 def test_drafters_are_right_sometimes_and_wrong_sometimes(results: Results, case: Case, depth: int) -> None:
     """Agreement on drafters that are never or always right would show little."""
     statistics = pooled(results.runs[run_name(case, depth)].theirs)
@@ -166,7 +167,7 @@ def test_drafters_are_right_sometimes_and_wrong_sometimes(results: Results, case
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_rounds_end_beyond_the_limit_and_beyond_stop_tokens(results: Results, depth: int) -> None:
     """vLLM counts drafts that it accepted after the last token it returned. Make sure the runs have such rounds."""
-    runs = [results.runs[run_name(case, depth)] for case in CASES]
+    runs = [results.runs[run_name(case, depth)] for case in CASES if depth in case.depths]
     answers = [pair for run in runs for pair in zip(run.requests, run.theirs, strict=True)]
     trimmed = [request for request, theirs in answers if verified_tokens(theirs) > len(theirs.tokens)]
     assert any(request.stop_token_ids for request in trimmed)

@@ -16,7 +16,9 @@ import yaml
 from transformers import AutoTokenizer
 
 from fledge.checkpoints.target import save_target
+from fledge.layers.config import ExpertsConfig, LatentConfig
 from tests.command_line import fledge
+from tests.tiny_models import make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from tests.vllm_parity.pairs import LLAMA, MAX_POSITIONS, PairDirectories
 from tests.vllm_parity.small_training import Budget, train_target
@@ -58,17 +60,9 @@ def sentences(count: int) -> list[str]:
     return lines
 
 
-def train_pair(root: Path) -> tuple[PairDirectories, list[list[int]]]:
-    """Train target and drafter. Returns where they are, and prompts as token ids."""
-    directories = PairDirectories(target=root / "target", drafter=root / "run" / "drafter")
-    lines = sentences(300)
-    save_tokenizer(root / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
-    text = torch.tensor(tokenizer.encode("\n".join(lines)))
-    config = replace(LLAMA, vocab_size=VOCAB_SIZE)
-    save_target(train_target(config, text, Budget(steps=220, rate=4e-3)), directories.target)
-    save_tokenizer(directories.target)
-    (root / "data.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines[:80]), encoding="utf-8")
+def train(root: Path, lines: list[str], **sections: dict[str, object]) -> None:
+    """Train a drafter for the target that is there, from a few lines of text. `sections` change the recipe."""
+    (root / "data.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
     recipe = {
         "output": "run",
         "target": {"path": "target"},
@@ -80,9 +74,22 @@ def train_pair(root: Path) -> tuple[PairDirectories, list[list[int]]]:
         "eval": {"max_tokens": 16, "max_prompts": 2, "depths": [DEPTH]},
         "device": "cpu",
     }
-    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    (root / "recipe.yaml").write_text(yaml.safe_dump({**recipe, **sections}), encoding="utf-8")
     done = fledge("train", "recipe.yaml", cwd=root)
     assert done.returncode == 0, done.stderr
+
+
+def train_pair(root: Path) -> tuple[PairDirectories, list[list[int]]]:
+    """Train target and drafter. Returns where they are, and prompts as token ids."""
+    directories = PairDirectories(target=root / "target", drafter=root / "run" / "drafter")
+    lines = sentences(300)
+    save_tokenizer(root / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
+    text = torch.tensor(tokenizer.encode("\n".join(lines)))
+    config = replace(LLAMA, vocab_size=VOCAB_SIZE)
+    save_target(train_target(config, text, Budget(steps=220, rate=4e-3)), directories.target)
+    save_tokenizer(directories.target)
+    train(root, lines[:80])
     return directories, [tokenizer.encode(line)[:24] for line in lines[100:]]
 
 
@@ -134,3 +141,24 @@ def test_vllm_loads_what_fledge_train_made_and_decodes_alike(tmp_path: Path) -> 
     assert first_difference(run) is None
     assert statistics.rounds == run.their_totals["drafts"]
     assert list(statistics.accepted_by_depth) == run.their_totals["accepted_tokens_per_pos"]
+
+
+def test_vllm_loads_an_mla_drafter_that_fledge_train_made(tmp_path: Path) -> None:
+    """And drafts with it. No more can be asked of this build: it does not rotate what it reads in a prompt."""
+    latent = LatentConfig(q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
+    experts = ExpertsConfig(
+        num_experts=4, num_experts_per_token=2, intermediate_size=64, shared_size=64, scoring_func="sigmoid"
+    )
+    rope = replace(LLAMA.layer.rope, type="default", interleaved=True)
+    layer = replace(LLAMA.layer, num_kv_heads=2, head_dim=64, rope=rope, latent=latent, experts=experts)
+    kimi = replace(LLAMA, family="kimi_k2", layer=layer, num_layers=4, vocab_size=VOCAB_SIZE)
+    directories = PairDirectories(target=tmp_path / "target", drafter=tmp_path / "run" / "drafter")
+    save_target(make_target(kimi), directories.target)
+    save_tokenizer(directories.target)
+    drafter: dict[str, object] = {"attention": "mla", "aux_layer_ids": [1, 2, 3]}
+    train(tmp_path, sentences(20), drafter=drafter, regenerate={"enabled": False})
+    prompt = tuple(range(5, 20))
+    theirs = decode_with_vllm(tmp_path, directories, [Request(prompt=prompt)])
+    (found,) = (Answer(**values) for values in theirs["answers"])  # type: ignore[attr-defined]
+    assert len(found.tokens) == MAX_TOKENS
+    assert set(found.drafted[:-1]) == {DEPTH}

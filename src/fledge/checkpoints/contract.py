@@ -279,7 +279,10 @@ def _aux_ids(ids: Sequence[int] | None, *, stated: bool) -> dict[str, Any]:
     return {"inputs": ids and list(ids), "outputs": ids and as_outputs(ids), "stated": stated}
 
 
-_KINDS = ("latent", "experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks", "qk_norm_whole")
+_KINDS = (
+    *("latent", "experts", "norm_placement", "norm_offset", "activation", "query_scalar", "sinks"),
+    *("qk_norm_whole", "rotated_norm", "temperature", "chunked"),
+)
 _ORDINARY_ROPE = (("partial_factor", 1.0), ("interleaved", False))
 
 

@@ -1,6 +1,7 @@
-"""Experts stored as one tensor for all of a layer, as gpt-oss does, read and written as those of each expert.
+"""Experts stored as one tensor for all of a layer, as gpt-oss and Llama 4 do, read and written as those of each expert.
 
-stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [experts, out]; gate and up in turns
+stored      experts.gate_up_proj [experts, in, out], experts.gate_up_proj_bias [experts, out]
+            gpt-oss has gate and up in turns
 here        experts.3.gate_up_proj.weight [out, in], experts.3.gate_up_proj.bias [out]; all of gate before up
 
 In MXFP4 there are `_blocks` and `_scales` in place of the matrix, [experts, out, ...].
@@ -22,8 +23,9 @@ _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|b
 class StackedExpertFiles(TensorFiles):
     """`TensorFiles` in which every expert has tensors of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, interleaves_gate: bool) -> None:
         super().__init__(directory)
+        self._interleaves_gate = interleaves_gate
         self._places: dict[str, tuple[str, int]] = {}
         for stored, info in list(self.infos.items()):
             if (match := _STACKED.fullmatch(stored)) is None or len(info.shape) < 2 or 0 in info.shape:
@@ -42,10 +44,10 @@ class StackedExpertFiles(TensorFiles):
         stored, i = self._places[name]
         rows = self._read(self.infos[name].file, stored)[i]
         rows = rows.t() if name.endswith(".weight") else rows
-        return torch.cat([rows[::2], rows[1::2]]) if ".gate_up_proj." in name else rows
+        return torch.cat([rows[::2], rows[1::2]]) if self._interleaves_gate and ".gate_up_proj." in name else rows
 
 
-def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stack_experts(tensors: Mapping[str, Tensor], interleaves_gate: bool) -> dict[str, Tensor]:
     """The way back, for names as they are stored."""
     out: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -54,6 +56,7 @@ def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             out[name] = tensor
             continue
         experts, _, linear, kind = match.groups()
-        rows = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1) if linear == "gate_up_proj" else tensor
+        in_turns = interleaves_gate and linear == "gate_up_proj"
+        rows = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1) if in_turns else tensor
         stacks.setdefault(f"{experts}.{linear}{'_bias' if kind == 'bias' else ''}", []).append(rows.t())
     return out | {name: torch.stack(parts) for name, parts in stacks.items()}

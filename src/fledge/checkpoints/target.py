@@ -183,7 +183,7 @@ def load_target(
 def target_files(directory: Path, family: str) -> TensorFiles:
     """The tensors of a target, with those of each expert apart."""
     stacks = family in FAMILIES and FAMILIES[family].stacks_experts
-    return StackedExpertFiles(directory) if stacks else TensorFiles(directory)
+    return StackedExpertFiles(directory, FAMILIES[family].interleaves_gate) if stacks else TensorFiles(directory)
 
 
 def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
@@ -212,12 +212,14 @@ def _check_finite(model: TargetModel, directory: Path) -> None:
 def save_target(model: TargetModel, directory: Path) -> None:
     """Write a directory that transformers, vLLM and SGLang load. Refuses an existing destination."""
     family = FAMILIES[model.config.family]
-    tensors = stored_tensors(model, joined=family.stores_joined)
+    tensors = stored_tensors(model, is_joined=family.is_joined)
     if model.config.tied_head:
         del tensors["lm_head.weight"]
     fields = hf_config(model.config, str(next(model.parameters()).dtype))
     tensors = {family.stored_name(name): tensor for name, tensor in tensors.items()}
-    write_model(directory, stack_experts(tensors) if family.stacks_experts else tensors, {"config.json": fields})
+    if family.stacks_experts:
+        tensors = stack_experts(tensors, family.interleaves_gate)
+    write_model(directory, tensors, {"config.json": fields})
 
 
 def hf_config(config: TargetConfig, dtype: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ each group. How the matrix of a linear is stored is the business of its weight f
 
 import importlib
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -197,13 +197,13 @@ def load_weights(
             model.set_submodule(name, filled)
 
 
-def stored_tensors(model: nn.Module, *, joined: Collection[str] = ()) -> dict[str, Tensor]:
+def stored_tensors(model: nn.Module, *, is_joined: Callable[[str], bool] = lambda _name: False) -> dict[str, Tensor]:
     """The tensors of a dense model as a checkpoint stores them: what our layers join comes apart, bit for bit.
 
-    `joined` are the linears that stay as they are: `qkv_proj`, `gate_up_proj`.
+    `is_joined` says of which tensors that does not hold.
     """
     out: dict[str, Tensor] = {}
-    parts = _parts(model, [name for name in model.state_dict() if name.split(".")[-2] in joined])
+    parts = _parts(model, [name for name in model.state_dict() if is_joined(name)])
     for name, tensor in model.state_dict().items():
         if name not in parts:
             out[name] = tensor

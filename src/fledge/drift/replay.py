@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fledge.drift.prompts import Segment
 from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.paged_attention import masked_attention
+from fledge.kernels.paged_attention import masked_attention, window_at
 from fledge.layers.attention import AttentionSpec, Heads
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetModel
@@ -44,7 +44,9 @@ class CausalPass:
     """`KeyValueStorage` for one pass of a target over one sequence. Keeps nothing, forms no square matrix."""
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
-        return causal_attention(*heads.finished(), scale=spec.scale, window=spec.sliding_window, sinks=heads.sinks)
+        query, key, value = heads.finished()
+        window, chunked = spec.sliding_window, spec.chunked
+        return causal_attention(query, key, value, scale=spec.scale, window=window, chunked=chunked, sinks=heads.sinks)
 
 
 class VerifiedRows:
@@ -145,11 +147,18 @@ class DraftedRows:
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of all rows of one sequence. query [n, heads, head_dim], key and value [n, kv_heads, head_dim].
 
-    `sinks` [heads]: as of `paged_attention`.
+    `window`, `chunked`, `sinks` [heads]: as of `paged_attention`.
     """
     group, rows = query.shape[1] // key.shape[1], len(query)
     # Heads first, [1, heads, n, head_dim]. Keys and values are repeated, because not every backend that avoids the
@@ -164,7 +173,7 @@ def causal_attention(
         high, start = min(low + _WINDOW_CHUNK, rows), max(0, low - window + 1)
         places = torch.arange(start, high, device=query.device)
         distance = places[low - start :, None] - places
-        visible = (distance >= 0) & (distance < window)
+        visible = (distance >= 0) & (distance < window_at(places[low - start :, None], window, chunked))
         queries, keys, values = query[:, :, low:high], key[:, :, start:high], value[:, :, start:high]
         parts.append(masked_attention(queries, keys, values, visible, scale, None if sinks is None else sinks[:, None]))
     return torch.cat(parts, dim=2)[0].transpose(0, 1)

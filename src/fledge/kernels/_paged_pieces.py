@@ -43,6 +43,7 @@ def piece_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     RAGGED: tl.constexpr,
     TREE: tl.constexpr,
@@ -63,7 +64,7 @@ def piece_kernel(
     unit = tl.program_id(1)
 
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, RAGGED)
+    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     ends = cut if BLOCK_B == 1 else tl.cumsum(cut, axis=0)
     sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)  # the one this unit belongs to
     if sequence >= batch:
@@ -71,7 +72,7 @@ def piece_kernel(
     first_unit, pieces = _units_of(sequence, numbers, cut)
     context = tl.load(lengths_ptr + sequence).to(tl.int32)
     first_query, own_queries = _queries_of(sequence, starts_ptr, num_queries, RAGGED)
-    begin, span = _key_span(context, own_queries if RAGGED else num_keys, window, BLOCK_N, WINDOW)
+    begin, span = _key_span(context, own_queries if RAGGED else num_keys, window, BLOCK_N, WINDOW, CHUNKED)
     length = tl.cdiv(tl.cdiv(span, pieces), BLOCK_N) * BLOCK_N
     first = begin + (unit - first_unit) * length
     last = tl.minimum(first + length, begin + span)
@@ -128,7 +129,11 @@ def piece_kernel(
                 in_pass = (own >= 0) & inside
                 stored = tl.load(depths_ptr + sequence * depth_batch_stride + own, mask=in_pass, other=0).to(tl.int32)
                 key_depth = tl.where(own < 0, own, stored)
-            visible = visible & (depth[:, None] - key_depth[None, :] < window)
+            if CHUNKED:
+                behind = (context + depth) % window
+                visible = visible & (depth[:, None] - key_depth[None, :] <= behind[:, None])
+            else:
+                visible = visible & (depth[:, None] - key_depth[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
         peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, True)
 
@@ -166,6 +171,7 @@ def combine_kernel(
     PIECES: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     RAGGED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -176,7 +182,7 @@ def combine_kernel(
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     limits = (batch, num_keys, window, slots, min_split)
-    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, RAGGED)
+    numbers, cut = _cut(sequences, limits, BLOCK_B, BLOCK_N, WINDOW, CHUNKED, RAGGED)
     first_unit, pieces = _units_of(sequence, numbers, cut)
     if pieces == 1:
         return  # written already
@@ -232,7 +238,15 @@ def _units_of(owner, sequence, pieces):
 
 
 @triton.jit
-def _cut(sequences, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr):
+def _cut(
+    sequences,
+    limits,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     """Return the numbers of the sequences and how many pieces each has, [BLOCK_B], 0 beyond the batch.
 
     All together they are at most slots + batch: rounding to at least one piece adds less than one for each sequence.
@@ -244,7 +258,7 @@ def _cut(sequences, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW
         first = tl.load(starts_ptr + sequence, mask=sequence < batch, other=0)
         num_keys = (tl.load(starts_ptr + sequence + 1, mask=sequence < batch, other=0) - first).to(tl.int32)
     context = tl.load(lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32)
-    _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW)
+    _, span = _key_span(context, num_keys, window, BLOCK_N, WINDOW, CHUNKED)
     span = tl.where(sequence < batch, span, 0)
     length = tl.maximum(tl.cdiv(tl.sum(span, axis=0), slots), min_split)
     pieces = tl.maximum((2 * span + length) // (2 * length), 1)  # to the nearest
@@ -252,9 +266,11 @@ def _cut(sequences, limits, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW
 
 
 @triton.jit
-def _key_span(context, num_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+def _key_span(context, num_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """Return the first key any query of a sequence sees, rounded down to a step, and the number of keys from it on."""
     begin = context * 0
     if WINDOW:
         begin = tl.maximum(context - window + 1, 0) // BLOCK_N * BLOCK_N
+        if CHUNKED:
+            begin = tl.maximum(context, 0) // window * window // BLOCK_N * BLOCK_N
     return begin, tl.maximum(context + num_keys - begin, 0)

@@ -46,6 +46,7 @@ def paged_attention(
     scale: float,
     max_context: int | None = None,
     sliding_window: int | None = None,
+    chunked: bool = False,
     tree_mask: Tensor | None = None,
     key_depths: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -62,9 +63,9 @@ def paged_attention(
     Chain: query i sees keys 0 to context_len + i. Tree: the last of at most 64 keys after the context are the queries'
     own; it sees the context, and key context_len + j if bit j of its `tree_mask` [batch or 1, queries] int64 is set.
     `key_depths` [batch or 1, keys] are their positions less the context. With a `sliding_window`, of those only keys
-    at positions above its own minus the window. A query that sees nothing (a context_len below zero says "no row
-    here") gets zeros. `sinks` [heads] are scores of something that every query sees and that adds nothing. Where the
-    value cache has no width, keys are values too.
+    at positions above its own minus the window or, if that is `chunked`, from its last multiple on. A query that sees
+    nothing (a context_len below zero says "no row here") gets zeros. `sinks` [heads] are scores of something that every
+    query sees and that adds nothing. Where the value cache has no width, keys are values too.
 
     Ragged: the queries of chains lie one after another, [tokens, heads, head_dim], and so does the result; row b has
     those from `query_starts[b]` to `query_starts[b + 1]` [batch + 1] int32, `max_queries` at most. All belong to a row.
@@ -111,6 +112,7 @@ def paged_attention(
         "BLOCK_B": block_b,
         "BLOCK_N": launch.block_n,
         "WINDOW": sliding_window is not None,
+        "CHUNKED": chunked and sliding_window is not None,
         "SINKS": sinks is not None,
         "RAGGED": query_starts is not None,
         **overlapping(query.device),
@@ -223,6 +225,7 @@ def visible_keys(
     sliding_window: int | None,
     tree_mask: Tensor | None,
     key_depths: Tensor | None,
+    chunked: bool = False,
 ) -> Tensor:
     """Return which keys each query sees, bool [batch, queries, length]; `paged_attention` tells the arguments."""
     context = context_lens.long()[:, None]  # [batch, 1]
@@ -241,9 +244,14 @@ def visible_keys(
         if tree_mask is not None:
             own_depth = depths.expand(context.shape[0], -1).gather(1, own.clamp(0, last))
             key_position = torch.where(own < 0, key_position, context + own_depth)
-        distance = (context + depths[:, -queries:])[:, :, None] - key_position[:, None]
-        visible = visible & (distance < sliding_window)
+        position = (context + depths[:, -queries:])[:, :, None]
+        visible = visible & (position - key_position[:, None] < window_at(position, sliding_window, chunked))
     return visible
+
+
+def window_at(position: Tensor, window: int, chunked: bool) -> Tensor | int:
+    """How many keys, the last at its own position, a query sees: as many as the window has, or its chunk up to it."""
+    return position % window + 1 if chunked else window
 
 
 def choose_launch(query: Tensor, kv_heads: int, *, batch: int, queries: int) -> SplitLaunch:

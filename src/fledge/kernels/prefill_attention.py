@@ -27,6 +27,7 @@ def paged_prefill_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunked: bool = False,
     sinks: Tensor | None = None,
     read: ReadRows | None = None,
 ) -> Tensor:
@@ -35,14 +36,16 @@ def paged_prefill_attention(
     `query` is [tokens, heads, head_dim]; chunk b is its rows `query_starts[b]` to `query_starts[b + 1]`, of which
     the host knows only that none is longer than `max_query_len`. Token i of the chunk sits at position
     `context_lens[b]` + i and sees the keys up to its own; with a `sliding_window` only those above its position
-    minus the window. Key n of a sequence lives in block `block_tables[b, n // block_size]` of the caches
-    [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that belong to no chunk get zeros.
+    minus the window or, if that is `chunked`, from its last multiple on. Key n of a sequence lives in block
+    `block_tables[b, n // block_size]` of the caches [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that
+    belong to no chunk get zeros.
     `sinks` [heads] are scores of something that every token sees and that adds nothing. Where the value cache has no
     width, keys are values too; without Triton `read` says how, as in `attend_blocks`.
     """
     if not runs_triton(query, key_cache, value_cache):
         chunks = (block_tables, query_starts, context_lens)
-        return _attend_chunks(query, key_cache, value_cache, chunks, scale, sliding_window, sinks, read)
+        window = (sliding_window, chunked)
+        return _attend_chunks(query, key_cache, value_cache, chunks, scale, window, sinks, read)
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
     value_cache = value_cache if value_cache.shape[-1] else key_cache
@@ -73,6 +76,7 @@ def paged_prefill_attention(
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_D=max(16, next_power_of_two(head_dim)),
         WINDOW=sliding_window is not None,
+        CHUNKED=chunked and sliding_window is not None,
         SINKS=sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **launch,
@@ -86,7 +90,7 @@ def _attend_chunks(
     value_cache: Tensor,
     chunks: tuple[Tensor, Tensor, Tensor],
     scale: float,
-    sliding_window: int | None,
+    window: tuple[int | None, bool],
     sinks: Tensor | None,
     read: ReadRows | None,
 ) -> Tensor:
@@ -101,7 +105,7 @@ def _attend_chunks(
         context = context_lens[row : row + 1]
         blocks = block_tables[row : row + 1, : -(-(int(context) + stop - start) // block_size)]
         keys = blocks.shape[1] * block_size
-        visible = visible_keys(context, stop - start, keys, sliding_window, None, None)
+        visible = visible_keys(context, stop - start, keys, window[0], None, None, window[1])
         rows = query[None, start:stop]
         mixed = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, sinks, read)[0]
         if out is None:
@@ -152,6 +156,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -188,6 +193,8 @@ def _prefill_kernel(
     begin = 0
     if WINDOW:
         begin = tl.maximum(context + first_token - window + 1, 0) // BLOCK_N * BLOCK_N
+        if CHUNKED:
+            begin = (context + first_token) // window * window // BLOCK_N * BLOCK_N
         full = begin  # the window's edge is masked, and with it everything
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -230,7 +237,10 @@ def _prefill_kernel(
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         visible = key_number[None, :] <= position[:, None]
         if WINDOW:
-            visible = visible & (position[:, None] - key_number[None, :] < window)
+            if CHUNKED:
+                visible = visible & (key_number[None, :] >= (position // window * window)[:, None])
+            else:
+                visible = visible & (position[:, None] - key_number[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
         peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, WINDOW)
 

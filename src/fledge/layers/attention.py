@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.layers.config import LayerConfig
@@ -24,6 +25,7 @@ class AttentionSpec:
     layer: int  # index of the layer within its model
     scale: float
     sliding_window: int | None  # a query at position p sees keys at positions above p - window
+    chunked: bool = False  # or, if so, from the last multiple of the window on
 
 
 def _as_kept(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +82,8 @@ class ProjectedHeads:
         """Whether heads are normed one by one, if at all, and rotate as a whole: what fused kernels take."""
         config, rope = self.config, self.config.rope
         is_plain_norm = not config.qk_norm_whole and not (config.qk_norm and config.norm_offset)
-        return is_plain_norm and rope.partial_factor == 1 and not rope.interleaved
+        is_left_as_rotated = not config.rotated_norm and config.temperature is None
+        return is_plain_norm and is_left_as_rotated and rope.partial_factor == 1 and not rope.interleaved
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [*lead, heads, head_dim], key and value [*lead, kv_heads, head_dim], normed and rotated."""
@@ -95,7 +98,12 @@ class ProjectedHeads:
             query, key = turned[..., : config.num_heads, :], turned[..., config.num_heads :, :]
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
         turned = self.rotation.apply(turned)  # queries and keys at once: on a CPU every call counts
-        return turned[..., : config.num_heads, :], turned[..., config.num_heads :, :], value
+        if config.rotated_norm:
+            turned = F.rms_norm(turned.float(), turned.shape[-1:], eps=config.norm_eps).to(turned.dtype)
+        query, key = turned[..., : config.num_heads, :], turned[..., config.num_heads :, :]
+        if config.temperature is not None:
+            query = (query * config.temperature.at(self.rotation.positions)[..., None, None]).to(key.dtype)
+        return query, key, value
 
     def for_cache(self, rows: int) -> CachedHeads:  # noqa: ARG002
         query, key, value = self.finished()
@@ -130,7 +138,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         scale = (config.query_scalar or config.head_dim) ** -0.5
-        self.spec = AttentionSpec(layer=layer, scale=scale, sliding_window=sliding_window)
+        self.spec = AttentionSpec(layer=layer, scale=scale, sliding_window=sliding_window, chunked=config.chunked)
         self.qkv_proj = Linear(
             input_size or config.hidden_size, config.query_size + 2 * config.kv_size, bias=config.qkv_bias
         )

@@ -85,8 +85,9 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, hidden]."""
         rows, config = x.reshape(-1, x.shape[-1]), self.config
+        logits = self.gate(rows).float()
         weights, experts = route(
-            self.gate(rows).float(),
+            logits,
             self.e_score_correction_bias,
             chosen=config.num_experts_per_token,
             n_group=config.n_group,
@@ -94,6 +95,10 @@ class SparseMLP(nn.Module):
             normalised=config.normalised,
             scale=config.routed_scaling_factor,
         )
+        if config.weighted_inputs:  # of rows for each choice, which are summed up as they come out
+            weights, tokens = logits.gather(-1, experts).sigmoid(), len(rows)
+            rows = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
+            weights, experts = torch.ones_like(weights).view(-1, 1), experts.reshape(-1, 1)
         if not self._has_kernels(rows):
             mixed = self._sum_of_groups(rows, weights, experts, self._one_by_one)
         elif rows.dtype == torch.bfloat16 and experts.numel() > MANY_PAIRS:
@@ -101,6 +106,8 @@ class SparseMLP(nn.Module):
         else:
             stacked = self._stack("gate_up_proj"), self._stack("down_proj")
             mixed = few_experts(rows, weights, experts, *stacked, limit=config.swiglu_limit)
+        if config.weighted_inputs:
+            mixed = mixed.view(tokens, -1, x.shape[-1]).sum(1)
         mixed = mixed.view(x.shape)
         if self.shared_experts is None:
             return mixed

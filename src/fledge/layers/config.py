@@ -18,7 +18,7 @@ class RopeConfig:
     """Rotary position embedding. Fields after `factor` matter only to the types that name them."""
 
     theta: float = 10000.0
-    partial_factor: float = 1.0  # the share of each head, from its first dimension on, that rotates
+    partial_factor: float = 1.0  # the share of each head, from its first dimension on, that rotates; 0: nothing does
     interleaved: bool = False  # neighbouring dimensions are a pair (GLM-4, DeepSeek), not those half of them apart
     type: RopeType = "default"
     factor: float = 1.0
@@ -56,6 +56,7 @@ class ExpertsConfig:
     n_group: int = 1  # groups of experts, of which only
     topk_group: int = 1  # the best are looked at
     routed_scaling_factor: float = 1.0
+    weighted_inputs: bool = False  # Llama 4: the sigmoid of its score is on what an expert reads, not on what it says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,18 @@ class LatentConfig:
         """
         head = self.qk_nope_head_dim + self.v_head_dim
         return rows * (2 * self.kv_lora_rank - head) > self.kv_lora_rank * head
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureConfig:
+    """Queries that grow with their position, so that attention over long contexts stays sharp (Llama 4)."""
+
+    floor_scale: int  # positions that have the same factor
+    attn_scale: float  # by how much it grows, with the logarithm of their number
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The factor on queries, float32, of the shape of `positions`."""
+        return torch.log1p(torch.floor((positions.float() + 1) / self.floor_scale)) * self.attn_scale + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +133,9 @@ class LayerConfig:
     sinks: bool = False  # every head has a learnt score that takes part in the softmax and adds nothing (gpt-oss)
     qk_norm: bool = False  # RMSNorm on queries and keys: on every head (Qwen3) or
     qk_norm_whole: bool = False  # on all heads together (OLMo 2)
+    rotated_norm: bool = False  # every head of queries and keys is normed after it rotated, without a weight (Llama 4)
+    temperature: TemperatureConfig | None = None
+    chunked: bool = False  # a window does not slide: positions are cut into chunks of it, and a query sees its own
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -153,5 +169,8 @@ class LayerConfig:
             sinks=False,
             qk_norm=self.qk_norm and not self.qk_norm_whole,
             qk_norm_whole=False,
+            rotated_norm=False,
+            temperature=None,
+            chunked=False,
             rope=replace(self.rope, partial_factor=1.0, interleaved=False),
         )

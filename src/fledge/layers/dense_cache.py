@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.paged_attention import masked_attention
+from fledge.kernels.paged_attention import masked_attention, window_at
 from fledge.layers.attention import AttentionSpec, Heads
 
 
@@ -37,7 +37,8 @@ class DenseCache:
             visible = torch.ones(rows, rows, dtype=torch.bool, device=positions.device).tril()
         earlier = visible.new_ones(rows, self.length - visible.shape[1])
         distance = positions[:, None] - self._positions[None, :]
-        return DensePass(cache=self, start=start, visible=torch.cat([earlier, visible], dim=1), distance=distance)
+        visible = torch.cat([earlier, visible], dim=1)
+        return DensePass(cache=self, start=start, visible=visible, positions=positions, distance=distance)
 
     def truncate(self, length: int) -> None:
         """Forget all rows from `length` on."""
@@ -64,6 +65,7 @@ class DensePass:
     cache: DenseCache
     start: int
     visible: Tensor  # bool [rows, cache length]
+    positions: Tensor  # [rows]
     distance: Tensor  # query position - key position [rows, cache length]
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
@@ -71,7 +73,7 @@ class DensePass:
         keys, values = cached.read(*self.cache.write(spec.layer, self.start, *cached.rows))
         visible = self.visible
         if spec.sliding_window is not None:
-            visible = visible & (self.distance < spec.sliding_window)
+            visible = visible & (self.distance < window_at(self.positions[:, None], spec.sliding_window, spec.chunked))
         query, keys, values = (x.transpose(0, 1)[None] for x in (cached.query, keys, values))  # [1, heads, rows, dim]
         sinks = None if heads.sinks is None else heads.sinks[:, None]
         return cached.leave(masked_attention(query, keys, values, visible, spec.scale, sinks)[0].transpose(0, 1))

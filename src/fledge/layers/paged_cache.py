@@ -108,14 +108,14 @@ class RoundPass(PagedPass):
     # Where they are no chain, of the tokens after the context, which may have been stored by passes before this one:
     tree_mask: Tensor | None = None  # [batch, rows] int64: bit n is set if the row sees the n-th of them
     depths: Tensor | None = None  # [batch or 1, keys]: their positions less the context; the rows are the last
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+    _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)  # by window and its kind
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         cached = self.cache.store(heads, spec, self.slots, rows=1)
         query = cached.query.view(-1, self.rows, *cached.query.shape[1:])
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
-            mask = self._mask(spec.sliding_window, group=query.shape[2] // keys.shape[2])
+            mask = self._mask(spec.sliding_window, spec.chunked, group=query.shape[2] // keys.shape[2])
             mixed = attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale, heads.sinks, cached.read)
             return cached.leave(mixed.flatten(0, 1))
         mixed = paged_attention(
@@ -127,6 +127,7 @@ class RoundPass(PagedPass):
             scale=spec.scale,
             max_context=self.max_context,
             sliding_window=spec.sliding_window,
+            chunked=spec.chunked,
             tree_mask=self.tree_mask,
             key_depths=self.depths,
             sinks=heads.sinks,
@@ -144,13 +145,13 @@ class RoundPass(PagedPass):
         starts = torch.arange(tables.shape[1], device=tables.device) * self.cache.block_size
         return tables.masked_fill(starts >= lengths[:, None], 0)
 
-    def _mask(self, window: int | None, group: int) -> Tensor:
+    def _mask(self, window: int | None, chunked: bool, group: int) -> Tensor:
         """Who sees what, [batch, rows * group, keys]: the same for all layers that have this window."""
-        if window not in self._masks:
+        if (window, chunked) not in self._masks:
             keys = self._blocks_in_use.shape[1] * self.cache.block_size
-            visible = visible_keys(self.context_lens, self.rows, keys, window, self.tree_mask, self.depths)
-            self._masks[window] = visible.repeat_interleave(group, dim=1)
-        return self._masks[window]
+            visible = visible_keys(self.context_lens, self.rows, keys, window, self.tree_mask, self.depths, chunked)
+            self._masks[window, chunked] = visible.repeat_interleave(group, dim=1)
+        return self._masks[window, chunked]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +191,7 @@ class ChunkPass(PagedPass):
             self.max_chunk,
             scale=spec.scale,
             sliding_window=spec.sliding_window,
+            chunked=spec.chunked,
             sinks=heads.sinks,
             read=cached.read,
         )

@@ -70,6 +70,9 @@ def _lower_layer(layer: nn.Module) -> Any:
         or config.norm_offset
         or config.sinks
         or config.rope.interleaved
+        or config.rotated_norm
+        or config.temperature is not None
+        or config.chunked
         or not are_lowerable(*norms.values(), *head_norms.values())
         or not all(isinstance(matrix, PACKED) for matrix in matrices.values())
     ):

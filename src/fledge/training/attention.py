@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from fledge.kernels.paged_attention import window_at
 from fledge.layers.attention import AttentionSpec, Heads
 from fledge.training.data.examples import PackedBatch
 
@@ -76,23 +77,25 @@ class DocumentLayout:
         before = torch.nn.functional.pad(batch.document[:, :-1], (1, 0), value=-2)
         starts = torch.where(batch.document != before, self.slots, 0).cummax(dim=1).values
         self.start = starts.where(batch.document >= 0, self.slots)  # [rows, length] int64: the document's first slot
-        self._block_masks: dict[int | None, BlockMask] = {}
+        self._block_masks: dict[tuple[int | None, bool], BlockMask] = {}
 
     @_untraced
-    def first_visible(self, window: int | None) -> Tensor:
+    def first_visible(self, window: int | None, chunked: bool = False) -> Tensor:
         """[rows, length] int64: the first slot that each slot sees. Never decreases along a row."""
-        return self.start if window is None else torch.maximum(self.start, self.slots - (window - 1))
+        if window is None:
+            return self.start
+        return torch.maximum(self.start, self.slots - (window_at(self.slots - self.start, window, chunked) - 1))
 
     @_untraced
-    def block_mask(self, window: int | None) -> BlockMask:
+    def block_mask(self, window: int | None, chunked: bool = False) -> BlockMask:
         """The mask of flex attention.
 
         Of the blocks of keys, those from the first query's first key to the queries' own block are seen at all; those
         from the last query's first key to the block before their own are seen whole, unless they are cut.
         """
-        if window in self._block_masks:
-            return self._block_masks[window]
-        first = self.first_visible(window)
+        if (window, chunked) in self._block_masks:
+            return self._block_masks[window, chunked]
+        first = self.first_visible(window, chunked)
         length = first.shape[1]
         blocks = torch.arange(-(-length // MASK_BLOCK), device=first.device)
         begins = blocks * MASK_BLOCK
@@ -113,7 +116,7 @@ class DocumentLayout:
 
         parts = (*ordered(seen & ~whole), *ordered(whole))
         mask = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=MASK_BLOCK, mask_mod=visible, seq_lengths=(length, length))
-        self._block_masks[window] = mask
+        self._block_masks[window, chunked] = mask
         return mask
 
     @_untraced
@@ -166,10 +169,10 @@ class TttStorage:
         mixed: Tensor
         uses_flex = self.layout.uses_flex(query)
         if uses_flex:
-            mask = self.layout.block_mask(window)
+            mask = self.layout.block_mask(window, spec.chunked)
             mixed, lse = compiled(_flex)(query, keys[0], values[0], mask, spec.scale)
         else:
-            first = self.layout.first_visible(window)
+            first = self.layout.first_visible(window, spec.chunked)  # of targets, which make one pass
             mixed, lse = document_attention(query, keys[0], values[0], first, spec.scale)
         if heads.sinks is not None:  # its share of the softmax is lost to the keys; only targets have one
             mixed = mixed * torch.sigmoid(lse - heads.sinks.to(lse.dtype))[..., None].to(mixed.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fledge.checkpoints.drafter import load_drafter
 from fledge.checkpoints.source import resolve
 from fledge.errors import CheckpointWarning, ConfigError
+from fledge.layers.config import LayerConfig
 from fledge.models.config import Architecture, DrafterConfig, TargetConfig
 from fledge.models.drafter.base import Drafter, DraftVocabulary
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3, EAGLE_3_1, build
@@ -33,14 +34,8 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
         raise ConfigError("drafter: fc_norm, norm_output, norm_before_residual and aux_layer_ids are of EAGLE-3")
     # A plain Llama-style layer, which every engine has, of the target's shape: without its biases and head norms.
     plain = replace(target.layer.as_drafter, qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False)
-    heads, head_dim = section.num_heads or plain.num_heads, section.head_dim or plain.head_dim
-    kv_heads = section.num_kv_heads or (plain.num_kv_heads if heads % plain.num_kv_heads == 0 else heads)
-    if heads % kv_heads:
-        raise ConfigError(f"drafter.num_kv_heads: found {kv_heads}, allowed is a divisor of {heads}, its heads")
-    if head_dim % 2:
-        raise ConfigError(f"drafter.head_dim: found {head_dim}, allowed is an even number")
-    mlp = section.intermediate_size or plain.intermediate_size
-    layer = replace(plain, intermediate_size=mlp, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    plain = replace(plain, intermediate_size=section.intermediate_size or plain.intermediate_size)
+    layer = _latent_layer(section, target, plain) if section.attention == "mla" else _plain_layer(section, plain)
     max_positions, longest = section.max_positions or target.max_positions, target.max_positions
     if max_positions < longest:
         text = f"drafter.max_positions is {max_positions}, less than the target's {longest}"
@@ -64,6 +59,34 @@ def drafter_config(section: DrafterSection, target: TargetConfig, draft_vocab_si
         aux_layer_ids=None if eagle1 else aux_ids,
         num_aux_states=config.num_aux_states if eagle1 else len(aux_ids),
     )
+
+
+def _plain_layer(section: DrafterSection, plain: LayerConfig) -> LayerConfig:
+    heads, head_dim = section.num_heads or plain.num_heads, section.head_dim or plain.head_dim
+    kv_heads = section.num_kv_heads or (plain.num_kv_heads if heads % plain.num_kv_heads == 0 else heads)
+    if heads % kv_heads:
+        raise ConfigError(f"drafter.num_kv_heads: found {kv_heads}, allowed is a divisor of {heads}, its heads")
+    if head_dim % 2:
+        raise ConfigError(f"drafter.head_dim: found {head_dim}, allowed is an even number")
+    return replace(plain, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _latent_layer(section: DrafterSection, target: TargetConfig, plain: LayerConfig) -> LayerConfig:
+    """With the target's latent attention. Neighbours rotate together, as the class has it, whatever they do there."""
+    if target.layer.latent is None:
+        what = f"mla takes its shape from the target, and {target.family} has no latent attention"
+        raise ConfigError(f"drafter.attention: {what}; use gqa")
+    if section.variant == "eagle1":
+        raise ConfigError("drafter.attention: mla is of EAGLE-3, no engine has such an EAGLE-1; use gqa")
+    for key in ("num_kv_heads", "head_dim", "sliding_window"):
+        if (found := getattr(section, key)) is not None:
+            raise ConfigError(f"drafter.{key}: found {found}, allowed is null with drafter.attention mla")
+    heads, rope = section.num_heads or plain.num_heads, replace(plain.rope, interleaved=True)
+    # Queries come in two steps, as vLLM's class reads no others; their rank is DeepSeek's where the target has none.
+    latent = target.layer.latent
+    latent = replace(latent, q_lora_rank=latent.q_lora_rank or 3 * latent.kv_lora_rank)
+    size = latent.qk_rope_head_dim
+    return replace(plain, latent=latent, num_heads=heads, num_kv_heads=heads, head_dim=size, rope=rope)
 
 
 def make_drafter(

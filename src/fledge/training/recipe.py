@@ -90,6 +90,7 @@ class DrafterSection:
     norm_output: bool | None = None
     norm_before_residual: bool = False
     num_layers: int = 1
+    attention: Literal["gqa", "mla"] = "gqa"  # mla: latent, of the shape that the target's has (DeepSeek, Kimi)
     intermediate_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None

@@ -254,15 +254,17 @@ def test_contributions_of_eagle1_are_those_of_token_and_feature() -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([-1.0, 0.0, 1.0, 2.0])])
-@pytest.mark.parametrize("window", [None, 3, 5, 100])
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(None, False), (3, False), (3, True), (5, False), (5, True), (100, False)]
+)
 def test_causal_attention_of_targets_with_windows(
-    window: int | None, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, chunked: bool, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay_module, "_WINDOW_CHUNK", 4)
     query, key, value = torch.randn(13, 4, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
-    mixed = causal_attention(query, key, value, scale=0.3, window=window, sinks=sinks)
+    mixed = causal_attention(query, key, value, scale=0.3, window=window, chunked=chunked, sinks=sinks)
     for i in range(13):
-        first = 0 if window is None else max(0, i - window + 1)
+        first = 0 if window is None else i // window * window if chunked else max(0, i - window + 1)
         for h in range(4):
             weights = (key[first : i + 1, h // 2] @ query[i, h] * 0.3).exp()
             total = weights.sum() + (0 if sinks is None else sinks[h].exp())

@@ -177,6 +177,7 @@ def paged_attention(
     *,
     block_size: int = 16,
     window: int | None = None,
+    chunked: bool = False,
     tree: str | None = None,
     before: int = 0,
     max_context: int | None = None,
@@ -210,6 +211,7 @@ def paged_attention(
         scale=scale,
         max_context=bound,
         sliding_window=window,
+        chunked=chunked,
         tree_mask=mask,
         key_depths=depths,
         sinks=sinks,
@@ -224,6 +226,7 @@ def paged_attention(
         scale=scale,
         max_context=max(0, *contexts),
         sliding_window=window,
+        chunked=chunked,
         tree_mask=mask,
         key_depths=depths,
         sinks=None if sinks is None else sinks.float(),
@@ -244,6 +247,7 @@ def prefill_attention(
     *,
     block_size: int = 16,
     window: int | None = None,
+    chunked: bool = False,
     with_sinks: bool = False,
     latent: bool = False,
 ) -> None:
@@ -266,6 +270,7 @@ def prefill_attention(
         max(lengths),
         scale=scale,
         sliding_window=window,
+        chunked=chunked,
         sinks=sinks,
     )
     expected = in_plain_torch(paged_prefill_attention)(
@@ -278,6 +283,7 @@ def prefill_attention(
         max(lengths),
         scale=scale,
         sliding_window=window,
+        chunked=chunked,
         sinks=None if sinks is None else sinks.float(),
     )
     close(actual, expected.to(dtype), 1, size=float(expected.abs().max()))

@@ -45,6 +45,7 @@ def paged_attention_reference(
     scale: float,
     max_context: int,
     sliding_window: int | None = None,
+    chunked: bool = False,
     tree_mask: Tensor | None = None,
     key_depths: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -53,7 +54,7 @@ def paged_attention_reference(
     stored = queries if key_depths is None else key_depths.shape[1]
     blocks = block_tables[:, : -(-(max_context + stored) // key_cache.shape[1])]
     keys = blocks.shape[1] * key_cache.shape[1]
-    visible = visible_keys(context_lens, queries, keys, sliding_window, tree_mask, key_depths)
+    visible = visible_keys(context_lens, queries, keys, sliding_window, tree_mask, key_depths, chunked)
     mask = visible.repeat_interleave(query.shape[2] // key_cache.shape[2], dim=1)
     mixed = attend_blocks(query, key_cache, value_cache, blocks, mask, scale, sinks)
     return mixed.masked_fill(~visible.any(-1)[..., None, None], 0.0)

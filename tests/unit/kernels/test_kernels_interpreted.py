@@ -101,6 +101,14 @@ def test_paged_attention_sliding_window(window, tree, launch):
     cases.paged_attention([75, 3, 0], 5, 4, 2, 16, torch.float32, CPU, window=window, tree=tree, launch=launch)
 
 
+@pytest.mark.parametrize(("window", "tree", "launch"), [(6, "each", None), (40, None, MANY_SPLITS)])
+def test_attention_within_chunks(window, tree, launch):
+    """A chunk ends among the queries, just before them, or long after."""
+    kinds = {"window": window, "chunked": True}
+    cases.paged_attention([75, 3, 120, -5], 5, 4, 2, 16, torch.float32, CPU, tree=tree, launch=launch, **kinds)
+    cases.prefill_attention([(0, 50), (78, 3)], 4, 2, 24, torch.float32, CPU, **kinds)
+
+
 def test_paged_attention_spreads_a_long_sequence_among_short_ones():
     contexts = [3, 200, 0, 7, 1, 90, 2]
     cases.paged_attention(contexts, 2, 4, 2, 16, torch.float32, CPU, launch=MANY_SPLITS)

@@ -15,13 +15,13 @@ from tests.tiny_models import TARGET_CONFIGS, make_target
 from tests.unit.kernels.interpreter import in_triton
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "deepseek-v2"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "deepseek-v2", "llama4"])
 @torch.no_grad()
 def test_a_prompt_and_a_round(name: str) -> None:
-    """Sinks, heads that only torch finishes, ropes and windows of some layers, latent rows: all reach the kernels."""
+    """Sinks, heads that torch finishes, ropes and windows of some layers, latent rows, chunks: all reach kernels."""
     config = TARGET_CONFIGS[name]
     target = make_target(
-        replace(config, num_layers=3, layers=config.layers[:3], sliding_windows=config.sliding_windows[:3])
+        replace(config, num_layers=3, layers=config.layers[-3:], sliding_windows=config.sliding_windows[-3:])
     )
     tokens, positions = torch.randint(0, config.vocab_size, (14,)), torch.arange(14)
     expected = target(tokens, positions, DenseCache(3).extend(positions)).final

@@ -1,6 +1,7 @@
 """What a family file declares: names that go both ways, and configs that are read whole or refused."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def test_what_published_gemma_configs_leave_out_is_known(tmp_path: Path) -> None
     assert config.layer_at(6).rope == RopeConfig(theta=10000.0)
 
 
+def test_what_published_llama4_configs_leave_out_is_known() -> None:
+    """Scout has experts everywhere; Maverick in every second layer, and no norms after rotation."""
+    shape = {"model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}
+    shape |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16}
+    shape |= {"vocab_size": 202048, "max_position_embeddings": 10485760, "attn_temperature_tuning": 4}
+    scout = FAMILIES["llama4_text"].config_from_hf(ConfigFields({**shape, "no_rope_layers": []}, "config.json"))
+    assert [scout.sliding_window(i) for i in range(4)] == [8192, 8192, 8192, None]
+    assert [scout.layer_at(i).rope.partial_factor for i in (2, 3)] == [1, 0]
+    assert [scout.layer_at(i).temperature is None for i in (2, 3)] == [True, False]
+    assert (scout.layer.rope.theta, scout.layer.intermediate_size, scout.layer.rotated_norm) == (500000.0, 16384, True)
+    assert all(scout.layer_at(i).experts is not None for i in range(48))
+    changes = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False}
+    maverick = FAMILIES["llama4_text"].config_from_hf(ConfigFields({**shape, **changes}, "config.json"))
+    assert [maverick.layer_at(i).experts is None for i in range(4)] == [True, False, True, False]
+    assert (maverick.layer.rotated_norm, maverick.layer_at(3).temperature) == (False, None)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -122,6 +140,8 @@ def test_what_published_gemma_configs_leave_out_is_known(tmp_path: Path) -> None
         ("gemma3", {"attn_logit_softcapping": 50.0}),
         ("gemma3", {"layer_types": ["sliding_attention"]}),
         ("gpt-oss", {"swiglu_alpha": 1.0}),
+        ("llama4", {"no_rope_layers": [1, 0]}),
+        ("llama4", {"layer_types": ["full_attention"] * 8}),
     ],
 )
 def test_a_field_that_makes_no_sense_is_named(name: str, changes: dict[str, Any]) -> None:
@@ -150,7 +170,6 @@ def test_a_flat_wrapper_and_one_of_another_class(tmp_path: Path) -> None:
     [
         ({"model_type": "qwen3_next"}, "recurrent state.*vLLM serves it"),
         ({"model_type": "new_hybrid", "layer_types": ["linear_attention", "full_attention"]}, "vLLM serves it"),
-        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "quantised with mxfp4"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(values: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -183,6 +202,10 @@ def test_fields_of_older_configs_may_be_missing() -> None:
     """Real configs have no head_dim, no rope_interleave, and groups only where experts are chosen by them."""
     missing = {"head_dim": None, "rope_interleave": None, "norm_topk_prob": None, "scoring_func": None}
     assert read(TARGET_CONFIGS["deepseek-v3"], **missing) == TARGET_CONFIGS["deepseek-v3"]
+    rope = read(TARGET_CONFIGS["gpt-oss"], rope_scaling=None, rope_theta=150000.0).layer.rope
+    assert (rope.type, rope.factor, rope.theta) == ("yarn", 32.0, 150000.0)
+    plain = replace(TARGET_CONFIGS["gpt-oss"], layer=replace(TARGET_CONFIGS["gpt-oss"].layer, rope=RopeConfig()))
+    assert read(plain) == plain
     lite = read(TARGET_CONFIGS["deepseek-v2"], topk_method="greedy", n_group=None, topk_group=None)
     assert lite.layer.experts is not None
     assert lite.layer.experts.n_group == 1

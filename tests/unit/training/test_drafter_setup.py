@@ -90,6 +90,16 @@ def test_the_layer_is_the_plain_one_that_all_engines_have(name: str) -> None:
     assert [layer.qk_norm, layer.qkv_bias, layer.output_bias, layer.mlp_bias] == [False] * 4
 
 
+def test_a_latent_layer_is_the_target_s_with_queries_in_two_steps() -> None:
+    for name, rank in (("kimi-k2", 10), ("deepseek-v2", 48)):
+        target = TARGET_CONFIGS[name].layer
+        layer = drafter_config(DrafterSection(attention="mla", intermediate_size=64), TARGET_CONFIGS[name]).layer
+        assert target.latent is not None
+        assert layer.latent == replace(target.latent, q_lora_rank=rank)
+        assert (layer.experts, layer.rope.interleaved, layer.intermediate_size) == (None, True, 64)
+        assert (layer.head_dim, layer.num_kv_heads) == (target.latent.qk_rope_head_dim, target.num_heads)
+
+
 @pytest.mark.parametrize(
     ("section", "target", "size", "message"),
     [
@@ -97,6 +107,15 @@ def test_the_layer_is_the_plain_one_that_all_engines_have(name: str) -> None:
         (DrafterSection(variant="eagle1", fc_norm=True), TINY_TARGET, None, "are of EAGLE-3"),
         (DrafterSection(num_heads=4, num_kv_heads=3), TINY_TARGET, None, "num_kv_heads: found 3"),
         (DrafterSection(head_dim=7), TINY_TARGET, None, "head_dim: found 7, allowed is an even number"),
+        (
+            DrafterSection(attention="mla"),
+            TINY_TARGET,
+            None,
+            "attention: mla takes its shape from the target, and llama",
+        ),
+        (DrafterSection(attention="mla", variant="eagle1"), TARGET_CONFIGS["kimi-k2"], None, "mla is of EAGLE-3"),
+        (DrafterSection(attention="mla", head_dim=8), TARGET_CONFIGS["kimi-k2"], None, "head_dim: found 8, allowed is"),
+        (DrafterSection(attention="mla", sliding_window=9), TARGET_CONFIGS["kimi-k2"], None, "sliding_window: found 9"),
         (DrafterSection(aux_layer_ids=(2, 9)), TINY_TARGET, None, "found [2, 9], allowed are ascending"),
         (DrafterSection(aux_layer_ids=(4, 2)), TINY_TARGET, None, "found [4, 2], allowed are ascending"),
         (

@@ -29,6 +29,7 @@ _KNOWN_CLASSES = (  # that vLLM has too
     "Eagle3DeepseekV3ForCausalLM",
 )
 _LATENT_CLASS, LATENT_TENSOR = "Eagle3Deepseek", "self_attn.kv_a_proj_with_mqa"
+_MTP_TYPES = ("deepseek_v3", "deepseek_v32")  # whose drafters are MTP layers, for vLLM
 _PLAIN_CLASS = "LlamaForCausalLM"  # what EAGLE's own drafters say they are
 # Names of the same layers that vLLM does not have: SGLang's EAGLE-1, EAGLE's own for Qwen2, and EAGLE-3 drafters that
 # trainers name after the target's family (the layers are what the tensors are).
@@ -89,6 +90,8 @@ def check_class(fields: ConfigFields, names: Collection[str], notes: list[Findin
         wanted, has = ("without", "no") if is_latent else ("with", "a")
         expected = f"a class {wanted} latent attention, as there is {has} {LATENT_TENSOR}"
         raise fields.error("architectures", declared, expected)
+    if is_latent and fields.values.get("model_type") in _MTP_TYPES:
+        notes.append(finding("mla-model-type", found=fields.text("model_type")))
     if other := next(filter(_OTHER_LAYERS.fullmatch, declared), None):
         raise CheckpointError(
             f"{fields.where}: {other}: EAGLE-1 with layers of the target's family, which Fledge does not support; "

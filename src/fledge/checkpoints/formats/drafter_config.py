@@ -259,7 +259,8 @@ def write_config(
     latent = config.layer.latent is not None
     if latent and (eagle1 or to == "speculators"):
         raise CheckpointError("latent attention: only an EAGLE-3 drafter has a class, and --to vllm; nothing written")
-    family = "deepseek_v3" if latent else "qwen3" if config.layer.qk_norm else "llama"
+    # Not deepseek_v3, whose layers the class has: vLLM takes such a drafter for an MTP layer of its target.
+    family = "kimi_k2" if latent else "qwen3" if config.layer.qk_norm else "llama"
     layers = write_layers(config, family, tied_head=False) | window_fields(config)
     if eagle1:
         # Not "bias", EAGLE's own name for fc's bias: vLLM takes it for attention biases that are not there.

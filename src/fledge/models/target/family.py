@@ -21,7 +21,8 @@ class Family:
     model type of its own (`aliases`).
     `extra_fields` writes what the fields that all families share do not say. `tensor_names` are pieces of the names in
     Hugging Face's files and of ours, where they differ, applied in this order. `stores_joined` are the linears that are
-    one tensor there: query, key and value, or gate and up. `stacks_experts`: so are all experts of a layer, transposed.
+    one tensor there: query, key and value, or gate and up. `stacks_experts`: so are those of all experts of a
+    layer, transposed, and gate and up; `interleaves_gate`: in turns.
     """
 
     name: str  # `model_type`
@@ -37,6 +38,7 @@ class Family:
     tensor_names: tuple[tuple[str, str], ...] = ()
     stores_joined: tuple[str, ...] = ()
     stacks_experts: bool = False
+    interleaves_gate: bool = False
 
     def is_of(self, architectures: Collection[str]) -> bool:
         """Whether a class in `architectures` is this family's, or a wrapper's."""
@@ -59,6 +61,10 @@ class Family:
             bos_id=fields.integer("bos_token_id", minimum=0) if "bos_token_id" in fields else None,
             eos_ids=fields.integers("eos_token_id") or (),
         )
+
+    def is_joined(self, name: str) -> bool:
+        """Whether a tensor that we join is stored so; by its name here."""
+        return name.split(".")[-2] in self.stores_joined or (self.stacks_experts and ".experts." in name)
 
     def our_name(self, stored: str) -> str:
         """The name that a stored tensor has here."""

@@ -11,8 +11,14 @@ from fledge.models.config import TargetConfig
 from fledge.models.hf_config import ConfigFields, read_layer
 from fledge.models.target.family import Family, Windows, window_fields, windows_by_type
 
+# What transformers and vLLM take a config for that says nothing of its rope: that of the published models.
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
 
 def layer(fields: ConfigFields) -> LayerConfig:
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        values = {"rope_theta": 150_000.0, **fields.values, "rope_scaling": _YARN}
+        fields = ConfigFields(values, fields.where)
     if fields.number("swiglu_alpha", CLAMPED_SLOPE) != CLAMPED_SLOPE:
         raise fields.error("swiglu_alpha", fields.values["swiglu_alpha"], f"{CLAMPED_SLOPE}")
     experts = ExpertsConfig(
@@ -37,6 +43,7 @@ def extra_fields(config: TargetConfig) -> dict[str, Any]:
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_experts_per_token,
         "swiglu_limit": experts.swiglu_limit,
+        **({"rope_scaling": {"rope_type": "default"}} if config.layer.rope.type == "default" else {}),
         **window_fields(config),
     }
 
@@ -48,6 +55,6 @@ FAMILY = Family(
     windows=windows,
     extra_fields=extra_fields,
     tensor_names=((".router.", ".gate."),),
-    stores_joined=("gate_up_proj",),
     stacks_experts=True,
+    interleaves_gate=True,
 )

@@ -72,7 +72,7 @@ class DepthPolicy(Protocol):
         ...
 
     def expect(self, acceptance: Acceptance) -> None:
-        """Take over what is known of how many drafts stand, before any is tried."""
+        """Begin, with another drafter anew, with what is known of how many drafts stand before any is tried."""
         ...
 
     def choose(self, requests: Collection[Request], costs: CostTable) -> Arm:
@@ -145,6 +145,7 @@ class AdaptiveDepth:
         depths = sorted({d for d in useful if d < max_depth} | {max_depth})
         self.arms: Sequence[Arm] = [PLAIN, *map(Arm, depths), *([Arm(max_depth, is_tree=True)] if tree else [])]
         self._max_num_seqs = max_num_seqs
+        self._max_depth = max_depth
         self._acceptance = AcceptanceEstimator(max_depth)
         self._current = Arm(max((d for d in depths if d <= 3), default=max_depth))
         self._trial: Arm | None = None  # what is being tried instead
@@ -159,6 +160,7 @@ class AdaptiveDepth:
         self.choice: DepthChoice | None = None
 
     def expect(self, acceptance: Acceptance) -> None:
+        self._acceptance = AcceptanceEstimator(self._max_depth)
         self._acceptance.expect(acceptance)
 
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:

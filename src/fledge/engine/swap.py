@@ -28,7 +28,7 @@ from fledge.engine.device_state import DeviceState
 from fledge.engine.request import Request
 from fledge.engine.runner import Runner
 from fledge.engine.scheduler import Scheduler
-from fledge.errors import ConfigError, FledgeError
+from fledge.errors import ConfigError, SwapRefusedError
 from fledge.layers.paged_cache import PagedCache
 from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter
@@ -36,10 +36,6 @@ from fledge.models.target.decoder import TargetModel
 from fledge.native import accelerate_drafter
 
 _log = logging.getLogger("fledge.engine")
-
-
-class SwapRefusedError(FledgeError):
-    """The drafter may be good, but it cannot take the place of the one that is served; only a restart helps."""
 
 
 @dataclass(frozen=True, kw_only=True)

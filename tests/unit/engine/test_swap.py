@@ -10,7 +10,8 @@ import torch
 from fledge.decoding.drafting import TreeShape
 from fledge.engine.arms import RequestKind
 from fledge.engine.engine import LLMEngine
-from fledge.engine.swap import PreparedDrafter, SwapRefusedError
+from fledge.engine.swap import PreparedDrafter
+from fledge.errors import SwapRefusedError
 from fledge.models.drafter.base import Drafter
 from tests.engine_cases import (
     DRAFTERS,

@@ -111,7 +111,7 @@ def exchange(
     scheduler.read_again()
     how = "its weights copied over the old ones" if drafter is old else "in place of the old one"
     seconds, milliseconds = new.seconds, 1e3 * (time.perf_counter() - began)
-    words = "drafting with %s from now on, %s: %.1f s to load, steps held up for %.0f ms, %d requests read again"
+    words = "drafting with %s from now on, %s: %.1f s to load, steps held up for %.0f ms, %d requests to be read again"
     _log.info(words, new.name, how, seconds, milliseconds, len(scheduler.running))
     return drafter
 

@@ -1,6 +1,5 @@
 """Another drafter while requests run: their tokens stay, and what is drafted from then on is the new one's."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,8 @@ from tests.tiny_models import make_drafter, make_target
 
 LONG = [2, 3, 4, 5, 2, 3, 4, 5, 3]  # two full blocks, that others share
 ASKS = [greedy(LONG, 24), sampled([3, 3, 2, 5], 18, seed=4), greedy([*LONG, 4], 20), greedy([5, 4], 9)]
-WHEN = (0, 1, 4)  # steps before it: nothing is read, prompts are, rounds have run
+# Steps before it (nothing is read, prompts are, rounds have run), and whether they are read late.
+WHEN = ((0, False), (1, True), (4, False), (4, True))
 
 
 class FixedGraphs(CpuGraphs):
@@ -98,7 +98,7 @@ def test_running_requests_keep_their_tokens_and_draft_as_the_new_drafter_does(
     old: str, new: str, settings: dict[str, Any]
 ) -> None:
     expected = None if "sample_drafts" in settings else [answer_of(ask)[0] for ask in ASKS]
-    for steps, read_late in itertools.product(WHEN, (False, True)):
+    for steps, read_late in WHEN:
         engine = make_engine(drafts=drafter(old), read_late=read_late, **settings)
         found = swap_after(engine, steps, new)
         assert expected is None or found == expected

@@ -60,7 +60,7 @@ class LockedEngine:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.inner, name)
-        if not callable(value):
+        if not callable(value) or name == "prepare_drafter":  # which may run beside steps
             return value
 
         def locked(*arguments: Any, **named: Any) -> Any:

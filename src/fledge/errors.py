@@ -32,6 +32,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint works, but probably not as well as its author meant. The command line prints it as one line."""
 
 
+class SwapRefusedError(FledgeError):
+    """A drafter may be good, but cannot take the place of the one that is served: here, or in what has been set up."""
+
+
 class DataError(FledgeError):
     """Data (conversations, workloads, stored examples) cannot be read, or is not what it should be."""
 

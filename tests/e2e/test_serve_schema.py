@@ -41,6 +41,7 @@ OPERATIONS = [
     ("GET", "/metrics"),
     ("GET", "/tokenizer_info"),
     ("POST", "/v1/responses"),
+    ("POST", "/admin/drafter"),  # without a key
 ]
 
 

@@ -218,6 +218,11 @@ class AdmissionPolicy:
         self._gains: dict[int, Floats] = {}  # depth -> acceptances of a request at each share, and of a full round
         self._rounds = 0
 
+    def forget(self) -> None:
+        """There is another drafter: what its confidence means, and what drafts are worth, is not known yet."""
+        self.model = AcceptanceModel(self.model.max_depth)
+        self._gains.clear()
+
     def observe(self, outcomes: DraftOutcomes) -> bool:
         """Learn from a round; whether the model's coefficients have changed."""
         depth = outcomes.confidence.shape[1]

@@ -64,6 +64,25 @@ class AsyncLLM:
         for one in [request_id] if isinstance(request_id, str) else request_id:
             self._commands.put(lambda one=one: self._abort(one))  # type: ignore[misc]
 
+    async def swap_drafter(self, model: str | Path) -> None:
+        """As `LLM.swap_drafter`: it is loaded beside the answers, and exchanged between two steps."""
+        if not self._thread.is_alive():
+            raise ConfigError("this AsyncLLM has been shut down")
+        engine, loop = self._llm.engine, asyncio.get_running_loop()
+        new = await asyncio.to_thread(engine.prepare_drafter, str(model))
+        done: asyncio.Future[None] = loop.create_future()
+
+        def exchange() -> None:
+            try:
+                engine.exchange_drafter(new)
+            except Exception as error:
+                loop.call_soon_threadsafe(done.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(done.set_result, None)
+
+        self._commands.put(exchange)
+        await done
+
     async def get_tokenizer(self) -> Any:
         return self._llm.get_tokenizer()
 

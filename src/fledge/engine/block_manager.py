@@ -123,6 +123,15 @@ class BlockManager:
                 del self._block_of[self._key_of.pop(block)]
         return [block for block in table.blocks if self._references[block] == 1]
 
+    def forget_all(self, tables: Iterable[BlockTable]) -> None:
+        """Let nobody find any block: the drafter's rows are void. Those of `tables` can be committed again."""
+        self._key_of.clear()
+        self._block_of.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+        for table in tables:
+            table.keys.clear()
+
     def check_integrity(self, tables: Iterable[BlockTable] = ()) -> None:
         """Assert that every block is in exactly one state, and referenced exactly as `tables` reference it."""
         expected = [0] * self.num_blocks

@@ -6,7 +6,7 @@ same. Importing this imports no torch: a command line that only wants the help t
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,16 @@ class EngineConfig:
     def max_depth(self) -> int:
         """The deepest drafting there can be."""
         return 0 if self.speculative_config is None else self.speculative_config.max_depth
+
+    @property
+    def drafter(self) -> str | None:
+        """What its drafter is loaded from."""
+        return None if self.speculative_config is None else self.speculative_config.model
+
+    def with_drafter(self, model: str) -> "EngineConfig":
+        """The same with another drafter, where there is one."""
+        assert self.speculative_config is not None
+        return replace(self, speculative_config=replace(self.speculative_config, model=model))
 
     @property
     def drafts_trees(self) -> bool:

@@ -72,7 +72,7 @@ class DepthPolicy(Protocol):
         ...
 
     def expect(self, acceptance: Acceptance) -> None:
-        """Take over what is known of how many drafts stand, before any is tried."""
+        """Begin, with another drafter anew, with what is known of how many drafts stand before any is tried."""
         ...
 
     def choose(self, requests: Collection[Request], costs: CostTable) -> Arm:
@@ -145,22 +145,24 @@ class AdaptiveDepth:
         depths = sorted({d for d in useful if d < max_depth} | {max_depth})
         self.arms: Sequence[Arm] = [PLAIN, *map(Arm, depths), *([Arm(max_depth, is_tree=True)] if tree else [])]
         self._max_num_seqs = max_num_seqs
-        self._acceptance = AcceptanceEstimator(max_depth)
-        self._current = Arm(max((d for d in depths if d <= 3), default=max_depth))
-        self._trial: Arm | None = None  # what is being tried instead
+        self._max_depth, self._first = max_depth, Arm(max((d for d in depths if d <= 3), default=max_depth))
         self._trial_rounds = self._trial_observations = 0
-        self._since_change = DWELL
         self._steps = 0
-        self._batch = 0
         self._credit: float | None = None  # seconds that may be lost in trials; None: nothing is known yet
         self._answer_length = MEAN_ANSWER
         self._rounds = self._other_kind_rounds = 0
         self._drawn_is_better, self._judged_at = False, 0  # as of this step
         self._other_kind: Request | None = None  # drafts in the way that is not held to be the better one
         self.choice: DepthChoice | None = None
+        self.expect({})
 
     def expect(self, acceptance: Acceptance) -> None:
+        self._acceptance = AcceptanceEstimator(self._max_depth)
         self._acceptance.expect(acceptance)
+        self._current = self._first
+        self._trial: Arm | None = None  # what is being tried instead
+        self._since_change = DWELL
+        self._batch = 0
 
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
         if drafted:

@@ -38,7 +38,7 @@ DRAFT_PROBS_BYTES = 2**30  # that distributions of sampled drafts may take; wher
 class DeviceState:
     """Models and caches, one row for each running request and `padding_row` for none, all on one device.
 
-    Host writes are queued on the device's stream. `drafter` becomes None if it is given up.
+    Host writes are queued on the device's stream. `drafter` becomes None if it is given up, and may be exchanged.
     """
 
     def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
@@ -73,6 +73,8 @@ class DeviceState:
         # Slots a request needs beyond its known tokens: one unread round, one to run, its drafts, and room for trees.
         self.lookahead = 3 * (depth + 1) + scratch
         self.max_length = config.max_model_len + self.lookahead  # bound on any sequence
+        # Of a token, that there is room for.
+        self.drafter_kv_bytes = 0 if drafter is None else _kv_bytes(config, drafter)
         self.num_blocks = config.num_blocks or self._count_blocks(config)
         self.target_cache = self._make_cache(config, target)
         self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
@@ -124,6 +126,35 @@ class DeviceState:
         for column, given in zip((*columns, own.temperature, own.top_p, own.min_p), values, strict=True):
             column[index] = given.to(column.dtype)
         self.draft_count[index] = 0
+
+    def unfit(self, config: EngineConfig, drafter: Drafter) -> str | None:
+        """Why a drafter cannot take the place of the one that all this was allocated for; None: it can."""
+        needed = _kv_bytes(config, drafter)
+        if needed > self.drafter_kv_bytes:
+            return f"its KV cache takes {needed} bytes a token, and there is room for {self.drafter_kv_bytes}"
+        tree, vocabularies = self.tree, (self.draft_vocab, drafter.config.draft_vocab_size)
+        if tree is not None and len({min(tree.width, size) for size in vocabularies}) > 1:
+            return "draft trees have another shape with a vocabulary of its size"
+        return None
+
+    def cache_for(self, config: EngineConfig, drafter: Drafter) -> PagedCache:
+        """The drafter's cache that there is, if it has the right shape; or another."""
+        cache, shape = self.drafter_cache, (drafter.config.num_layers, drafter.config.layer.kv_cache)
+        if cache is not None and (cache.num_layers, cache.spec) == shape:
+            return cache
+        return self._make_cache(config, drafter)
+
+    def set_drafter(self, drafter: Drafter, cache: PagedCache) -> None:
+        """Draft with another one, which is not `unfit`. What lies in its cache means nothing to it."""
+        self.drafter, self.drafter_cache, self.draft_vocab = drafter, cache, drafter.config.draft_vocab_size
+
+    def begin_drafter(self, requests: Sequence[Request]) -> None:
+        """Take over how far each of the running requests drafts; forget what confidence meant."""
+        self.acceptance.zero_()
+        self.acceptance[:, 0].fill_(1.0)
+        if requests:
+            rows, until = self.tensor([[r.running_row for r in requests], [r.draft_until for r in requests]])
+            self.draft_until[rows] = until
 
     def place_blocks(self, requests: Sequence[Request]) -> None:
         """Write the blocks of each request's table that are not there yet."""
@@ -222,11 +253,7 @@ class DeviceState:
 
     def _count_blocks(self, config: EngineConfig) -> int:
         """As many blocks as memory allows, and no more than all requests at full length could use."""
-        per_block = self.block_size * sum(
-            model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(_kv_dtype(config, model))
-            for model in (self.target, self.drafter)
-            if model is not None
-        )
+        per_block = self.block_size * (_kv_bytes(config, self.target) + self.drafter_kv_bytes)
         useful = config.max_num_seqs * -(-self.max_length // self.block_size) + 1
         budget = config.kv_cache_bytes or DEFAULT_CPU_CACHE_BYTES
         if config.kv_cache_bytes is None and self.device.type == "cuda":
@@ -257,3 +284,8 @@ def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype
             f"{str(own).removeprefix('torch.')}; use auto"
         )
     return own
+
+
+def _kv_bytes(config: EngineConfig, model: TargetModel | Drafter) -> int:
+    """What a token takes in a model's KV cache."""
+    return model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(_kv_dtype(config, model))

@@ -29,13 +29,14 @@ from fledge.engine.controller import DepthPolicy, make_policy
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import RoundCosts
 from fledge.engine.device_state import DeviceState
-from fledge.engine.graphs import GraphRunner, batch_sizes
+from fledge.engine.graphs import make_graphs
 from fledge.engine.outputs import RequestUpdate, RoundRecord, TokenLogprobs
 from fledge.engine.passes import DrafterError
 from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
-from fledge.engine.request import UNLIMITED, Phase, Request, kind_of_round
+from fledge.engine.request import UNLIMITED, Phase, Request, kind_of_round, requests_at_fault
 from fledge.engine.runner import Launch, RequestResult, Runner
 from fledge.engine.scheduler import MustSettle, ScheduledBatch, Scheduler
+from fledge.engine.swap import PreparedDrafter, exchange, fitting_cache, prepare
 from fledge.engine.warm_up import warm_up
 from fledge.errors import ConfigError, describe
 from fledge.models.drafter.base import Drafter
@@ -43,7 +44,6 @@ from fledge.models.target.decoder import TargetModel
 from fledge.native import accelerate
 
 RECENT_ROUNDS = 16
-MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
 NOT_FINITE = "the target computed values that are not finite"
 
 _log = logging.getLogger("fledge.engine")
@@ -84,9 +84,8 @@ class LLMEngine:
         self.device = state.device
         on_gpu = self.device.type == "cuda"
         self._reads_late = on_gpu if config.read_late is None else config.read_late
-        self._stats = EngineStats()
+        self._stats, self._cost_cache = EngineStats(), cost_cache
         self._costs = RoundCosts(host_overlaps=self._reads_late)
-        self._cost_cache = cost_cache
         budgets = budgets_for(config.speculative_config, on_gpu)
         has_chains = any(arm.depth and not arm.is_tree for arm in self._depth_policy.arms)
         self.admission = AdmissionPolicy(config.max_depth, budgets) if has_chains else None
@@ -100,14 +99,10 @@ class LLMEngine:
             max_depth=config.max_depth,
             lookahead=state.lookahead,
         )
-        graphs = None
-        if on_gpu and not config.enforce_eager:
-            sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
-            graphs = GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)
-        self.runner = Runner(state, graphs)
+        self.runner = Runner(state, make_graphs(state, config, budgets) if on_gpu else None)
         self.info = EngineInfo(
             model=model,
-            drafter=None if config.speculative_config is None else config.speculative_config.model,
+            drafter=config.drafter,
             device=str(self.device),
             dtype=str(next(self.target.parameters()).dtype).removeprefix("torch."),
             vocab_size=state.vocab_size,
@@ -121,7 +116,7 @@ class LLMEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self._updates)
 
     @torch.inference_mode()
     def warm_up(
@@ -181,6 +176,23 @@ class LLMEngine:
     def abort(self, request_id: str, reason: str = "abort") -> RequestUpdate | None:
         request = self.requests.get(request_id)
         return None if request is None else self._finish(request, reason)
+
+    def prepare_drafter(self, model: str) -> PreparedDrafter:
+        return prepare(model, self.target, self.config, target_model=self.info.model)
+
+    def exchange_drafter(self, new: PreparedDrafter, acceptance: Acceptance | None = None) -> None:
+        cache = fitting_cache(new, self.runner.state, self.config)  # or raises, and nothing has changed
+        try:
+            self._settle()
+        except Exception as error:
+            self._recover(error)
+        self.drafter = exchange(new, cache, self.runner, self.scheduler, self.requests.values())
+        self.config = self.config.with_drafter(new.name)
+        self.info = replace(self.info, drafter=new.name)
+        self._stats.begin_drafter()
+        self._depth_policy.expect(acceptance or {})
+        if self.admission is not None:
+            self.admission.forget()
 
     def stats(self) -> EngineStats:
         if self.admission is not None and not self.requests:  # with requests it is done now and then: it takes time
@@ -349,9 +361,7 @@ class LLMEngine:
     ) -> RequestUpdate:
         """Take a request out; return its last update, which is `update` if it has tokens still to be told."""
         request.finish_reason, request.failure, request.finished_at = reason, failure, time.perf_counter()
-        self._stats.aborted += reason == "abort"
-        self._stats.failed += reason == "error"
-        self._stats.finished += reason not in ("abort", "error")
+        self._stats.count_end(reason)
         if reason == "error":
             _log.warning("request %s failed after %d tokens: %s", request.id, request.num_output, failure)
         self.scheduler.finish(request)
@@ -377,28 +387,16 @@ class LLMEngine:
             if isinstance(error, DrafterError):
                 self._give_up_drafter(str(error))
             else:
-                for request in self._at_fault():
+                for request in requests_at_fault(self._involved):
                     failure = f"computing it failed: {describe(error)}"
                     self._updates.append(self._finish(request, "error", failure=failure))
         except Exception as second:
             self._death = DeadEngineError(f"the engine cannot go on after {describe(error)}: {describe(second)}")
             self._death.__cause__ = second
 
-    def _at_fault(self) -> list[Request]:
-        """Return the requests that a failed step is blamed on; if that is not clear, all in it become suspects."""
-        involved = [request for request in self._involved if request.phase is not Phase.FINISHED]
-        suspects = [request for request in involved if request.is_suspect]
-        for clear in (involved, suspects):
-            if len(clear) == 1:
-                return clear
-        for request in involved:
-            request.is_suspect = True
-            request.failures += 1
-        return [request for request in involved if request.failures >= MAX_FAILURES]
-
     def _give_up_drafter(self, reason: str) -> None:
         """Decode without drafts from the next batch on, for good."""
         if self.runner.state.drafter is not None:
             self.runner.state.drafter = self.runner.state.drafter_cache = None  # drafts there are, are still verified
             self._stats.drafter_failure = reason
-            _log.error("the drafter failed (%s); decoding goes on without speculation until the next start", reason)
+            _log.error("the drafter failed (%s); decoding goes on without speculation until there is another", reason)

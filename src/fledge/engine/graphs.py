@@ -16,6 +16,7 @@ from torch import Tensor
 from fledge.engine.adjustments import SIZES, entries_adjusting
 from fledge.engine.admission import NO_BUDGETS, Budgets
 from fledge.engine.arms import PLAIN, Arm
+from fledge.engine.config import EngineConfig
 from fledge.engine.device_state import DeviceState
 from fledge.engine.logprobs import Asked
 from fledge.engine.passes import PassOutcome, PrefillInputs, lay_out, run_prefill, run_round
@@ -42,6 +43,10 @@ class RoundProgram(NamedTuple):
     asked: Asked = Asked()
     adjusting: int = 0  # entries
     admit: int | None = None  # drafts that are verified, over the batch; None: all
+
+    @property
+    def uses_drafter(self) -> bool:
+        return self.draft.depth > 0
 
     def inputs(self, state: DeviceState, requests: Sequence[Request]) -> Tensor:
         """Return their rows, and the padding row up to the batch's size; then which entries have which wishes."""
@@ -79,6 +84,10 @@ class PromptProgram(NamedTuple):
     sample_drafts: bool = False  # as of a round
     asked: Asked = Asked()
     adjusting: int = 0  # chunks
+
+    @property
+    def uses_drafter(self) -> bool:
+        return self.has_drafter
 
     def inputs(self, state: DeviceState, chunks: Sequence[Chunk]) -> Tensor:
         requests = [chunk.request for chunk in chunks]
@@ -233,6 +242,12 @@ class GraphRunner:
             return self.sizes
         return [size for size in self.sizes if size in COARSE_SIZES or size == self.sizes[-1]]
 
+    def drop_drafting(self) -> None:
+        """Forget the graphs in which the drafter has a part: there will be another one, elsewhere in memory."""
+        self.captured = {program: one for program, one in self.captured.items() if not program.uses_drafter}
+        if not self.captured:
+            self._pool = None  # it went with the last of them
+
     def capture(self, program: Program) -> bool:
         """Capture a program if it is not yet; False: there is no more room."""
         if program not in self.captured and len(self.captured) < self._capacity:
@@ -276,6 +291,14 @@ class GraphRunner:
         outcome = program.run(self._state, inputs)
         self._state.reset_padding()
         return outcome
+
+
+def make_graphs(state: DeviceState, config: EngineConfig, budgets: Budgets) -> GraphRunner | None:
+    """What captures the graphs that a config asks for; None: it wants none."""
+    if config.enforce_eager:
+        return None
+    sizes = config.cudagraph_capture_sizes or batch_sizes(config.max_num_seqs)
+    return GraphRunner(state, sorted({*sizes, config.max_num_seqs}), budgets=budgets)
 
 
 def _prompt_sizes(max_tokens: int, max_chunks: int) -> Iterator[tuple[int, int]]:

@@ -125,6 +125,13 @@ class LLM:
             self.engine = build_engine(target, self.tokenizer, alone, model=model)
             raise
 
+    def swap_drafter(self, model: str | Path) -> None:
+        """Draft with another drafter from now on, as deep as before. Streams may be under way: their text stays.
+
+        Raises where it does not fit the target, or has no place beside it; the old one goes on then.
+        """
+        self.engine.exchange_drafter(self.engine.prepare_drafter(str(model)))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -6,7 +6,7 @@ what has become known, request by request. `LLM` (`llm.py`) and the server are b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fledge.decoding.drafter_statistics import StateGrowth
 from fledge.decoding.params import SamplingParams
@@ -26,7 +26,10 @@ class DeadEngineError(FledgeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What an engine is and can take, whatever else it does. Does not change, can be pickled and asked anywhere."""
+    """What an engine is and can take, whatever else it does. Can be pickled and asked anywhere.
+
+    Nothing of an engine's changes but the drafter, and that only by `Engine.exchange_drafter`.
+    """
 
     model: str  # what it was loaded from
     drafter: str | None  # None: it does not speculate
@@ -85,7 +88,10 @@ class RoundReport(NamedTuple):
 
 @dataclass(kw_only=True)
 class EngineStats:
-    """Totals over an engine's life, and where it stands now. `Engine.stats` hands out a copy that can be pickled."""
+    """Totals over an engine's life, and where it stands now. `Engine.stats` hands out a copy that can be pickled.
+
+    Acceptance, state growth and calibration are totals over the life of its present drafter.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0  # read, those found in the prefix cache left out
@@ -114,6 +120,16 @@ class EngineStats:
     kv_used: int = 0  # blocks, now
     kv_capacity: int = 0
 
+    def count_end(self, reason: str) -> None:
+        """Count a request that has ended."""
+        self.aborted += reason == "abort"
+        self.failed += reason == "error"
+        self.finished += reason not in ("abort", "error")
+
+    def begin_drafter(self) -> None:
+        """There is another drafter: what is said of drafts is said of its own."""
+        self.acceptance, self.state_growth, self.drafter_failure = AcceptanceStatistics(), StateGrowth(), None
+
 
 class Engine(Protocol):
     """Continuous batching over one target. Used by one thread."""
@@ -123,7 +139,7 @@ class Engine(Protocol):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request has not ended yet."""
+        """Whether a request has not ended yet, or its end has not been told."""
         ...
 
     def add_request(
@@ -176,6 +192,20 @@ class Engine(Protocol):
 
         `plain`: for steps without speculation too, which a request may ask for. `acceptance`: what is known of how
         many drafts stand, before any was tried.
+        """
+        ...
+
+    def prepare_drafter(self, model: str) -> Any:
+        """Load a drafter to exchange for the present one, and check it. May be called on another thread, beside steps.
+
+        Raises FledgeError where it is no good for the target, or where this engine can exchange none.
+        """
+        ...
+
+    def exchange_drafter(self, new: Any, acceptance: Acceptance | None = None) -> None:
+        """Draft with what `prepare_drafter` gave, from the next step on. Running requests go on, with the same tokens.
+
+        `acceptance` as of `warm_up`. Raises FledgeError, and changes nothing, where there is no place for it.
         """
         ...
 

@@ -13,6 +13,7 @@ from fledge.engine.constraint import CONSTRAINT_FAILURE, TokenConstraint
 from fledge.engine.outputs import RequestMetrics, RoundRecord, TokenLogprobs
 
 UNLIMITED = 2**31 - 1
+MAX_FAILURES = 3  # of steps that a request took part in, before it is held to be at fault
 
 
 class Phase(StrEnum):
@@ -174,6 +175,11 @@ class Request:
             seconds=self.finished_at - self.arrived,
         )
 
+    def set_drafter(self, max_positions: int) -> None:
+        """Draft with a drafter for so many positions, and forget how well the one before it did."""
+        self.draft_until = min(self.max_length, max_positions) if self.draft_limit else 0
+        self.drafts_expected = self.drafts_accepted = 0.0
+
     def fail_constraint(self, error: Exception) -> None:
         """Note why the constraint fails. The request then ends with its next tokens."""
         self.failure = f"{CONSTRAINT_FAILURE}{str(error) or type(error).__name__}"
@@ -181,3 +187,16 @@ class Request:
 
 def kind_of_round(requests: Iterable[Request]) -> RequestKind:
     return RequestKind.of_round(request.kind for request in requests)
+
+
+def requests_at_fault(involved: Iterable[Request]) -> list[Request]:
+    """Return the requests that a failed step is blamed on; if that is not clear, all in it become suspects."""
+    involved = [request for request in involved if request.phase is not Phase.FINISHED]
+    suspects = [request for request in involved if request.is_suspect]
+    for clear in (involved, suspects):
+        if len(clear) == 1:
+            return clear
+    for request in involved:
+        request.is_suspect = True
+        request.failures += 1
+    return [request for request in involved if request.failures >= MAX_FAILURES]

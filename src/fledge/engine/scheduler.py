@@ -149,6 +149,16 @@ class Scheduler:
                 self._vacate(request, preempted=True)
             self.add(request)
 
+    def read_again(self) -> None:
+        """Let everybody that runs read what they have once more, in their own blocks. Nothing may be in flight.
+
+        Of those that decode, the ones that draft go back to it with the next step that drafts (`_catch_up`).
+        """
+        assert not any(request.in_flight for request in self.running), "what is in flight would be settled"
+        self.block_manager.forget_all(request.table for request in self.running)
+        for request in self.running:
+            request.settled = 0
+
     def check_integrity(self) -> None:
         self.block_manager.check_integrity(request.table for request in self.running)
         rows = [request.row for request in self.running]

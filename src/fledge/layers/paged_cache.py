@@ -35,7 +35,7 @@ class PagedCache:
         device: torch.device,
     ) -> None:
         rows = (num_layers, num_blocks, block_size, spec.num_kv_heads)
-        self.block_size = block_size
+        self.spec, self.num_layers, self.block_size = spec, num_layers, block_size
         # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
         self.keys = torch.zeros(*rows, spec.key_dim, dtype=dtype, device=device)
         self.values = torch.zeros(*rows, spec.value_dim, dtype=dtype, device=device)

@@ -38,9 +38,13 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
     layers = lower_layers(target.layers) if is_uniform else None
     if layers is not None:
         target = NativeTarget(target, layers)
-    if drafter is not None:
-        drafter = lower_drafter(drafter) or drafter
-    return target, drafter
+    return target, None if drafter is None else lower_drafter(drafter) or drafter
+
+
+def accelerate_drafter(drafter: Drafter) -> Drafter:
+    """The same for a drafter that comes later, to a target that `accelerate` has made ready."""
+    pack_linears(drafter)
+    return lower_drafter(drafter) or drafter
 
 
 def kernels_of(library: ctypes.CDLL) -> dict[str, Any]:

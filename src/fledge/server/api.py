@@ -29,6 +29,7 @@ from fledge.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DrafterRequest,
     ResponsesRequest,
     TokenizeRequest,
     has_too_many_containers,
@@ -51,9 +52,9 @@ SLOW_CLIENT_SECONDS = 30.0  # to read the end of a stream
 CLIENT_GONE = 499  # for the log: nobody is there to read a status
 INTERNAL_ERROR = RequestError("the server failed to answer; see its log", status=500)
 REFUSALS = {400: "Wrong request", 401: "No valid key", 403: "Not allowed here", 404: "No such model"}
-REFUSALS |= {408: "Took too long", 413: "Too large", 415: "Not JSON", 429: "Too busy"}
+REFUSALS |= {408: "Took too long", 409: "Not in this state", 413: "Too large", 415: "Not JSON", 429: "Too busy"}
 REFUSALS |= {503: "Shutting down, or too many large bodies"}
-BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, DrafterRequest)
 
 
 def router(service: Service) -> APIRouter:
@@ -62,22 +63,22 @@ def router(service: Service) -> APIRouter:
     guarded = [Depends(service.keys.check)]
     started = int(time.time())
 
-    @routes.post("/v1/chat/completions", tags=["generation"], **_json_body(ChatRequest))
+    @routes.post("/v1/chat/completions", tags=["generation"], **json_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await _answer(service, request, ChatRequest, "chatcmpl", service.chat)
 
-    @routes.post("/v1/completions", tags=["generation"], **_json_body(CompletionRequest))
+    @routes.post("/v1/completions", tags=["generation"], **json_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         return await _answer(service, request, CompletionRequest, "cmpl", service.complete)
 
-    @routes.post("/v1/responses", tags=["generation"], **_json_body(ResponsesRequest))
+    @routes.post("/v1/responses", tags=["generation"], **json_body(ResponsesRequest))
     async def responses(request: Request) -> Response:
         """Answer in the shapes of the Responses API; nothing is stored."""
         return await _answer(service, request, ResponsesRequest, "resp", service.respond)
 
-    @routes.post("/tokenize", tags=["tokens"], dependencies=guarded, **_json_body(TokenizeRequest))
+    @routes.post("/tokenize", tags=["tokens"], dependencies=guarded, **json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation through the chat template."""
         asked = parse(TokenizeRequest, await read_json(service, request))
@@ -92,7 +93,7 @@ def router(service: Service) -> APIRouter:
         most = service.engine.info.max_model_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings})
 
-    @routes.post("/detokenize", tags=["tokens"], dependencies=guarded, **_json_body(DetokenizeRequest))
+    @routes.post("/detokenize", tags=["tokens"], dependencies=guarded, **json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         asked = parse(DetokenizeRequest, await read_json(service, request))
@@ -159,7 +160,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _json_body(kind: type[ApiModel]) -> dict[str, Any]:
+def json_body(kind: type[ApiModel]) -> dict[str, Any]:
     """Describe a JSON body that an endpoint reads and checks itself, and how it refuses one."""
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 
 from fledge import __version__
 from fledge.errors import FledgeError
-from fledge.server import api, dashboard
+from fledge.server import admin, api, dashboard
 from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, RequestIds, tell_accept_errors_once
 from fledge.server.errors import RequestError
 from fledge.server.protocol import NOT_SERVED
@@ -58,6 +58,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.root_path = options.root_path  # paths are served with it and without
     app.include_router(api.router(service))
+    app.include_router(admin.router(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
     if options.cors_origins:
         app.add_middleware(

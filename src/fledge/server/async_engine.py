@@ -20,7 +20,9 @@ from fledge.engine.constraint import CONSTRAINT_FAILURE
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.llm import next_int64
 from fledge.engine.outputs import RequestMetrics, RequestUpdate, TextPiece, TokenLogprobs
-from fledge.engine.protocol import EngineStats
+from fledge.engine.protocol import EngineInfo, EngineStats
+from fledge.errors import FledgeError
+from fledge.evaluation.baseline import Baseline
 from fledge.server.engine_process import EngineProcess, EngineWorker
 from fledge.server.errors import RequestError, refuse
 from fledge.server.live_drift import Traits
@@ -64,7 +66,8 @@ class AsyncEngine:
         self._traits: dict[str, Traits] = {}  # the same, and those that were aborted and have not ended yet
         self.compile_seconds = COMPILE_SECONDS  # for one grammar, at most
         self._compile_slots = asyncio.Semaphore(COMPILE_THREADS)
-        self._compiling: dict[int, asyncio.Future[RequestError | None]] = {}
+        self._asked: dict[int, asyncio.Future[FledgeError | None]] = {}  # what the engine's process has not answered
+        self._next_baseline: Baseline | None = None  # of the drafter that comes next
         self._numbers = itertools.count()
         self._heard_at = 0.0  # when the engine last said something, or got its first request
 
@@ -115,9 +118,7 @@ class AsyncEngine:
         """
         if requests > self.max_requests:
             raise RequestError(f"the request asks for {requests} answers, this server takes {self.max_requests}")
-        if not self.is_healthy:
-            self._metrics.on_rejected("unhealthy")
-            raise RequestError("the engine has stopped working; see the server's log", status=503, code="engine_dead")
+        self._check_health()
         if self.active + requests > self.max_requests:
             self._metrics.on_rejected("queue_full")
             message = f"{self.active} requests are running or waiting, which is all that this server takes"
@@ -128,6 +129,11 @@ class AsyncEngine:
         finally:
             self._reserved -= requests
 
+    def _check_health(self) -> None:
+        if not self.is_healthy:
+            self._metrics.on_rejected("unhealthy")
+            raise RequestError("the engine has stopped working; see the server's log", status=503, code="engine_dead")
+
     async def compile(self, grammar: Grammar) -> None:
         """Have a grammar compiled where the engine runs. Raises RequestError if it fails or takes too long."""
         seconds = self.compile_seconds
@@ -137,17 +143,31 @@ class AsyncEngine:
         except TimeoutError:
             message = "too many grammars are being compiled; try again"
             raise RequestError(message, status=503, param=grammar.param, retry_after=1) from None
-        done: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
+        done = self._ask(EngineWorker.compile, grammar)
         done.add_done_callback(lambda _: self._compile_slots.release())  # its thread is busy until then
-        number = next(self._numbers)
-        self._compiling[number] = done
-        self.process.send(EngineWorker.compile, number, grammar)
         try:
             error = await asyncio.wait_for(asyncio.shield(done), seconds)
         except TimeoutError:
             refuse(grammar.param, f"the grammar takes longer than {seconds:g} s to compile", code="invalid_grammar")
-        if error is not None:
-            raise error
+        _raise(error)
+
+    async def load_drafter(self, model: str) -> None:
+        """Have another drafter loaded beside the steps. Raises FledgeError where it is no good for the target."""
+        self._check_health()
+        _raise(await self._ask(EngineWorker.load_drafter, model))
+
+    async def exchange_drafter(self, model: str, baseline: Baseline | None) -> None:
+        """Draft with the one that was loaded. Raises FledgeError where there is no place for it; the old one stays."""
+        self._next_baseline = baseline
+        _raise(await self._ask(EngineWorker.exchange_drafter, model))
+
+    def _ask(self, method: Callable[..., None], *given: Any) -> "asyncio.Future[FledgeError | None]":
+        """Have the worker's method called with a number, under which it answers: with what is wrong, or None."""
+        done: asyncio.Future[FledgeError | None] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        self._asked[number] = done
+        self.process.send(method, number, *given)
+        return done
 
     def generate(
         self,
@@ -214,8 +234,16 @@ class AsyncEngine:
                 generation.put(update)
         self._metrics.on_stats(stats)
 
-    def on_compiled(self, number: int, error: RequestError | None) -> None:
-        self._compiling.pop(number).set_result(error)
+    def on_answer(self, number: int, error: FledgeError | None) -> None:
+        self._asked.pop(number).set_result(error)
+
+    def on_exchanged(self, number: int, info: EngineInfo, error: FledgeError | None) -> None:
+        """What steps bring from now on is the new drafter's, unless there is an error."""
+        if error is None:
+            self.info = self.process.info = info
+            self._metrics.on_drafter(info.drafter, self._next_baseline)
+            self._traits = {name: traits._replace(is_mixed=True) for name, traits in self._traits.items()}
+        self.on_answer(number, error)
 
     def on_died(self, reason: str) -> None:
         """There will be no more."""
@@ -226,8 +254,8 @@ class AsyncEngine:
         self.fail_all(lost)
         self._running.clear()
         self._traits.clear()
-        for number in list(self._compiling):
-            self.on_compiled(number, lost)
+        for number in list(self._asked):
+            self.on_answer(number, lost)
         self.on_death()
 
 
@@ -341,3 +369,8 @@ class Generation:
             parts = [text.metrics.acceptance for text in self._texts if text.metrics is not None]
             usage["speculation"] = {**speculation, **AcceptanceStatistics.merge(parts).to_dict()}
         return usage
+
+
+def _raise(error: FledgeError | None) -> None:
+    if error is not None:
+        raise error

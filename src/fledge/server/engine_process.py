@@ -1,7 +1,7 @@
 """The engine in a process of its own, so that HTTP and rounds never wait for each other's Python.
 
     EngineProcess (parent, in the event loop)              EngineWorker (child)
-    calls of its `add`, `abort`, `compile`  ------------>  between two steps
+    calls of its `add`, `abort`, `compile`, ...  ------->  between two steps
     RequestUpdates and EngineStats  <--------------------  one message for each step, whatever the number of clients
 
 The parent starts Python with `main` of this file and speaks with it over two pipes of pickled values. Both ends are
@@ -178,6 +178,7 @@ class EngineWorker:
         self._told_rounds = 0
         self._told_calibration: Calibration | None = None
         self._compiler: GrammarCompiler | None = None
+        self._drafter: Any = None  # that is loaded and not in use yet
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
     def run(self) -> None:
@@ -233,7 +234,33 @@ class EngineWorker:
         except Exception as unexpected:
             _log.exception("a grammar could not be compiled")
             error = RequestError(f"{grammar.param}: {describe(unexpected)}", param=grammar.param)
-        self._write("on_compiled", number, error)
+        self._write("on_answer", number, error)
+
+    def load_drafter(self, number: int, model: str) -> None:
+        """Load another drafter in a thread of its own, and keep it for `exchange_drafter`."""
+
+        def load() -> None:
+            error: FledgeError | None = None
+            try:
+                self._drafter = self._engine.prepare_drafter(model)
+            except FledgeError as refused:
+                error = refused
+            except Exception as unexpected:
+                _log.exception("a drafter could not be loaded")
+                error = RequestError(f"{model}: {describe(unexpected)}", status=500)
+            self._write("on_answer", number, error)
+
+        threading.Thread(target=load, name="drafter", daemon=True).start()
+
+    def exchange_drafter(self, number: int, model: str) -> None:
+        """Draft with the one that was loaded."""
+        new, self._drafter = self._drafter, None
+        error: FledgeError | None = None
+        try:
+            self._engine.exchange_drafter(new, known_acceptance(model))
+        except FledgeError as refused:
+            error = refused
+        self._write("on_exchanged", number, self._engine.info, error)
 
     def _grammars(self) -> GrammarCompiler:
         with self._making_compiler:

@@ -2,7 +2,7 @@
 
 from typing import Any, NoReturn
 
-from fledge.errors import ConfigError, ContextLengthError, FledgeError, PromptError
+from fledge.errors import ConfigError, ContextLengthError, FledgeError, PromptError, SwapRefusedError
 
 _TYPES = {
     401: "authentication_error",
@@ -36,6 +36,8 @@ class RequestError(FledgeError):
         """Return the answer to a request that is wrong in the eyes of the engine: 400."""
         if isinstance(error, RequestError):
             return error
+        if isinstance(error, SwapRefusedError):
+            return cls(str(error), status=409, param="model", code="drafter_refused")
         if isinstance(error, ContextLengthError):
             return cls(str(error), code="context_length_exceeded")
         param = error.param if isinstance(error, ConfigError) else None

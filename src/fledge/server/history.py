@@ -113,6 +113,11 @@ class History:
         self._began = time.monotonic()
         self._closed: deque[HistoryInterval] = deque(maxlen=kept)
         self._current = HistoryInterval()
+        self._since = 0  # the first interval that `latest` sums
+
+    def begin_anew(self) -> None:
+        """Sum, in `latest`, only what comes after the present interval. The ring keeps what there is."""
+        self._since = self.current().number + 1
 
     def current(self) -> HistoryInterval:
         """The interval that now belongs to; closes those before it."""
@@ -129,9 +134,10 @@ class History:
         return list(self._closed)
 
     def latest(self, intervals: int) -> HistoryInterval:
-        """The sum of so many of the latest intervals, the current one included."""
-        closed = self.closed()
-        return HistoryInterval.sum([*closed[1 - intervals :], self._current])
+        """The sum of so many of the latest intervals, the current one included, as far as they belong together."""
+        latest = [*self.closed()[1 - intervals :], self._current]
+        begun = [one for one in latest if one.number >= self._since]
+        return HistoryInterval.sum(begun or [HistoryInterval(number=latest[-1].number, gauges=latest[-1].gauges)])
 
 
 class SpeedUp(NamedTuple):

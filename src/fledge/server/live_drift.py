@@ -91,6 +91,7 @@ class Traits(NamedTuple):
     template: Template = NO_TEMPLATE
     script: str = "Latin"
     temperature: float = 0.0
+    is_mixed: bool = False  # two drafters drafted for it, one after the other: it is like neither
 
 
 class Slice(NamedTuple):

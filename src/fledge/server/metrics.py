@@ -10,6 +10,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -42,6 +43,7 @@ COUNTED = {
     "spec_decode_phase_seconds": PHASES,
     "request_success": ("stop", "length", "abort"),
     "requests_rejected": ("queue_full", "draining", "unhealthy"),
+    "drafter_swaps": ("exchanged", "refused"),
 }
 
 _METRICS = yaml.safe_load((resources.files(__package__) / "metrics.yaml").read_text(encoding="utf-8"))
@@ -60,9 +62,10 @@ class Metrics(Collector):
         has_drafter: bool,
         version: str = "",
         history: History | None = None,
+        drafter: str | None = None,
         baseline: Baseline | None = None,
     ) -> None:
-        """`baseline`: the drafter's, if it has one, to compare live traffic with."""
+        """`drafter`: its name, for the page; `baseline`: its own, if it has one, to compare live traffic with."""
         self.model_name = model_name
         self.has_drafter = has_drafter
         self.version = version
@@ -71,11 +74,7 @@ class Metrics(Collector):
         self.stats = EngineStats()  # the latest
         self.total = HistoryInterval()  # since the beginning
         self.lock = threading.Lock()
-        self.baseline = baseline
-        self.watch = None if baseline is None else DriftWatch(baseline)
-        self.drafter_watch = None if baseline is None else DrafterWatch(baseline)
-        self._drafter_sums = DrafterSums()
-        self._warned = False  # of a drafter that looks like another target's
+        self._begin_drafter(drafter, baseline)
         registry = self._registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -87,7 +86,24 @@ class Metrics(Collector):
             histogram.labels(model_name)
         self._add({name: dict.fromkeys(labels, 0) for name, labels in COUNTED.items()})
 
+    def _begin_drafter(self, name: str | None, baseline: Baseline | None) -> None:
+        self.drafter = name
+        self.baseline = baseline
+        self.watch = None if baseline is None else DriftWatch(baseline)
+        self.drafter_watch = None if baseline is None else DrafterWatch(baseline)
+        self._drafter_sums = DrafterSums()
+        self._warned = False  # of a drafter that looks like another target's
+
     # What the engine tells
+
+    def on_drafter(self, name: str | None, baseline: Baseline | None) -> None:
+        """Another drafter drafts: what was counted of the one before says nothing of it. Engine totals begin anew."""
+        with self.lock:
+            self._begin_drafter(name, baseline)
+            self.stats = replace(self.stats)
+            self.stats.begin_drafter()
+            self.history.begin_anew()
+            self._add({"drafter_swaps": {"exchanged": 1}})
 
     def on_stats(self, stats: EngineStats) -> None:
         """Take where the engine stands. Comes after every step, so its latest rounds are those since the last time."""
@@ -139,7 +155,7 @@ class Metrics(Collector):
                 self._add({"ttft": {"seconds": metrics.time_to_first_token, "requests": 1}})
             self._add({template: metrics.acceptance.tally})
             self._add(by_context(metrics.rounds))
-            if self.watch is not None:
+            if self.watch is not None and not traits.is_mixed:
                 self.watch.on_finished(metrics, traits._replace(template=template))
             if self.drafter_watch is not None and self.drafter_watch.is_due:
                 self.drafter_watch.check(self.history.latest(self.history.kept))
@@ -148,6 +164,11 @@ class Metrics(Collector):
         """Count a request that was refused before the engine saw it."""
         with self.lock:
             self._add({"requests_rejected": {reason: 1}})
+
+    def on_swap_refused(self) -> None:
+        """Count a drafter that was not taken."""
+        with self.lock:
+            self._add({"drafter_swaps": {"refused": 1}})
 
     def _add(self, sums: Mapping[Any, Mapping[Any, float]]) -> None:
         self.total.add(sums)

@@ -23,6 +23,7 @@ class ServeOptions:
 
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()  # for what changes the server itself; none: nobody may
     chat_template: str | None = None  # the template's text; None: the tokenizer's own
     chat_template_name: str | None = None  # for metrics
     chat_template_content_format: str = "auto"  # "string", "openai": parts; "auto": as the template has it
@@ -61,7 +62,8 @@ class ServeOptions:
             raise ConfigError(f"--chat-template-content-format: found '{found}', allowed is {allowed}")
         if self.max_queue < 0:
             raise ConfigError(f"--max-queue: found {self.max_queue}, allowed is 0 or more")
-        ApiKeys(self.api_keys)  # these three refuse what they cannot be
+        ApiKeys(self.api_keys)  # these four refuse what they cannot be
+        AdminKeys(self.admin_api_keys)
         tool_parser(self.tool_call_parser)
         reasoning_parser(self.reasoning_parser)
 
@@ -73,9 +75,12 @@ class ServeOptions:
 class ApiKeys:
     """The keys that open the service; none: it is open. Keys are kept as digests, and shown to nobody."""
 
+    OPTION = "--api-key"
+    WANTED = "this server needs an API key"
+
     def __init__(self, keys: Sequence[str]) -> None:
         if not all(key.strip() for key in keys):
-            raise ConfigError("--api-key: a key must not be empty")
+            raise ConfigError(f"{self.OPTION}: a key must not be empty")
         self._digests = [_digest(key) for key in keys]
 
     def match(self, key: str) -> bool:
@@ -86,9 +91,22 @@ class ApiKeys:
         """Raise RequestError (401) unless the request carries a key. Return what tells its owner from the others."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if self._digests and (scheme.lower() != "bearer" or not self.match(key.strip())):
-            message = "this server needs an API key: send the header 'Authorization: Bearer KEY'"
+            message = f"{self.WANTED}: send the header 'Authorization: Bearer KEY'"
             raise RequestError(message, status=401, code="invalid_api_key")
         return _digest(key.strip()).hex() if self._digests else ""
+
+
+class AdminKeys(ApiKeys):
+    """The keys of those who may change the server while it runs; none: nobody may."""
+
+    OPTION = "--admin-api-key"
+    WANTED = "this changes the server, for which it needs an admin key"
+
+    async def check(self, request: Request) -> str:
+        if not self._digests:
+            message = "nobody may change this server while it runs; start it with --admin-api-key KEY"
+            raise RequestError(f"{message}, or FLEDGE_ADMIN_API_KEY", status=403, code="no_admin_key")
+        return await super().check(request)
 
 
 def _digest(key: str) -> bytes:

@@ -284,6 +284,15 @@ class ResponsesRequest(ApiModel):
     reasoning: dict[str, Any] | None = None
 
 
+class DrafterRequest(ApiModel):
+    """`/admin/drafter`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    # A directory on the server, a bundled model or a hub name.
+    model: Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
 class TokenizeRequest(ApiModel):
     """`/tokenize`: of a prompt, or of a conversation through the chat template."""
 

@@ -1,8 +1,11 @@
 """What a request means: its fields become prompts, parameters and a grammar, and these a generation."""
 
+import asyncio
 import itertools
 import logging
+import time
 from dataclasses import replace
+from typing import Any
 
 from fledge import __version__
 from fledge.checkpoints.source import resolve
@@ -15,7 +18,7 @@ from fledge.server.errors import RequestError, refuse
 from fledge.server.harmony import HarmonyParser, HarmonyTools
 from fledge.server.live_drift import script_of
 from fledge.server.metrics import Metrics
-from fledge.server.options import ApiKeys, ServeOptions
+from fledge.server.options import AdminKeys, ApiKeys, ServeOptions
 from fledge.server.parsers import AnswerParser
 from fledge.server.prompts import NO_TEMPLATE, Prompts, Template
 from fledge.server.protocol import (
@@ -42,8 +45,10 @@ class Service:
         """`process` has loaded its models."""
         self.options = options
         self.keys = ApiKeys(options.api_keys)
+        self.admin_keys = AdminKeys(options.admin_api_keys)
         self.is_draining = False
         self._requests = itertools.count()
+        self._next_drafter: str | None = None  # that is being loaded
         self.body_bytes = 0  # of requests that are being read, all together
         self.tokenizer = process.tokenizer
         has_drafter = process.info.drafter is not None
@@ -51,6 +56,7 @@ class Service:
             model_name=options.model_name,
             has_drafter=has_drafter,
             version=__version__,
+            drafter=process.info.drafter,
             baseline=baseline_of(process.info.drafter),
         )
         self.engine = AsyncEngine(process, max_queue=options.max_queue, metrics=self.metrics, seed=options.seed)
@@ -77,6 +83,25 @@ class Service:
         if self.is_draining:
             self.metrics.on_rejected("draining")
             raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
+
+    async def swap_drafter(self, model: str) -> dict[str, Any]:
+        """Draft with another drafter from now on; what to tell of it. Raises FledgeError, and the old one drafts on."""
+        began, before = time.monotonic(), self.engine.info.drafter
+        try:
+            if self._next_drafter is not None:
+                message = f"a drafter is being exchanged already, for {self._next_drafter[:100]}; try again later"
+                raise RequestError(message, status=409, code="swap_under_way", retry_after=5)
+            self._next_drafter = model
+            try:
+                await self.engine.load_drafter(model)
+                await self.engine.exchange_drafter(model, await asyncio.to_thread(baseline_of, model))
+            finally:
+                self._next_drafter = None
+        except FledgeError as error:
+            self.metrics.on_swap_refused()
+            _log.warning("drafting goes on with %s: %s", before, error)
+            raise
+        return {"drafter": model, "previous": before, "seconds": time.monotonic() - began}
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.served_model_names:

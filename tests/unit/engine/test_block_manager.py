@@ -115,6 +115,15 @@ class PoolMachine(RuleBasedStateMachine):
         self._release(which % len(self.sequences))
         self._check()
 
+    @rule()
+    def forget_all(self) -> None:
+        self.pool.forget_all(sequence.table for sequence in self.sequences)
+        self.findable.clear()
+        self.idle.clear()
+        for sequence in self.sequences:
+            sequence.settled = 0
+        self._check()
+
     def _release(self, which: int) -> None:
         sequence = self.sequences.pop(which)
         held = {block for other in self.sequences for block in other.table.blocks}

@@ -5,9 +5,10 @@ and how many drafts are verified, on pools that are too small, with prompts that
 chains and trees by turns, with drafts that are sampled for every other request, reading at once or one launch late,
 with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every aborted one a
 prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples
-instead of the fixed ones.
+instead of the fixed ones, and exchanges drafters too.
 """
 
+import contextlib
 import os
 from collections import Counter, defaultdict
 from typing import Any
@@ -21,6 +22,8 @@ from fledge.decoding.reference import Speculation
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
+from fledge.engine.swap import PreparedDrafter
+from fledge.errors import SwapRefusedError
 from tests.engine_cases import (
     DRAFTERS,
     EOS,
@@ -196,6 +199,16 @@ class EngineMachine(RuleBasedStateMachine):
     def change_costs(self, costs: list[float]) -> None:
         assert self.controller is not None
         self.controller.set_costs(costs)
+
+    if EXPLORE:  # the fixed examples cover what is asked for below without it; test_swap.py has fixed ones of this
+
+        @precondition(lambda self: self.drafter is not None and self.kind != "sampled")
+        @rule(name=st.sampled_from(sorted(DRAFTERS)), positions=st.sampled_from([MAX_LENGTH, 20]))
+        def exchange_drafter(self, name: str, positions: int) -> None:
+            made = drafter(name, positions)
+            with contextlib.suppress(SwapRefusedError):  # the first one left no room for it
+                self.engine.exchange_drafter(PreparedDrafter(name=name, loaded=made, running=made, seconds=0.0))
+            self.engine.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -1,15 +1,18 @@
 """The offline API on a tiny byte-level pair: what goes in, what comes out, what is refused."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fledge import LLM, SamplingParams
+from fledge import LLM, AsyncLLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.target import save_target
-from fledge.errors import CheckpointError, ConfigError, PromptError
+from fledge.errors import CheckpointError, ConfigError, PromptError, SwapRefusedError
 from fledge.models.drafter.variants import EAGLE_1, EAGLE_3_1
+from fledge.native.drafter import NativeDrafter
+from fledge.native.library import library
 from tests.tiny_models import TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -48,6 +51,41 @@ def test_generate_gives_vllms_shape_and_the_same_tokens_with_and_without_drafter
         assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
         assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]
         assert outputs[0].metrics.acceptance.rounds > 0
+
+
+def test_a_drafter_is_swapped_in_the_middle_of_a_stream(pair: Path, plain: LLM) -> None:
+    (expected,) = plain.generate("Hello", GREEDY)
+    llm = speculative(pair, adaptive=False)
+    for name in ("eagle1", "eagle3.1"):
+        stream = llm.stream("Hello", GREEDY)
+        found = list(next(stream).token_ids)
+        with pytest.raises(CheckpointError, match="no such directory"):
+            llm.swap_drafter(pair / "nothing")
+        llm.swap_drafter(pair / name)
+        assert [*found, *(token for event in stream for token in event.token_ids)] == list(
+            expected.outputs[0].token_ids
+        )
+        assert llm.config.drafter == llm.engine.info.drafter == str(pair / name)
+        running = llm._own_engine.runner.state.drafter
+        assert isinstance(running, NativeDrafter) == (library() is not None), "packed and lowered, as at a start"
+
+    async def swap() -> None:
+        engine = AsyncLLM(llm)
+        answer = engine.generate("Hello", GREEDY)
+        await anext(answer)
+        await engine.swap_drafter(pair / "eagle1")
+        last = [output async for output in answer][-1]
+        assert last.outputs[0].token_ids == expected.outputs[0].token_ids
+        with pytest.raises(CheckpointError):
+            await engine.swap_drafter(pair / "target")
+        engine.shutdown()
+        with pytest.raises(ConfigError, match="shut down"):
+            await engine.swap_drafter(pair / "eagle1")
+
+    asyncio.run(swap())
+    assert llm.config.drafter == str(pair / "eagle1")
+    with pytest.raises(SwapRefusedError, match="started without one"):
+        plain.swap_drafter(pair / "eagle1")
 
 
 def test_drafters_are_exchanged_on_a_loaded_target(pair: Path, plain: LLM) -> None:

@@ -389,7 +389,7 @@ def test_compiling_a_grammar_holds_up_nobody_and_has_an_end(monkeypatch: pytest.
         assert [error.status for error in errors if isinstance(error, RequestError)] == [400, 400, 503]
         assert "takes longer than 0.3 s" in str(errors[0])
         slow.set()
-        while engine._compiling:
+        while engine._asked:
             await asyncio.sleep(0.002)
         await engine.compile(grammar("b"))
         _, text, _ = await collect(engine.generate([PROMPTS[0]], GREEDY, request_id="b", grammar=grammar("b")))

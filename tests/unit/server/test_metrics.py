@@ -49,6 +49,23 @@ def test_counts_speculation_under_vllms_names():
     assert _value(metrics, "decode_turns_total", mode="plain") == 0
 
 
+def test_another_drafter_is_told_of_alone_and_the_charts_keep_what_was():
+    feed = EngineFeed(metrics := _metrics(drafter="old", history=History(interval_seconds=0.05)))
+    feed.step(batch=4, depth=3, accepted=0)
+    metrics.on_drafter("new", None)
+    feed.stats.begin_drafter()  # as the engine does
+    assert snapshot(metrics)["server"]["drafter"] == "new"
+    assert snapshot(metrics)["tiles"]["acceptance_length"] is None
+    assert _value(metrics, "spec_decode_num_drafts_total") == 0
+    time.sleep(0.1)
+    feed.step(batch=2, depth=3, accepted=2)
+    shown = snapshot(metrics)
+    assert shown["tiles"]["acceptance_length"] == 3
+    assert (_value(metrics, "spec_decode_num_drafts_total"), _value(metrics, "generation_tokens_total")) == (2, 10)
+    assert 1.0 in [point["length"] for point in shown["points"]]
+    assert _value(metrics, "drafter_swaps_total", outcome="exchanged") == 1
+
+
 def test_every_sample_carries_the_models_name():
     feed = EngineFeed(metrics := _metrics(model_name="some/model"))
     feed.step()

@@ -158,7 +158,7 @@ function showFindings(findings) {
 function show(data) {
   const { server, tiles: now } = data;
   document.title = `${server.model} · Fledge`;
-  byId("server").textContent = `${server.model}${server.has_drafter ? "" : ", no drafter"} · ${server.version} · up ${duration(server.uptime_s)}`;
+  byId("server").textContent = `${server.model}${server.has_drafter ? ` with ${server.drafter ?? "a drafter"}` : ", no drafter"} · ${server.version} · up ${duration(server.uptime_s)}`;
   showFindings(data.findings);
   byId("window").textContent = `Speed-up and tokens per round are over the last ${duration(data.window_s)}; rates over the last ${duration(data.now_s)}.`;
   byId("tiles").replaceChildren(...tiles(now, server.has_drafter));

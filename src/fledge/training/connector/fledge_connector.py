@@ -181,13 +181,13 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         blocks = torch.tensor(one.block_ids)[slots // self._block_size]
         if device.type != "cuda":
             return self._cache[blocks, slots % self._block_size].clone(), None
-        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             states = self._cache[blocks.to(device), (slots % self._block_size).to(device)]
             host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
             host.copy_(states, non_blocking=True)
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         return host, (ready, states)  # the latter must outlive the copy
 

@@ -100,7 +100,7 @@ class StateFiles:
             path.unlink(missing_ok=True)
             return None
         try:
-            tensors = load(bytes(body))
+            tensors: dict[str, Tensor] = load(bytes(body))
             states, ids = tensors["hidden_states"], tensors["token_ids"]
         except (SafetensorError, KeyError) as error:
             raise DataError(f"{path}: not written by Fledge's connector ({error!r}); remove it") from None
@@ -141,7 +141,7 @@ class StateStream:
         self,
         files: StateFiles,
         store: TokenStore,
-        ask: Callable[[list[int]], None],
+        ask: Callable[[list[int]], object],
         *,
         norm: nn.Module,
         max_bytes: int,

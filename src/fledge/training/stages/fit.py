@@ -244,7 +244,7 @@ def _states(
     if recipe.capture.engine == "vllm":
         # The first process starts vLLM, if anybody must; the others ask it too.
         opened = stack.enter_context(open_hosts(recipe, context.progress)) if workers.is_first else None
-        addresses = workers.tell(None if opened is None else opened.addresses)
+        addresses = workers.tell([] if opened is None else opened.addresses)
         hosts = opened or stack.enter_context(open_hosts(recipe, context.progress, addresses))
         stream = open_stream(recipe, store, hosts, workers.device, workers.world)
         ends, states = stack.enter_context(stream)

@@ -7,6 +7,7 @@ is read again later, as a prompt.
 
 import copy
 import json
+import os
 import shlex
 import threading
 import time
@@ -180,7 +181,8 @@ def open_hosts(recipe: Recipe, progress: Progress, addresses: Sequence[str] = ()
     if addresses := addresses or recipe.vllm.urls:
         clients = [VllmClient(address.rstrip("/")) for address in addresses]
     else:
-        environment = {"PYTHONPATH": str(_CONNECTOR)}
+        others = os.environ.get("PYTHONPATH")
+        environment = {"PYTHONPATH": os.pathsep.join([str(_CONNECTOR), *([others] if others else [])])}
         if recipe.vllm.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = recipe.vllm.devices
         model, options = str(resolve(recipe.target.path)), server_options(recipe)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ PATIENCE_SECONDS = 600.0  # for servers elsewhere that are gone: somebody may st
 _PAUSE_SECONDS = 1.0
 _SERVER_FAULTS = 3  # answers with status 500 and above to one request
 _PROBE_TOKENS = 8
+_PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
 _CONNECTOR = Path(connector.__file__).parent
 
 
@@ -91,6 +93,17 @@ def server_options(recipe: Recipe) -> list[str]:
         return words + shlex.split(recipe.vllm.options)
     except ValueError as error:
         raise ConfigError(f"vllm.options: {recipe.vllm.options!r}: {error}") from None
+
+
+def devices_of_a_server(recipe: Recipe) -> int:
+    """How many GPUs one server has, by its options."""
+    words, count = [part for word in server_options(recipe) for part in word.split("=", 1)], 1
+    for name, value in pairwise(words):
+        if name in _PARALLEL:
+            if not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"vllm.options: {name}: found {value}, allowed is a positive number")
+            count *= int(value)
+    return count
 
 
 def server_command(recipe: Recipe) -> str:

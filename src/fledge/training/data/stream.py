@@ -36,6 +36,7 @@ SUFFIX, ERROR = ".states", ".error"
 ARRIVAL_SECONDS = 120.0  # between vLLM's answer and the file
 ATTEMPTS = 3
 _POLL_SECONDS = (0.005, 0.2)  # at first, and at most
+_RETRY_SECONDS = 1.0
 _STALE_SECONDS = 3600.0  # unfinished files older than this are of writers that died
 TokenIds = Sequence[int] | NDArray[np.integer]
 
@@ -235,7 +236,7 @@ class StateStream:
                 return
             reason = refused.read_text(encoding="utf-8") if refused.exists() else None
             refused.unlink(missing_ok=True)
-            self._closing.wait(attempt)  # what fills a disk may be read and removed meanwhile
+            self._closing.wait(attempt * _RETRY_SECONDS)  # what fills a disk may be read and removed meanwhile
         if reason is None:
             what = f"vLLM answered, and no file came within {ARRIVAL_SECONDS:g} s"
             raise FledgeError(f"{path}: {what}; is vllm.storage the same directory on its machine?")

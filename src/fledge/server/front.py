@@ -7,6 +7,7 @@ did not ask for usage, that last event is kept. With that option set to `none` n
 
 import asyncio
 import hashlib
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -43,6 +44,9 @@ _OWN_HEADERS = frozenset(
     upgrade host content-length authorization origin expect""".split()
 )
 _OWN_ANSWER_HEADERS = _OWN_HEADERS | {b"date", b"server"}
+_TELLING = re.compile(
+    rb'"usage"|"finish_reason": ?"'
+)  # events that are worth reading; in text, quotes have a backslash
 _WITH_USAGE = b',"stream_options":{"include_usage":true}}'
 
 
@@ -347,7 +351,7 @@ class AnswerReader:
 
     def _read_event(self, one: bytes) -> bool:
         """Whether it is the event that only we have asked for."""
-        if b'"usage":{' not in one and b'"finish_reason":"' not in one:
+        if _TELLING.search(one) is None:
             return False
         value = _json(one.removeprefix(b"data: "))
         self._note(value)

@@ -303,7 +303,7 @@ def test_engine_options_out_of_bounds_are_refused(words: dict[str, Any], said: s
     ("words", "said"),
     [
         (["--max-model-len", "long"], "--max-model-len: found 'long'"),
-        (["--kv-cache-dtype", "fp8"], "a quantised KV cache is vLLM's job: fledge serve --kv-cache-dtype fp8 --engine vllm"),
+        (["--kv-cache-dtype", "fp8"], "is vLLM's job: fledge serve --kv-cache-dtype fp8 --engine vllm"),
         (["--max-num-seqs", "0"], "max_num_seqs: found 0"),
         (["--log-format", "xml"], "--log-format: found 'xml'"),
         (["--chat-template", "none.jinja"], "--chat-template: none.jinja cannot be read: No such file"),

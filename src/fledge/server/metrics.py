@@ -92,18 +92,20 @@ class Metrics(Collector):
             fresh = stats.num_rounds - before.num_rounds
             prompt, output = stats.prompt_tokens - before.prompt_tokens, stats.output_tokens - before.output_tokens
             self._add({"tokens": {"prompt": prompt, "output": output}})
-            if fresh <= 0:
-                return
             tally = stats.acceptance.tally - before.acceptance.tally
+            if tally:
+                self._add({"acceptance": tally})
             for note in [] if self._warned else dead_drafter(stats.acceptance):
                 self._warned = True
                 _log.warning("%s", note.text)
+            if fresh <= 0:  # or its rounds are not told one by one
+                return
             rounds = stats.rounds[-fresh:]
             turns, drafted = sum(report.batch for report in rounds), tally.total()
             seconds = (_busy_seconds(stats) - _busy_seconds(before)) / fresh  # rounds read in one step share its time
             # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
             gaps = {bisect_left(_TOKEN_GAP_EDGES, seconds): turns}
-            self._add({"acceptance": tally, "token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
+            self._add({"token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
             self._add({"decode_turns": {"speculative": drafted, "plain": max(0, turns - drafted)}})
             for report in rounds:
                 shape, phases = (report.batch, report.verify), report.seconds._asdict()

@@ -67,7 +67,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     with metrics.lock:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
-    window = recent if recent["rounds"] else whole
+    window = recent if recent["rounds"] or recent["acceptance"] else whole
     estimate = speed_up(window, stats)
     seconds = history.interval_seconds
     notes, watch = explain(window, stats, has_drafter=metrics.has_drafter), metrics.watch

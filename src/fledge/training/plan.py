@@ -139,6 +139,10 @@ def target_flops_per_token(target: TargetConfig, parameters: int, seen: float, *
     """Operations of one forward pass of the target for one token that attends to `seen` others."""
     ends = target.vocab_size * target.hidden_size
     blocks = parameters - (1 if target.tied_head else 2) * ends
+    for i in range(target.num_layers):
+        if (experts := target.layer_at(i).experts) is not None:  # a token goes through a few of them
+            idle = experts.num_experts - experts.num_experts_per_token
+            blocks -= idle * 3 * experts.intermediate_size * target.hidden_size
     return 2.0 * (blocks + (ends if head else 0)) + 4.0 * target.layer.query_size * seen * target.num_layers
 
 

@@ -82,6 +82,7 @@ class FakeVllm:
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
     most_files: int = 0  # seen in the storage at once
     addresses: tuple[str, ...] = ("http://fake",)
+    max_model_len: int = 64
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

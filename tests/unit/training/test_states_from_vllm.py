@@ -233,7 +233,7 @@ class Client:
     def get(self, _path: str) -> bytes:
         return b'{"data": [{"id": "m", "max_model_len": 64}]}'
 
-    def post(self, _path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, _path: str, body: dict[str, Any], *, timeout: float) -> dict[str, Any]:
         self.posted += 1
         if self.status != 200:
             raise VllmError("gone" if self.status is None else "too long", self.status)
@@ -269,7 +269,7 @@ def test_answers_leave_their_states_while_there_is_room(recipe: Recipe, fake: Fa
 
     client = Client("http://a")
     posted: list[dict[str, Any]] = []
-    client.post = lambda _path, body: posted.append(body) or Client.post(client, _path, body)  # type: ignore
+    client.post = lambda path, body, **kw: posted.append(body) or Client.post(client, path, body, **kw)  # type: ignore
     files = StateFiles(fake.storage, fake.layers)
     room = 2 * fake.layers.file_bytes(3 + 20) + 2 * fake.layers.file_bytes(3)
     answers = VllmAnswers(limited(recipe, storage_gb=room / 1e9, concurrency=1), VllmHosts([client]), files)  # type: ignore

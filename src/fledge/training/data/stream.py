@@ -177,6 +177,10 @@ class StateStream:
             self._closing.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def close(self) -> None:
+        """Let threads that wait for a file give up."""
+        self._closing.set()
+
     def _sequence(self, example: int) -> NDArray[np.int64]:
         tokens, _ = self._store.example(example)
         return np.asarray(tokens[:-1], dtype=np.int64)
@@ -184,7 +188,7 @@ class StateStream:
     def _have_written(self, example: int) -> None:
         """Return when the example's file is there, made now if need be. Several of these run side by side."""
         ids = self._sequence(example)
-        if len(ids) and not self.files.path(ids).exists():
+        if len(ids) and not self._closing.is_set() and not self.files.path(ids).exists():
             self._request(ids)
 
     def _take(self, example: int) -> Tensor:
@@ -236,7 +240,8 @@ class StateStream:
                 return
             reason = refused.read_text(encoding="utf-8") if refused.exists() else None
             refused.unlink(missing_ok=True)
-            self._closing.wait(attempt * _RETRY_SECONDS)  # what fills a disk may be read and removed meanwhile
+            if self._closing.wait(attempt * _RETRY_SECONDS):  # what fills a disk may be read and removed meanwhile
+                break
         if reason is None:
             what = f"vLLM answered, and no file came within {ARRIVAL_SECONDS:g} s"
             raise FledgeError(f"{path}: {what}; is vllm.storage the same directory on its machine?")

@@ -41,6 +41,7 @@ from fledge.vllm_process.finding import find_vllm
 from fledge.vllm_process.process import MODULE, VllmProcess
 
 PATIENCE_SECONDS = 600.0  # for servers elsewhere that are gone: somebody may start them again
+ANSWER_SECONDS = 3600.0  # for one request
 _PAUSE_SECONDS = 1.0
 _SERVER_FAULTS = 3  # answers with status 500 and above to one request
 _PROBE_TOKENS = 8
@@ -140,7 +141,9 @@ class VllmHosts:
         One that is gone is left out for a while. Where none is left they are waited for, and then it is an error.
         """
         whole = {"model": self.model, "repetition_penalty": 1.0, "return_token_ids": True, **body}
-        response: dict[str, Any] = self._ask(lambda client: client.post("/v1/completions", whole))
+        response: dict[str, Any] = self._ask(
+            lambda client: client.post("/v1/completions", whole, timeout=ANSWER_SECONDS)
+        )
         return response
 
     def _ask(self, send: Callable[[VllmClient], Any]) -> Any:
@@ -151,9 +154,9 @@ class VllmHosts:
                 host = min(free, key=self._busy.__getitem__, default=None)
                 if host is not None:
                     self._busy[host] += 1
+            if self._closing.wait(_PAUSE_SECONDS / 10 if host is None else 0):
+                raise FledgeError("the run is ending")
             if host is None:
-                if self._closing.wait(_PAUSE_SECONDS / 10):
-                    raise FledgeError("the run is ending")
                 continue
             try:
                 return send(self._clients[host])
@@ -192,7 +195,8 @@ def open_hosts(recipe: Recipe, progress: Progress, addresses: Sequence[str] = ()
         storage(recipe).mkdir(parents=True, exist_ok=True)
     process, hosts = None, None
     if addresses := addresses or recipe.vllm.urls:
-        clients = [VllmClient(address.rstrip("/")) for address in addresses]
+        key = os.environ.get("VLLM_API_KEY")
+        clients = [VllmClient(address.rstrip("/"), api_key=key) for address in addresses]
     else:
         others = os.environ.get("PYTHONPATH")
         environment = {"PYTHONPATH": os.pathsep.join([str(_CONNECTOR), *([others] if others else [])])}
@@ -237,13 +241,17 @@ def open_stream(
         in_flight=recipe.vllm.concurrency * len(hosts.addresses),
     )
     ends = TargetEnds.of(model.requires_grad_(False))
-    _check_serves(hosts, stream, ends, layers)
-    yield ends, stream
+    try:
+        _check_serves(hosts, stream, ends, layers)
+        yield ends, stream
+    finally:
+        stream.close()
 
 
 def _check_serves(hosts: VllmHosts, stream: StateStream, ends: TargetEnds, layers: CapturedLayers) -> None:
     """Compare vLLM's choice after a short prompt, and its probability, with what our head makes of its states."""
-    prompt = [token % len(ends.head_weight) for token in range(1, _PROBE_TOKENS + 1)]
+    size = min(_PROBE_TOKENS, hosts.max_model_len - 1)
+    prompt = [token % len(ends.head_weight) for token in range(1, size + 1)]
     stream.files.remove(prompt)
     (choice,) = hosts.write_states(layers.key, prompt, logprobs=1)["choices"]
     (token,), (theirs,) = choice["token_ids"], choice["logprobs"]["token_logprobs"]

@@ -8,7 +8,7 @@ the turns before the last (`split_turns` with `keep_answers`), and the history i
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from fledge.decoding.params import SamplingParams
 from fledge.engine.llm import LLM
@@ -84,10 +84,8 @@ def answer_dialogues(
     `longest` tokens, the dialogue is dropped with the reason. `advance` is told of turns that are answered or given up.
     """
     longest = min(longest or llm.max_model_len, llm.max_model_len)
-    if encode is None:
-        assert isinstance(llm, LLM), "others are given ids"
-        chat = llm.encode_chat
-        encode = lambda dialogue: chat(dialogue.next_messages)  # noqa: E731
+    chat: Any = llm  # one that has a tokenizer, where `encode` is left out
+    encode = encode or (lambda dialogue: chat.encode_chat(dialogue.next_messages))
     while waiting := [dialogue for dialogue in dialogues if dialogue.is_open]:
         asked: list[tuple[Dialogue, list[int], SamplingParams]] = []
         for dialogue in waiting:

@@ -12,7 +12,7 @@ from fledge.cli.drafters import drift, evaluate
 from fledge.cli.generate import demo, generate
 from fledge.cli.serve import serve
 from fledge.cli.train import train
-from fledge.cli.vllm_command import ServeCommand
+from fledge.cli.vllm_command import EngineCommand, ServeCommand
 from fledge.errors import FledgeError
 from fledge.version import __version__
 
@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich would cut the names of options at 80 columns
 )
 app.command()(demo)
-app.command()(generate)
+app.command(cls=EngineCommand)(generate)
 app.command(cls=ServeCommand)(serve)
 app.command()(inspect)
 app.command()(convert)

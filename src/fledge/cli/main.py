@@ -31,7 +31,7 @@ app.command()(inspect)
 app.command()(convert)
 app.command()(train)
 app.command()(drift)
-app.command(name="eval")(evaluate)
+app.command(name="eval", cls=EngineCommand)(evaluate)
 app.add_typer(bench, name="bench")
 
 

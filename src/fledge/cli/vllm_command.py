@@ -75,7 +75,7 @@ class ServeCommand(TyperCommand):
 
 
 class EngineCommand(TyperCommand):
-    """A verb with `--engine`: where that is vLLM, options that are not the verb's own are handed on to it."""
+    """A verb that may run vLLM (`--engine`, `--tune`): options that are not the verb's own are then handed on to it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
@@ -83,7 +83,7 @@ class EngineCommand(TyperCommand):
         ours, theirs = split(
             args, [*names, "--help"], [name for name, is_flag in names.items() if is_flag] + ["--help"]
         )
-        if _last_value(ours, "--engine") in ("vllm", "auto"):
+        if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
             args = [*(f"--vllm-option={word}" for word in theirs), *ours]
         return super().parse_args(ctx, args)
 

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.cli.command import leave, numbers, one_of, options, run_bench, settings_of
+from fledge.cli.tune import run_tune
+from fledge.cli.vllm_command import EngineCommand
 from fledge.engine.config import MAX_DEPTH
 from fledge.errors import ConfigError
 from fledge.files import distinct_names, parse_json
@@ -169,11 +171,11 @@ def inflate(
         print(f"wrote {place}", file=sys.stderr)
 
 
-@bench.command()
+@bench.command(cls=EngineCommand)
 @options("bench serve")
 def serve(
     *,
-    url: list[str],
+    url: list[str] | None = None,
     model: list[str] | None = None,
     baseline: str | None = None,
     workload: list[str] | None = None,
@@ -196,12 +198,23 @@ def serve(
     fail_on_errors: bool = True,
     quiet: bool = False,
     as_json: bool = False,
+    tune: bool = False,
+    target: str | None = None,
+    drafter: str | None = None,
+    depth: str = "1,3,5",
+    vllm_python: str | None = None,
+    vllm_option: list[str] | None = None,
 ) -> None:
     """Load OpenAI-compatible servers in turns, and compare them.
 
     Every request is streamed and timed. A server that fails is labelled, has no ratio, and makes the exit status 1.
     Prefix caches work as the servers have them: switch them off there to measure the reading of prompts.
     """
+    if tune:
+        run_tune(locals())
+        return
+    if not url:
+        raise ConfigError("--url is missing: name a server, such as ours=http://127.0.0.1:8000; or --tune")
     if endpoint not in ("chat", "completions"):
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
@@ -210,8 +223,7 @@ def serve(
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
 
-    if concurrency is None and rate is None:
-        concurrency = "1,4,16,64"
+    concurrency = "1,4,16,64" if concurrency is None and rate is None else concurrency
     many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
     rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
     settings = settings_of(

@@ -40,6 +40,9 @@ def evaluate(
     save_baseline: bool = False,
     quiet: bool = False,
     as_json: bool = False,
+    backend: str = "fledge",
+    vllm_python: str | None = None,
+    vllm_option: list[str] | None = None,
 ) -> None:
     """Measure how many tokens a round of speculation yields.
 
@@ -61,7 +64,8 @@ def evaluate(
             check_writable(option, path)
     for name in drafters if save_baseline else ():
         check_writable("--save-baseline", resolve(name) / BASELINE_FILE)
-    settings = settings_of(EvalSettings, locals(), sample=sample or None)
+    more = {"engine": backend, "vllm_options": tuple(vllm_option or ())}
+    settings = settings_of(EvalSettings, locals(), sample=sample or None, **more)
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
     results = run_eval(settings, workloads, Progress(quiet=quiet), out)
     if not results.cells:

@@ -3,12 +3,12 @@
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fledge.checkpoints.source import DRAFTERS, bundled_directory, resolve
+from fledge.checkpoints.source import DRAFTERS, bundled_directory
 from fledge.cli.vllm_command import vllm_speculation, vllm_values, without
 from fledge.errors import ConfigError
 from fledge.files import read_json
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 BUNDLED_DEPTH = 5
 MAX_NUM_SEQS = 256  # vLLM's own on most machines; for our limit of requests only
 _REQUEST_METRICS = "--per-request-spec-decode-metrics"
-_OURS = ("adaptive", "tree_width", "tree_budget")  # keys of a speculative config that vLLM does not have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,8 @@ def open_front(
 
     `directory` is the target's, or that of its config and tokenizer alone.
     """
-    from fledge.server.front import Front  # noqa: PLC0415 - torch takes seconds
+    from fledge.engine.vllm_pair import check_pair  # noqa: PLC0415 - torch takes seconds
+    from fledge.server.front import Front  # noqa: PLC0415
 
     installation = find_vllm(options.python)
     if installation.warning:
@@ -88,41 +88,6 @@ def open_front(
     if speculation is not None:
         pair = f"{source} with {drafter}, {speculation.get('num_speculative_tokens', 'some')} drafts deep"
     return front, (pair, f"by vLLM {installation.version}")
-
-
-def check_pair(directory: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
-    """Hold a drafter to its contract with the target before vLLM loads it, which it does silently, right or wrong.
-
-    Returns the config with the drafter's directory where it is a bundled one, and with the method that the checkpoint
-    is for: vLLM guesses that by the name of the directory. Other methods (MTP, n-grams, ...) are vLLM's own.
-    """
-    from fledge.checkpoints.contract import check  # noqa: PLC0415 - imports torch
-    from fledge.checkpoints.drafter import raise_errors  # noqa: PLC0415
-    from fledge.checkpoints.reading import is_drafter, read_drafter  # noqa: PLC0415
-    from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415
-    from fledge.models.config import Architecture  # noqa: PLC0415
-
-    if own := next((key for key in _OURS if key in speculation), None):
-        raise ConfigError(f"speculative_config: '{own}' is for Fledge's own engine; leave it out with --engine vllm")
-    name, method = speculation.get("model"), speculation.get("method")
-    if name is None and method is None:
-        raise ConfigError("speculative_config: 'model' is missing; it names the drafter's directory or hub name")
-    if not isinstance(name, str) or method not in (None, "eagle", "eagle3"):
-        return dict(speculation)
-    drafter = resolve(name)
-    if method is None and not is_drafter(drafter):
-        return dict(speculation)
-    checkpoint = read_drafter(drafter)
-    has_weights = any(directory.glob("*.safetensors")) or any(directory.glob("*.bin"))
-    # Weights say which target it is; of one on the hub, vLLM fetches them later.
-    findings = check(checkpoint, sketch_target_config(directory)[0], directory if has_weights else None)
-    raise_errors(checkpoint, findings)
-    for finding in findings:
-        print(f"warning: {finding.message(drafter)}", file=sys.stderr)
-    found = "eagle" if checkpoint.config.architecture is Architecture.EAGLE1 else "eagle3"
-    if method not in (None, found):
-        raise ConfigError(f"method: found '{method}', but {name} is a drafter for method '{found}'")
-    return {**speculation, "model": str(bundled_directory(name) or name), "method": found}
 
 
 def _template(directory: Path, words: Sequence[str]) -> "Template":

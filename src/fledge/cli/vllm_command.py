@@ -44,7 +44,7 @@ class ServeCommand(TyperCommand):
         flags = {name for is_flag, name in names if is_flag} | {"--help"}
         values = {name for is_flag, name in names if not is_flag} | {"--model"}
         args, model = _with_config(args, flags)
-        front, theirs = split(args, flags)
+        front, theirs = split(args, FRONT, flags)
         engine = _last_value(front, "--engine")
         try:
             ours, notes = (front, []) if engine == "vllm" else translate(args, values, flags)
@@ -74,6 +74,20 @@ class ServeCommand(TyperCommand):
         return ConfigError(f"{error}: {shlex.join(['fledge', 'serve', *self._given, '--engine', 'vllm'])}")
 
 
+class EngineCommand(TyperCommand):
+    """A verb that may run vLLM (`--engine`, `--tune`): options that are not the verb's own are then handed on to it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        names = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
+        ours, theirs = split(
+            args, [*names, "--help"], [name for name, is_flag in names.items() if is_flag] + ["--help"]
+        )
+        if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
+            args = [*(f"--vllm-option={word}" for word in theirs), *ours]
+        return super().parse_args(ctx, args)
+
+
 def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], Any]:
     """Return the arguments with those of a --config file before them, and the model that it names, if it does."""
     files, rest, left = [], [], list(args)
@@ -92,8 +106,8 @@ def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str]
     return [*_as_words(settings, given, flags), *rest], model
 
 
-def split(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments for what stands in front of vLLM, the model among them, and those for vLLM, as they are.
+def split(arguments: Sequence[str], own: Collection[str], own_flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments that are `own`, those that are no options among them, and those for vLLM, as they are.
 
     What follows an option that nobody knows here is taken for its value.
     """
@@ -115,7 +129,7 @@ def split(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[list[st
             if rest[0].startswith("--"):  # the value is missing; whoever reads the option says so
                 break
             values.append(rest.pop(0))
-        if spelled in FRONT:
+        if spelled in own:
             ours += [part for one in values for part in (spelled, one)] if values else [spelled]
         else:
             theirs += [word] if equals else [word, *values]

@@ -81,6 +81,11 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative_config: not valid JSON: {error}") from None
         return cls.from_dict(values)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The keys that say more than the defaults do, and the depth."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        return {**values, "num_speculative_tokens": self.num_speculative_tokens}
+
     @property
     def max_depth(self) -> int:
         """The deepest `depth_at` can answer."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fledge.checkpoints.drafter import read_vocabulary
+from fledge.checkpoints.source import resolve
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.llm import LLM
@@ -47,6 +49,9 @@ class AcceptanceSettings:
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    engine: str = "fledge"  # or vllm, auto
+    vllm_python: str | None = None
+    vllm_options: tuple[str, ...] = ()  # words of its command line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +104,19 @@ class AcceptanceMeter:
 
     @cached_property
     def llm(self) -> LLM:
-        names = ("dtype", "device", "max_model_len", "max_num_seqs", "seed")
+        names = ("dtype", "device", "max_model_len", "max_num_seqs", "seed", "engine", "vllm_python")
         options: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
+        options |= {"vllm_options": self.settings.vllm_options} if self.settings.vllm_options else {}
         return LLM(self.settings.target, enable_prefix_caching=False, **options)
 
     @property
     def dtype(self) -> str:
-        return str(self.llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
+        return self.llm.engine.info.dtype
 
     @property
     def device(self) -> str:
-        weight = self.llm.target.embed_tokens.weight
-        return torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
+        device = self.llm.engine.info.device
+        return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
     @property
     def tie(self) -> float:
@@ -175,8 +181,9 @@ class AcceptanceMeter:
             progress=steps(advance),
         )
         seconds = time.perf_counter() - started
-        drafter = self.llm.drafter
-        in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
+        drafter = self.llm.engine.info.drafter
+        vocabulary = None if drafter is None else read_vocabulary(resolve(drafter))
+        in_draft = None if vocabulary is None else vocabulary.in_draft
         pairs = list(zip(turns, outputs, strict=True))
         parted = [first_difference(output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in pairs]
         return Measurement(
@@ -204,7 +211,8 @@ class AcceptanceMeter:
 
     def close(self) -> None:
         """Give back the memory."""
-        vars(self).pop("llm", None)
+        if (llm := vars(self).pop("llm", None)) is not None:
+            llm.close()
         self._speculation = None
         gc.collect()
         if torch.cuda.is_available():

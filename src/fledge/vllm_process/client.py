@@ -69,6 +69,9 @@ class VllmClient:
         finally:
             connection.close()
 
+    def get_json(self, path: str) -> Any:
+        return json.loads(self.get(path))
+
     def post(self, path: str, body: Mapping[str, Any], *, timeout: float | None = None) -> Any:
         """Return the JSON of an answer. Raises VllmError for what is refused."""
         connection = self.connect(timeout)

@@ -118,6 +118,14 @@ class VllmProcess:
             time.sleep(_POLL_SECONDS)
         progress(f"vLLM {self.installation.version} is ready after {time.monotonic() - self._started:.0f} s")
 
+    def dies_within(self, seconds: float) -> bool:
+        """Whether it has ended, or does so in a moment: a connection breaks before its process is gone."""
+        try:
+            self._child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def wait(self) -> str:
         """Wait for its end; return how that came about."""
         self._child.wait()

@@ -57,6 +57,9 @@ def test_versions(monkeypatch, tmp_path):
     assert newer.has_request_metrics
     assert not VllmInstallation(python="python", version="0.26.0").has_request_metrics
     assert [row["series"] for row in VERSIONS][-1] == OLDEST
+    page = (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
+    for row in VERSIONS:
+        assert f"| {row['series']} | {row['tried']} | {'yes' if row['request_metrics'] else 'no'} |" in page
 
 
 def test_answers_at_a_private_socket_and_leaves_nothing_behind(monkeypatch, tmp_path):

@@ -5,6 +5,8 @@ cache. The target has 4 heads, so that it can be split.
 """
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +19,7 @@ import yaml
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target, save_target, weights_digest
 from fledge.decoding.params import SamplingParams
+from fledge.errors import FledgeError
 from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.examples import TokenStore, collate
@@ -141,3 +144,19 @@ def test_two_processes_train_with_fsdp2_on_states_that_vllm_writes_meanwhile(pat
     expected_weights, found_weights = weights(candidate), weights(path.parent / "online" / "drafter")
     for name, value in expected_weights.items():
         torch.testing.assert_close(found_weights[name], value, rtol=0, atol=1e-3)
+
+
+def test_a_killed_vllm_is_one_line_that_says_how_to_go_on(path: Path, hosts: VllmHosts) -> None:
+    """The last test: nobody can use the server after it. What it had written stays, and is found."""
+    files = StateFiles(storage(Recipe.load(path)), captured_layers(Recipe.load(path)))
+    hosts.write_states(files.layers.key, [1, 2, 3])
+    until = time.monotonic() + 30
+    while not files.path([1, 2, 3]).exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert hosts._process is not None
+    guard = hosts._process._child.pid
+    for child in Path(f"/proc/{guard}/task/{guard}/children").read_text().split():
+        os.kill(int(child), signal.SIGKILL)
+    with pytest.raises(FledgeError, match=r"SIGKILL.*; the same command goes on from here"):
+        hosts.write_states(files.layers.key, [1, 2, 3, 4])
+    assert files.read([1, 2, 3]) is not None

@@ -175,7 +175,8 @@ def _worker(module: Any, directory: Path) -> tuple[Any, torch.Tensor]:
     ids = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[1, 2, 8])
     speculation = SimpleNamespace(method="extract_hidden_states", draft_model_config=SimpleNamespace(hf_config=ids))
     transfer = SimpleNamespace(kv_connector_extra_config={"shared_storage_path": str(directory)})
-    config = SimpleNamespace(speculative_config=speculation, kv_transfer_config=transfer)
+    model = SimpleNamespace(use_mla=False)
+    config = SimpleNamespace(speculative_config=speculation, kv_transfer_config=transfer, model_config=model)
     groups = [SimpleNamespace(kv_cache_spec=object()), SimpleNamespace(kv_cache_spec=HiddenStateSpec())]
     connector = module.FledgeConnector(config, None, SimpleNamespace(kv_cache_groups=groups))
     cache = torch.randn(10, 3, 4, 2)

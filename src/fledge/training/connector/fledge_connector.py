@@ -89,6 +89,8 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         speculation = vllm_config.speculative_config
         if speculation is None or speculation.method != "extract_hidden_states":
             raise ValueError("FledgeConnector needs --speculative-config with method extract_hidden_states")
+        if vllm_config.model_config.use_mla:
+            raise ValueError("vLLM does not give the hidden states of targets with latent attention (MLA)")
         self._layer_ids = list(speculation.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._storage = Path(extra["shared_storage_path"])
@@ -222,5 +224,5 @@ def _states_group(kv_cache_config: Any) -> tuple[int, int]:
         ours = [0]
     if len(ours) != 1:
         what = f"{len(groups)} groups of cache layers, of which none has the hidden states alone"
-        raise ValueError(f"vLLM cannot keep hidden states beside this target's cache ({what}; so it is for MLA)")
+        raise ValueError(f"vLLM cannot keep hidden states beside this target's cache ({what})")
     return ours[0], groups[ours[0]].kv_cache_spec.block_size

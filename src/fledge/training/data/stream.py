@@ -204,8 +204,11 @@ class StateStream:
         return numbers
 
     def final_of(self, token_ids: TokenIds) -> Tensor:
-        """What the head reads [tokens, hidden], of a sequence that was asked for; its file is removed."""
-        final = self._final(self._read(np.asarray(token_ids)))
+        """What the head reads [tokens, hidden], of a sequence that has just been asked for; its file is removed."""
+        ids = np.asarray(token_ids)
+        if (reason := self._arrival(ids)) is not None:
+            raise FledgeError(f"{self.files.path(ids)}: {reason}")
+        final = self._final(self._read(ids))
         self.files.remove(token_ids)
         return final
 
@@ -225,24 +228,29 @@ class StateStream:
         raise FledgeError(f"{self.files.path(ids)}: {what}; is the storage that vLLM writes to sound?")
 
     def _request(self, ids: NDArray[np.int64]) -> None:
-        path = self.files.path(ids)
-        refused = path.with_name(path.name + ERROR)
+        """Have the states of a sequence written, and wait for the file."""
         for attempt in range(1, ATTEMPTS + 1):
             self._ask(ids.tolist())
-            pause, until = _POLL_SECONDS[0], time.monotonic() + ARRIVAL_SECONDS
-            while not path.exists():
-                if self._closing.wait(pause):
-                    raise FledgeError("the run is ending")
-                pause = min(2 * pause, _POLL_SECONDS[1])
-                if refused.exists() or time.monotonic() > until:
-                    break
-            else:
+            if (reason := self._arrival(ids)) is None:
                 return
-            reason = refused.read_text(encoding="utf-8") if refused.exists() else None
-            refused.unlink(missing_ok=True)
             if self._closing.wait(attempt * _RETRY_SECONDS):  # what fills a disk may be read and removed meanwhile
                 break
-        if reason is None:
-            what = f"vLLM answered, and no file came within {ARRIVAL_SECONDS:g} s"
-            raise FledgeError(f"{path}: {what}; is vllm.storage the same directory on its machine?")
-        raise FledgeError(f"{path}: vLLM could not write it: {reason}; lower vllm.max_bytes, or give it more room")
+        raise FledgeError(f"{self.files.path(ids)}: {reason}")
+
+    def _arrival(self, ids: NDArray[np.int64]) -> str | None:
+        """Wait for a file that was asked for. Returns why it does not come, None if it has."""
+        path = self.files.path(ids)
+        refused = path.with_name(path.name + ERROR)
+        pause, until = _POLL_SECONDS[0], time.monotonic() + ARRIVAL_SECONDS
+        while not path.exists():
+            if refused.exists():
+                reason = refused.read_text(encoding="utf-8")
+                refused.unlink(missing_ok=True)
+                return f"vLLM could not write it: {reason}; lower vllm.storage_gb, or give it more room"
+            if time.monotonic() > until:
+                what = f"vLLM answered, and no file came within {ARRIVAL_SECONDS:g} s"
+                return f"{what}; is vllm.storage the same directory on its machine?"
+            if self._closing.wait(pause):
+                return "the run is ending"
+            pause = min(2 * pause, _POLL_SECONDS[1])
+        return None

@@ -295,6 +295,8 @@ def _train(context: StageContext, workers: Workers, stack: ExitStack) -> dict[st
     trainer.run()
     if not workers.is_first:
         return {}
+    if isinstance(states, StreamedStates):
+        states.clear()
     records = [record for _, record in read_json_lines(context.directory / LOG_FILE)]
     plot_training(records, context.directory / "training.png", title=f"{run_name}: training of {variant}")
     last = records[-1]

@@ -8,6 +8,7 @@ is read again later, as a prompt.
 import copy
 import json
 import os
+import random
 import shlex
 import threading
 import time
@@ -251,8 +252,7 @@ def open_stream(
 def _check_serves(hosts: VllmHosts, stream: StateStream, ends: TargetEnds, layers: CapturedLayers) -> None:
     """Compare vLLM's choice after a short prompt, and its probability, with what our head makes of its states."""
     size = min(_PROBE_TOKENS, hosts.max_model_len - 1)
-    prompt = [token % len(ends.head_weight) for token in range(1, size + 1)]
-    stream.files.remove(prompt)
+    prompt = [random.randrange(len(ends.head_weight)) for _ in range(size)]  # others may ask at the same time
     (choice,) = hosts.write_states(layers.key, prompt, logprobs=1)["choices"]
     (token,), (theirs,) = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     final = stream.final_of(prompt)[-1]

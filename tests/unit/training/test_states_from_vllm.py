@@ -17,11 +17,12 @@ from fledge.training.data.examples import TokenStore
 from fledge.training.data.loader import HiddenStateStore
 from fledge.training.data.stream import StateFiles, StateStream
 from fledge.training.recipe import CaptureSection, Recipe, VllmSection
+from fledge.training.stages import regenerate as stages_regenerate
 from fledge.training.stages import vllm
 from fledge.training.stages.vllm import VllmAnswers, VllmHosts, captured_layers, storage
 from fledge.vllm_process.client import VllmError
 from tests.fake_states import FakeVllm, HiddenStateSpec, in_place_of_vllm, stubs
-from tests.fit_cases import TARGET, final_weights, make_inputs, offline, run_capture, run_fit
+from tests.fit_cases import TARGET, context, final_weights, make_inputs, offline, run_capture, run_fit
 from tests.tiny_models import TARGET_CONFIGS
 from tests.unit.test_files import full_disk
 
@@ -286,6 +287,12 @@ def test_targets_that_vllm_gives_no_states_of_are_refused_in_one_line(tmp_path: 
     recipe = make_inputs(tmp_path, target=replace(TARGET_CONFIGS["deepseek-v2"], vocab_size=TARGET.vocab_size))
     with pytest.raises(ConfigError, match=r"latent attention \(MLA\); use capture\.engine=fledge$"):
         vllm.server_command(replace(recipe, capture=CaptureSection(engine="vllm")))
+
+
+def test_no_vllm_is_said_before_anything_runs(recipe: Recipe) -> None:
+    regenerate = context(limited(recipe, python="/nowhere/python"), "regenerate")
+    with pytest.raises(ConfigError, match=r"/nowhere/python.*vllm\.urls of servers elsewhere$"):
+        stages_regenerate.STAGE.run(regenerate)
 
 
 def test_the_command_has_all_that_a_server_elsewhere_needs(recipe: Recipe) -> None:

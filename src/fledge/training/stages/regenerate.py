@@ -38,7 +38,7 @@ from fledge.training.data.stream import StateFiles
 from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_examples, open_renderer, text_identity
-from fledge.training.stages.vllm import VllmAnswers, captured_layers, check_target, open_hosts, storage
+from fledge.training.stages.vllm import VllmAnswers, captured_layers, check_target, check_vllm, open_hosts, storage
 
 _PARTS = "parts"
 GPU_MEMORY = 0.88  # of the device, for all processes that answer together
@@ -73,6 +73,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 def _run(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
+    if recipe.uses_vllm:
+        check_vllm(recipe)  # whichever stage needs it: before hours of work
     if not recipe.regenerate.enabled:
         return {"enabled": False}
     prompts = read_json_lines(context.inputs["prepare"] / PROMPTS)

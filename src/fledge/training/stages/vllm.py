@@ -62,6 +62,15 @@ def check_target(recipe: Recipe) -> None:
         raise ConfigError(f"capture.engine: vllm: {directory}: {what}; use capture.engine=fledge")
 
 
+def check_vllm(recipe: Recipe) -> None:
+    """Raise ConfigError where a server is to be started here and there is no vLLM."""
+    if not recipe.vllm.urls:
+        try:
+            find_vllm(recipe.vllm.python)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; in a recipe: vllm.python, or vllm.urls of servers elsewhere") from None
+
+
 def captured_layers(recipe: Recipe) -> CapturedLayers:
     """The states that this recipe's drafter reads."""
     target = target_config(recipe.target)

@@ -104,8 +104,9 @@ def open_llm(recipe: Recipe) -> LLM:
             kv_cache_bytes=share,
             seed=recipe.regenerate.seed,
         )
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} (set regenerate.enabled=false to train on the data's own answers)") from None
+    except (CheckpointError, ConfigError) as error:
+        ways = "regenerate.engine=vllm, or regenerate.enabled=false to train on the data's own answers"
+        raise CheckpointError(f"{error} (in a recipe: {ways})") from None
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class Front:
         self.metrics = Metrics(
             model_name=options.model_name,
             has_drafter=drafter is not None,
+            switchable=False,
             version=f"{__version__} with vLLM {process.installation.version}",
             baseline=baseline_of(drafter),
         )

@@ -102,7 +102,7 @@ def serve(
     if backend != "vllm" and (reason := _not_run_because(directory)) is not None:
         if backend == "fledge":
             raise NeedsVllmError(f"{source}: {reason}")
-        print(f"note: {source}: {reason}; vLLM serves it", file=sys.stderr)
+        print(f"note: {source}: {reason} (--engine auto: vLLM)", file=sys.stderr)
         backend = "vllm"
     directory = directory if backend == "vllm" else resolve(source)
     words = vllm_words(vllm_option or (), bundled_pair=model is None) if backend == "vllm" else []

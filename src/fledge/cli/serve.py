@@ -102,11 +102,12 @@ def serve(
     if backend != "vllm" and (reason := _not_run_because(directory)) is not None:
         if backend == "fledge":
             raise NeedsVllmError(f"{source}: {reason}")
-        print(f"note: {source}: {reason}; vLLM serves it", file=sys.stderr)
+        print(f"note: {source}: {reason} (--engine auto: vLLM)", file=sys.stderr)
         backend = "vllm"
-    directory = directory if backend == "vllm" else resolve(source)
-    words = vllm_words(vllm_option or (), bundled_pair=model is None) if backend == "vllm" else []
-    named = vllm_values(words, "--served-model-name") if words else served_model_name
+    by_vllm = backend == "vllm"
+    directory = directory if by_vllm else resolve(source)
+    words = vllm_words(vllm_option or (), bundled_pair=model is None) if by_vllm else []
+    named = vllm_values(words, "--served-model-name") if by_vllm else served_model_name
     names, is_private = allowed_host or [], is_loopback(host) and uds is None and not keys
     settings = settings_of(
         ServeOptions,
@@ -120,13 +121,13 @@ def serve(
         allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
         root_path=root_path.rstrip("/"),
         default_chat_template_kwargs=template_kwargs,
-        default_sampling={} if words else _sampling_defaults(directory, generation_config, overrides),
+        default_sampling={} if by_vllm else _sampling_defaults(directory, generation_config, overrides),
         seed=engine["seed"],
     )
     where = f"port {listener.getsockname()[1]}" if uds is None else uds
     print(f"loading {source}, to be served at {where}", file=sys.stderr, flush=True)
     service: Servable
-    if backend == "vllm":
+    if by_vllm:
         options = VllmOptions(words=words, python=vllm_python, log_file=vllm_log, start_timeout=vllm_start_timeout)
         service, told = open_front(source, directory, options, settings)
     else:

@@ -51,7 +51,7 @@ class ServeCommand(TyperCommand):
         except NeedsVllmError as error:
             if engine != "auto":
                 raise self._advised(error) from None
-            ours, notes = [*front, "--engine", "vllm"], [f"{error}, and vLLM serves it"]
+            ours, notes = [*front, "--engine", "vllm"], [f"{error} (--engine auto: vLLM)"]
         while "--model" in ours:  # vLLM has both; what stands alone wins
             at = ours.index("--model")
             model = "".join(ours[at + 1 : at + 2])
@@ -85,6 +85,9 @@ class EngineCommand(TyperCommand):
         )
         if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
             args = [*(f"--vllm-option={word}" for word in theirs), *ours]
+        elif "--engine" in names and theirs and _spelled(theirs[0].partition("=")[0]) in FOREIGN:
+            command = shlex.join(["fledge", ctx.info_name, *args, "--engine", "vllm"])
+            raise ConfigError(f"{theirs[0]}: is an option of vLLM's: {command}")
         return super().parse_args(ctx, args)
 
 

@@ -135,13 +135,14 @@ class VllmEngine:
         if params.prompt_logprobs is not None:
             raise ConfigError("prompt_logprobs: vLLM is not asked for those from here", param="prompt_logprobs")
         self.info.check_request(prompt, params)
+        room = self.info.max_model_len - len(prompt)  # more than that vLLM refuses; ours ends there
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)]
         body = {
             "model": self._name,
             "prompt": list(prompt),
             **{name: getattr(params, name) for name in _SAME},
             "top_k": params.top_k,
-            "max_tokens": params.max_tokens or self.info.max_model_len - len(prompt),
+            "max_tokens": min(params.max_tokens or room, room),
             "seed": seed,
             "stop_token_ids": stops,
             "ignore_eos": True,  # the ids above say where answers end

@@ -73,6 +73,7 @@ class Front:
         self.metrics = Metrics(
             model_name=options.model_name,
             has_drafter=drafter is not None,
+            switchable=False,
             version=f"{__version__} with vLLM {process.installation.version}",
             baseline=baseline_of(drafter),
         )
@@ -117,9 +118,12 @@ def router(front: Front) -> APIRouter:
         theirs = "".join(line for line in lines if line.removeprefix("# HELP ").removeprefix("# TYPE ")[:5] == "vllm:")
         return Response(front.metrics.render() + theirs.encode(), media_type=CONTENT_TYPE_LATEST)
 
-    @routes.post("/{path:path}")
     async def ask(request: Request) -> Response:
         return await _ask(front, request)
+
+    routes.add_route(
+        "/{path:path}", ask, methods=["POST"]
+    )  # Starlette's, which asks for no dependencies: it is quicker
 
     @routes.api_route(
         "/{path:path}", methods=["GET", "HEAD", "PUT", "PATCH", "DELETE"], dependencies=[Depends(front.keys.check)]

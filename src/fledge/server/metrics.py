@@ -55,13 +55,18 @@ class Metrics(Collector):
         *,
         model_name: str,
         has_drafter: bool,
+        switchable: bool = True,
         version: str = "",
         history: History | None = None,
         baseline: Baseline | None = None,
     ) -> None:
-        """`baseline`: the drafter's, if it has one, to compare live traffic with."""
+        """`baseline`: the drafter's, if it has one, to compare live traffic with.
+
+        `switchable`: a request may ask for no speculation.
+        """
         self.model_name = model_name
         self.has_drafter = has_drafter
+        self.switchable = switchable
         self.version = version
         self.started = time.time()
         self.history = history or History()

@@ -123,6 +123,7 @@ def test_acceptance_by_template_and_context_is_known(
     assert "python_info 1" not in text  # both have it
     data = client.get("/dashboard/data").json()
     assert data["tiles"]["speed_up"] is None
+    assert not data["server"]["switchable"]  # the page's chat has no "off"
     assert "vLLM does not say what its rounds and its plain steps cost" in data["findings"][0]["text"]
     assert {one["name"] for one in data["contexts"]} == {"up to 512", "513 to 2048"}
 

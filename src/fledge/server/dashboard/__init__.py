@@ -80,6 +80,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
             "model": metrics.model_name,
             "version": metrics.version,
             "has_drafter": metrics.has_drafter,
+            "switchable": metrics.switchable,
             "started": metrics.started,  # also tells one run of the service from the next
             "uptime_s": time.time() - metrics.started,
         },

@@ -158,6 +158,7 @@ function show(data) {
   const { server, tiles: now } = data;
   document.title = `${server.model} · Fledge`;
   byId("server").textContent = `${server.model}${server.has_drafter ? "" : ", no drafter"} · ${server.version} · up ${duration(server.uptime_s)}`;
+  playground.switches = server.switchable;
   showFindings(data.findings);
   byId("window").textContent = `Speed-up and tokens per round are over the last ${duration(data.window_s)}; rates over the last ${duration(data.now_s)}.`;
   byId("tiles").replaceChildren(...tiles(now, server.has_drafter));
@@ -218,5 +219,5 @@ const charts = [
   { title: "Prompts", unit: "tokens read per second", series: one("all users", "s2", (point) => point.prompt) },
 ].map((spec) => new Chart(byId("charts"), spec));
 
-new Playground({ request: (path, options) => request(path, options), model: () => state.data?.server.model ?? "" });
+const playground = new Playground({ request: (path, options) => request(path, options), model: () => state.data?.server.model ?? "" });
 keepAsking();

@@ -18,8 +18,8 @@ import torch
 from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.examples import PackedBatch
-from fledge.training.data.stream import CapturedLayers
 from fledge.training.recipe import Recipe
+from fledge.vllm_states.files import CapturedLayers
 
 
 class _Base:
@@ -38,7 +38,7 @@ class _Base:
         return self._metadata
 
 
-_NAME = "fledge.training.connector.fledge_connector"
+_NAME = "fledge.vllm_states.connector.fledge_connector"
 
 
 class HiddenStateSpec:

@@ -24,10 +24,11 @@ from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.examples import TokenStore, collate
 from fledge.training.data.loader import HiddenStateStore
-from fledge.training.data.stream import StateFiles
 from fledge.training.pipeline import Pipeline
 from fledge.training.recipe import Recipe
-from fledge.training.stages.vllm import VllmAnswers, VllmHosts, captured_layers, open_hosts, storage
+from fledge.training.stages.vllm import answers_of, captured_layers, open_hosts, storage
+from fledge.vllm_states.files import StateFiles
+from fledge.vllm_states.hosts import VllmHosts
 from tests.command_line import fledge
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
@@ -95,7 +96,7 @@ def test_answers_and_states_of_one_pass_are_ours(path: Path, hosts: VllmHosts) -
     prompts = [torch.randint(0, VOCAB_SIZE - 1, (size,), generator=random).tolist() for size in (45, 20, 9)]
     prompts += [[*prompts[0][:40], 3, 5], prompts[1]]
     params = SamplingParams(temperature=0.0, max_tokens=12, seed=1)
-    outputs = VllmAnswers(recipe, hosts, files).generate(prompts, [params] * len(prompts))
+    outputs = answers_of(recipe, hosts, leave_states=True).generate(prompts, [params] * len(prompts))
     store = path.parent / "answered"
     with TokenStore.writer(store, VOCAB_SIZE) as writer:
         for output in outputs:

@@ -12,15 +12,18 @@ import torch
 from fledge.checkpoints.target import load_target
 from fledge.errors import ConfigError, FledgeError
 from fledge.training.capture import FledgeCapture
-from fledge.training.data import stream as streams
 from fledge.training.data.examples import TokenStore
 from fledge.training.data.loader import HiddenStateStore
-from fledge.training.data.stream import StateFiles, StateStream
+from fledge.training.data.stream import StateStream
 from fledge.training.recipe import CaptureSection, Recipe, VllmSection
 from fledge.training.stages import regenerate as stages_regenerate
 from fledge.training.stages import vllm
-from fledge.training.stages.vllm import VllmAnswers, VllmHosts, captured_layers, storage
+from fledge.training.stages.vllm import answers_of, captured_layers, storage
 from fledge.vllm_process.client import VllmError
+from fledge.vllm_states import files as streams
+from fledge.vllm_states import hosts as servers
+from fledge.vllm_states.files import StateFiles, StateReader
+from fledge.vllm_states.hosts import VllmHosts
 from tests.fake_states import FakeVllm, HiddenStateSpec, in_place_of_vllm, stubs
 from tests.fit_cases import TARGET, context, final_weights, make_inputs, offline, run_capture, run_fit
 from tests.tiny_models import TARGET_CONFIGS
@@ -48,7 +51,7 @@ def _store(recipe: Recipe) -> TokenStore:
 def stream_of(fake: FakeVllm, store: TokenStore, max_bytes: int = 1 << 30) -> StateStream:
     files, key, norm = StateFiles(fake.storage, fake.layers), fake.layers.key, fake.capture.model.norm
     ask = lambda ids: fake.write_states(key, ids)  # noqa: E731
-    return StateStream(files, store, ask, norm=norm, max_bytes=max_bytes, in_flight=4)
+    return StateStream(StateReader(files, ask, norm=norm), store, max_bytes=max_bytes, in_flight=4)
 
 
 def limited(recipe: Recipe, **vllm_values: Any) -> Recipe:
@@ -152,7 +155,7 @@ def test_states_of_another_server_are_refused(recipe: Recipe, fake: FakeVllm) ->
     fake.layers = files.layers
     with torch.no_grad():
         fake.capture.model.norm.weight.mul_(2)  # serves other weights than are in target.path
-    with in_place_of_vllm(fake), pytest.raises(FledgeError, match=r"does not serve target\.path as it is here"):
+    with in_place_of_vllm(fake), pytest.raises(FledgeError, match=r"does not serve the target as it is here"):
         run_fit(recipe)
 
 
@@ -245,8 +248,8 @@ class Client:
 
 @pytest.fixture(name="brief")
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(vllm, "_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(servers, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(servers, "_PAUSE_SECONDS", 0.02)
 
 
 @pytest.mark.usefixtures("brief")
@@ -272,9 +275,9 @@ def test_answers_leave_their_states_while_there_is_room(recipe: Recipe, fake: Fa
     client = Client("http://a")
     posted: list[dict[str, Any]] = []
     client.post = lambda path, body, **kw: posted.append(body) or Client.post(client, path, body, **kw)  # type: ignore
-    files = StateFiles(fake.storage, fake.layers)
     room = 2 * fake.layers.file_bytes(3 + 20) + 2 * fake.layers.file_bytes(3)
-    answers = VllmAnswers(limited(recipe, storage_gb=room / 1e9, concurrency=1), VllmHosts([client]), files)  # type: ignore
+    few = limited(recipe, storage_gb=room / 1e9, concurrency=1)
+    answers = answers_of(few, VllmHosts([client]), leave_states=True)  # type: ignore[list-item]
     outputs = answers.generate([[1, 2, 3]] * 9, [SamplingParams(max_tokens=20, seed=5)] * 9)
     assert [output.outputs[0].token_ids for output in outputs] == [(7, 1)] * 9
     with_states = [body["kv_transfer_params"] for body in posted if "kv_transfer_params" in body]

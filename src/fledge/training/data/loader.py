@@ -245,11 +245,11 @@ class StreamedStates:
 
     def clear(self) -> None:
         """Remove what is left: a sequence that two processes asked for at once is written twice."""
-        self._stream.files.clean(())
+        self._stream.reader.files.clean(())
 
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
         """As of `HiddenStateStore`."""
-        return _laid_out(rows, length, self._stream.files.layers.hidden_size, lambda _next: next(self._arriving))
+        return _laid_out(rows, length, self._stream.reader.files.layers.hidden_size, lambda _next: next(self._arriving))
 
 
 def _laid_out(

@@ -49,7 +49,6 @@ from fledge.training.data.loader import (
     streamed_numbers,
     write_states,
 )
-from fledge.training.data.stream import StateFiles
 from fledge.training.drafter_setup import drafter_config, make_drafter
 from fledge.training.parallel import Workers
 from fledge.training.pipeline import Stage, StageContext, shown_recipe
@@ -59,6 +58,7 @@ from fledge.training.stages.regenerate import examples_directory
 from fledge.training.stages.vllm import captured_layers, check_target, open_hosts, open_stream, storage
 from fledge.training.trainer import LOG_FILE, Trainer, check_available
 from fledge.training.ttt import Teacher
+from fledge.vllm_states.files import StateFiles
 
 _COUNTED_TOGETHER = 1 << 24  # tokens
 _REPORTED_SIZES = tuple(1 << bits for bits in range(10, 18))  # of vocabularies, with their coverage

@@ -34,11 +34,10 @@ from fledge.files import read_json_lines, write_json_lines
 from fledge.records import encode
 from fledge.training.data.examples import TokenStore
 from fledge.training.data.rendering import chain
-from fledge.training.data.stream import StateFiles
 from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_examples, open_renderer, text_identity
-from fledge.training.stages.vllm import VllmAnswers, captured_layers, check_target, check_vllm, open_hosts, storage
+from fledge.training.stages.vllm import answers_of, check_target, check_vllm, open_hosts
 
 _PARTS = "parts"
 GPU_MEMORY = 0.88  # of the device, for all processes that answer together
@@ -118,8 +117,7 @@ def _answerer(context: StageContext) -> Iterator[Answerer]:
         return
     with open_hosts(recipe, context.progress) as hosts:
         one_pass = recipe.capture.engine == "vllm" and recipe.regenerate.turns == "last"
-        files = StateFiles(storage(recipe), captured_layers(recipe)) if one_pass else None
-        yield VllmAnswers(recipe, hosts, files)
+        yield answers_of(recipe, hosts, leave_states=one_pass)
 
 
 def _dialogues(number: int, record: Mapping[str, Any], recipe: Recipe) -> list[Dialogue]:

@@ -122,6 +122,20 @@ class FakeVllm:
         return {"choices": [answer], "kv_transfer_params": {"states_file": path.name}}
 
 
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A greedy answer, as `/v1/completions` gives it."""
+        ids, model = list(body["prompt"]), self.capture.model
+        while len(ids) - len(body["prompt"]) < body["max_tokens"]:
+            ids.append(int(model.logits(model.norm(self.states(ids)[-1, -1])).argmax()))
+            if ids[-1] in body["stop_token_ids"]:
+                break
+        answer = {"token_ids": ids[len(body["prompt"]) :], "text": "", "finish_reason": "length"}
+        return {"id": "1", "choices": [answer]}
+
+    def close(self) -> None:
+        pass
+
+
 @contextmanager
 def in_place_of_vllm(fake: FakeVllm) -> Iterator[None]:
     """Stages that open vLLM's hosts find the fake."""

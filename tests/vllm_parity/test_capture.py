@@ -16,21 +16,27 @@ import pytest
 import torch
 import yaml
 
+from fledge.checkpoints.drafter import save_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target, save_target, weights_digest
 from fledge.decoding.params import SamplingParams
+from fledge.drift.perturb import Perturbation
+from fledge.drift.probe import Prober, ProbeSettings
+from fledge.drift.prompts import ProbePrompt
+from fledge.drift.sources import VllmServers
 from fledge.errors import FledgeError
 from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.examples import TokenStore, collate
 from fledge.training.data.loader import HiddenStateStore
+from fledge.training.drafter_setup import drafter_config
 from fledge.training.pipeline import Pipeline
 from fledge.training.recipe import Recipe
 from fledge.training.stages.vllm import answers_of, captured_layers, open_hosts, storage
 from fledge.vllm_states.files import StateFiles
 from fledge.vllm_states.hosts import VllmHosts
 from tests.command_line import fledge
-from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_target
+from tests.tiny_models import TINY_LAYER, TINY_TARGET, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from tests.tiny_training import fork_ranks, weights, write_run
 from tests.vllm_parity.test_parity import VLLM_PYTHON
@@ -145,6 +151,34 @@ def test_two_processes_train_with_fsdp2_on_states_that_vllm_writes_meanwhile(pat
     expected_weights, found_weights = weights(candidate), weights(path.parent / "online" / "drafter")
     for name, value in expected_weights.items():
         torch.testing.assert_close(found_weights[name], value, rtol=0, atol=1e-3)
+
+
+def test_drift_of_a_target_that_only_vllm_has_loaded(path: Path, hosts: VllmHosts) -> None:
+    """The same server, and what the probe finds with a target of its own."""
+    recipe = Recipe.load(path)
+    directory = resolve(recipe.target.path)
+    target = load_target(directory)
+    drafter = path.parent / "probed"
+    save_drafter(make_drafter(drafter_config(recipe.drafter, target.config), target, seed=2), drafter)
+    vllm = VllmServers(drafters=(str(drafter),), storage=storage(recipe), urls=tuple(hosts.addresses))
+    assert vllm.layers(str(directory)).key == captured_layers(recipe).key
+    random = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, VOCAB_SIZE - 1, (size,), generator=random).tolist() for size in (40, 9)]
+    prompts = [ProbePrompt(id=str(i), category="", token_ids=tuple(one)) for i, one in enumerate(ids)]
+    found = []
+    for servers in (None, vllm):
+        settings = ProbeSettings(depth=3, max_tokens=12)
+        prober = Prober(str(directory), "ids", settings, {"device": "cpu", "max_model_len": 128}, servers)
+        prober.load(str(drafter))
+        found.append(prober.probe(prompts, Perturbation(), lambda *_, **__: None))
+        prober.close()
+    ours, theirs = found
+    assert ours.output_tokens == theirs.output_tokens == 24
+    assert ours.acceptance.rounds == theirs.acceptance.rounds > 0
+    for a, b in zip(ours.by_depth, theirs.by_depth, strict=True):
+        assert (a.rounds, a.reached, a.missed) == (b.rounds, b.reached, b.missed)
+        assert b.attention.mass == pytest.approx(a.attention.mass, abs=1e-4)
+        assert b.feature_cosine == pytest.approx(a.feature_cosine, abs=1e-4)
 
 
 def test_a_killed_vllm_is_one_line_that_says_how_to_go_on(path: Path, hosts: VllmHosts) -> None:

@@ -30,7 +30,7 @@ app.command(cls=ServeCommand)(serve)
 app.command()(inspect)
 app.command()(convert)
 app.command()(train)
-app.command()(drift)
+app.command(cls=EngineCommand)(drift)
 app.command(name="eval", cls=EngineCommand)(evaluate)
 app.add_typer(bench, name="bench")
 

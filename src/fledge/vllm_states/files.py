@@ -2,13 +2,15 @@
 
 `connector` writes the files, on whatever machines vLLM runs, into a directory that all of them and the reader see. A
 file's name follows from target, layers and tokens: whoever asks again finds what is there already, and what a killed
-reader or a killed vLLM left behind is used, or made again where it is not whole.
+reader or a killed vLLM left behind is used, or made again where it is not whole. Nothing runs far ahead of its reader.
 """
 
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,16 +140,45 @@ class StateReader:
     def take(self, token_ids: TokenIds) -> Tensor:
         """Numbers [tokens, width] on the CPU, see `CapturedLayers.width`; made now if need be."""
         layers, ids = self.files.layers, np.asarray(token_ids, dtype=np.int64)
+        if not len(ids):
+            return torch.zeros(0, layers.width, dtype=DTYPES[layers.dtype])
         states = self._read(ids)
         aux = [layers.layer_ids.index(layer) for layer in layers.aux_layer_ids]
         numbers = torch.cat([states[:, aux].flatten(1), self._final(states)], dim=-1)
         self.files.remove(ids)
         return numbers
 
-    def have_written(self, ids: TokenIds) -> None:
-        """Return when the file of a sequence is there, made now if need be."""
-        if len(ids) and not self.closing.is_set() and not self.files.path(ids).exists():
-            self._request(np.asarray(ids, dtype=np.int64))
+    def ahead(self, sequences: Iterable[TokenIds], *, max_bytes: int, in_flight: int) -> Iterator[Tensor]:
+        """Yield what `take` gives of each sequence, while the next ones are being made.
+
+        At most `max_bytes` are asked for and not yet read, of `in_flight` sequences at a time: vLLM waits for a reader.
+        """
+        left, pending, unread = iter(sequences), deque[tuple[TokenIds, int, Future[None]]](), 0
+        following = next(left, None)
+        self.closing.clear()
+        pool = ThreadPoolExecutor(in_flight, thread_name_prefix="states")
+        try:
+            while following is not None or pending:
+                while following is not None:
+                    size = self.files.layers.file_bytes(len(following))
+                    if pending and unread + size > max_bytes:
+                        break  # the reader is behind
+                    pending.append((following, size, pool.submit(self._have_written, following)))
+                    unread += size
+                    following = next(left, None)
+                ids, size, written = pending.popleft()
+                written.result()
+                numbers = self.take(ids)
+                unread -= size
+                yield numbers
+        finally:
+            self.closing.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _have_written(self, token_ids: TokenIds) -> None:
+        """Return when the file of a sequence is there, made now if need be. Several of these run side by side."""
+        if len(token_ids) and not self.closing.is_set() and not self.files.path(token_ids).exists():
+            self._request(np.asarray(token_ids, dtype=np.int64))
 
     def final_of(self, token_ids: TokenIds) -> Tensor:
         """What the head reads [tokens, hidden], of a sequence that has just been asked for; its file is removed."""

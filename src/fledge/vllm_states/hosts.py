@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.checkpoints.target import is_supported_target
+from fledge.checkpoints.target import is_supported_target, read_target_config
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fledge.errors import FledgeError
-from fledge.models.config import TargetConfig
 from fledge.models.target import FAMILIES
 from fledge.vllm_process.client import VllmClient, VllmError
 from fledge.vllm_process.finding import find_vllm
@@ -36,12 +35,12 @@ _PROBE_TOKENS = 8
 _CONNECTOR = Path(connector.__file__).parent
 
 
-def missing_states(directory: Path, config: TargetConfig) -> str | None:
+def missing_states(directory: Path) -> str | None:
     """Why vLLM does not give the states of a target, or Fledge could not use them; None: nothing is in the way."""
     if not is_supported_target(directory):
         known = f"those of {', '.join(FAMILIES)}"
         return f"{directory}: the final norm of this target's family is not known here (known are {known})"
-    if config.layer.latent is not None:
+    if read_target_config(directory).layer.latent is not None:
         return f"{directory}: vLLM does not give the hidden states of targets with latent attention (MLA)"
     return None
 

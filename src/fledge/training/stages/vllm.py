@@ -34,7 +34,7 @@ _PARALLEL = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp",
 
 def check_target(recipe: Recipe) -> None:
     """Refuse targets whose states vLLM does not give, or that Fledge could not use, before anything is started."""
-    if (reason := servers.missing_states(resolve(recipe.target.path), target_config(recipe.target))) is not None:
+    if (reason := servers.missing_states(resolve(recipe.target.path))) is not None:
         raise ConfigError(f"capture.engine: vllm: {reason}; use capture.engine=fledge")
 
 

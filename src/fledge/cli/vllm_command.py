@@ -86,7 +86,8 @@ class EngineCommand(TyperCommand):
         if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
             args = [*(f"--vllm-option={word}" for word in theirs), *ours]
         elif "--engine" in names and theirs and _spelled(theirs[0].partition("=")[0]) in FOREIGN:
-            command = shlex.join(["fledge", ctx.info_name, *args, "--engine", "vllm"])
+            group = [] if ctx.parent is None or ctx.parent.parent is None else [ctx.parent.info_name]
+            command = shlex.join(["fledge", *group, ctx.info_name, *args, "--engine", "vllm"])
             raise ConfigError(f"{theirs[0]}: is an option of vLLM's: {command}")
         return super().parse_args(ctx, args)
 

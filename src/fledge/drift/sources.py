@@ -31,6 +31,7 @@ from fledge.errors import ConfigError, PromptError
 from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetStates
+from fledge.vllm_process.client import VllmClient
 from fledge.vllm_states import hosts as servers
 from fledge.vllm_states.files import CapturedLayers, StateFiles, StateReader
 
@@ -181,6 +182,9 @@ class CapturedSource:
         dtype = DTYPES[layers.dtype]
         self._dtype = torch.float32 if self._device.type == "cpu" else dtype  # 16 bits are slow on a CPU
         ends = load_target(self._directory, dtype=dtype, ends_only=True).requires_grad_(False)
+        if absent := [url for url in vllm.urls if not VllmClient(url.rstrip("/")).is_ready()]:
+            advice = "start it as --print-vllm-command says"
+            raise ConfigError(f"--vllm-url {absent[0]}: no vLLM answers there that is ready; {advice}")
         vllm.storage.mkdir(parents=True, exist_ok=True)
         self._stack = ExitStack()
         opened = servers.connect_hosts(vllm.urls) if vllm.urls else None

@@ -23,6 +23,7 @@ from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target, sketch_target_config, stop_ids
 from fledge.decoding.params import SamplingParams
+from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.devices import choose_device, choose_dtype
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
@@ -40,6 +41,7 @@ from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import Advance
 from fledge.version import __version__
+from fledge.vllm_process.client import VllmError
 
 NO_SPECULATION = "no speculation"
 MAX_CONTENDERS = 24  # each has a KV pool, and on a GPU its graphs
@@ -365,15 +367,19 @@ class OfflineRun(BenchRun):
     def measure(self, cell: Cell, advance: Advance) -> None:
         name, count = cell.contender, self.settings.prompts_for(cell.load)
         loop = self._loop(name, self._prompts[cell.workload], count, cell.load.concurrency or 1)
+        counted = AcceptanceStatistics()  # by the engine, of all requests together
         try:
             if name not in self._dead:
+                before = self._engines[name].stats().acceptance
                 loop.run()
-                if failure := self._engines[name].stats().drafter_failure:
+                stats = self._engines[name].stats()
+                counted = stats.acceptance.since(before)
+                if failure := stats.drafter_failure:
                     loop.failure = self._dead[name] = f"the drafter failed: {failure}"
         except KeyboardInterrupt:
             loop.failure = INTERRUPTED
             raise
-        except DeadEngineError as error:
+        except (DeadEngineError, VllmError) as error:
             loop.failure = self._dead[name] = str(error)
         except Exception as error:  # ours to repair: it ends the run, but not with a cell that looks whole
             loop.failure = f"{type(error).__name__}: {error}"
@@ -383,5 +389,7 @@ class OfflineRun(BenchRun):
             note = loop.failure or (None if requests else self._dead.get(name))
             answered = any(request.error is None for request in requests)
             status: Status = "complete" if note is None else "partial" if answered else "failed"
-            self.cells.append(replace(cell, seconds=loop.seconds, requests=requests, status=status, note=note))
+            told = any(request.acceptance for request in requests)
+            whole: Any = {"seconds": loop.seconds, "acceptance": () if told else tally_triples(counted)}
+            self.cells.append(replace(cell, **whole, requests=requests, status=status, note=note))
         advance(count, note=cell_name(cell))

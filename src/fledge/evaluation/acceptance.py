@@ -24,7 +24,7 @@ from fledge.engine.llm import LLM
 from fledge.engine.outputs import RequestOutput
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
-from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples, token_digest
+from fledge.evaluation.results import RequestRecord, Tally, statistics_of, tally_triples, token_digest
 from fledge.evaluation.workloads import Prompt, Workload, grouped
 from fledge.progress import Advance
 from fledge.records import Record
@@ -80,10 +80,12 @@ class Measurement(Record):
     different: tuple[tuple[int, int], ...]  # turns whose tokens are not the target's own, the first token that differs
     seconds: float
     failure: str | None = None  # why the drafter was switched off on the way
+    counted: Tally = ()  # by the engine, of all turns together, where requests do not tell
 
     @property
     def total(self) -> AcceptanceStatistics:
-        return statistics_of(triple for request in self.requests for triple in request.acceptance)
+        told = [triple for request in self.requests for triple in request.acceptance]
+        return statistics_of(told or self.counted)
 
     @property
     def tokens(self) -> int:
@@ -173,6 +175,7 @@ class AcceptanceMeter:
         self, turns: Sequence[TargetTurn], temperature: float, advance: Advance = lambda *_: None
     ) -> Measurement:
         """Answer every turn with the drafter in use, each as if it were alone, and count."""
+        before = self.llm.engine.stats().acceptance
         started = time.perf_counter()
         most = self.settings.max_tokens
         outputs = self.llm.generate(
@@ -186,11 +189,15 @@ class AcceptanceMeter:
         in_draft = None if vocabulary is None else vocabulary.in_draft
         pairs = list(zip(turns, outputs, strict=True))
         parted = [first_difference(output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in pairs]
+        requests = tuple(request_record(turn.prompt, output, in_draft) for turn, output in pairs)
+        stats = self.llm.engine.stats()
+        counted = () if any(one.acceptance for one in requests) else tally_triples(stats.acceptance.since(before))
         return Measurement(
-            requests=tuple(request_record(turn.prompt, output, in_draft) for turn, output in pairs),
+            requests=requests,
+            counted=counted,
             different=tuple((i, place) for i, place in enumerate(parted) if place is not None),
             seconds=seconds,
-            failure=self.llm.engine.stats().drafter_failure,
+            failure=stats.drafter_failure,
         )
 
     def clear_differences(

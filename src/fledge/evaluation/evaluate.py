@@ -131,7 +131,8 @@ class _EvalRun:
                     if key[1] == 0 and measured.different:
                         self.different[len(self.cells)] = measured.different
                         requests = _labelled(requests, {i: "unchecked" for i, _ in measured.different})
-                    cell = replace(cells.pop(key), seconds=measured.seconds, requests=requests)
+                    whole: Any = {"seconds": measured.seconds, "acceptance": measured.counted}
+                    cell = replace(cells.pop(key), **whole, requests=requests)
                     if measured.failure is not None:
                         note = f"the drafter failed and was switched off: {measured.failure}"
                         cell = replace(cell, status="failed", note=note)
@@ -187,6 +188,8 @@ class _EvalRun:
                 if ids:
                     more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
                     notes.append(f"{workload.name}: {what}: {', '.join(ids[:_NAMED])}{more}")
+        if any(cell.acceptance for cell in self.cells):
+            notes.append("this vLLM counts acceptance of all requests together: no intervals, categories or lengths")
         notes += dict.fromkeys(f"{cell.contender}: {cell.note}" for cell in failed)
         if self.is_interrupted or not finished:
             why = "interrupted" if self.is_interrupted else "still running, or killed"

@@ -11,6 +11,10 @@ from fledge import LLM, SamplingParams
 from fledge.engine.protocol import DeadEngineError
 from fledge.engine.vllm_engine import VllmEngine
 from fledge.errors import CheckpointError, ConfigError
+from fledge.evaluation.evaluate import EvalSettings, run_eval
+from fledge.evaluation.report import EvalReport
+from fledge.evaluation.workloads import Prompt, Workload
+from fledge.progress import Progress
 from tests.checkpoint_fixtures import edit_config
 from tests.command_line import fledge
 from tests.fake_vllm import install
@@ -145,3 +149,32 @@ def test_generate_passes_vllms_options_by_name(monkeypatch: pytest.MonkeyPatch, 
         "error: --tensor-parallel-size: is an option of vLLM's: "
         "fledge generate a --target x --tensor-parallel-size 2 --engine vllm\n"
     )
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.26.0"])
+def test_eval_has_acceptance_by_depth_from_requests_or_else_from_its_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """The stand-in accepts all drafts of a round, then none of the next. An old vLLM tells only sums."""
+    install(monkeypatch, tmp_path, version)
+    messages = ({"role": "user", "content": "Why?"},)
+    prompts = [Prompt(id=name, category=name, messages=messages) for name in "ab"]
+    workload = Workload(name="ids", prompts=tuple(prompts), source="", licence="")
+    pair = pair_directory()
+    settings = EvalSettings(
+        target=str(pair / "target"),
+        drafters=(str(pair / "drafter"),),
+        depths=(3,),
+        temperatures=(0.0,),
+        max_tokens=13,
+        engine="vllm",
+        vllm_options=("--tensor-parallel-size", "2"),
+    )
+    results = run_eval(settings, [workload], Progress(quiet=True))
+    assert results.status == "complete"
+    (row,) = EvalReport(results).rows
+    assert row.rounds == 2 * len(prompts) * 2 + len(prompts)
+    assert row.rate_by_depth == pytest.approx((0.6, 0.6, 0.6))
+    assert row.by_workload["ids"].value == pytest.approx(2.8)
+    assert set(row.by_category) == (set("ab") if version == "0.32.0" else set())
+    assert any("counts acceptance of all requests together" in note for note in results.notes) == (version == "0.26.0")

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fledge.checkpoints.drafter import load_drafter
+from fledge.checkpoints.contract import check
+from fledge.checkpoints.drafter import load_drafter, raise_errors
+from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target, read_target_config, stop_ids, weights_digest
 from fledge.decoding.params import SamplingParams
@@ -150,11 +152,13 @@ class VllmServers:
         return config if dtype is None else replace(config, dtype=str(dtype).removeprefix("torch."))
 
     def layers(self, target: str) -> CapturedLayers:
-        """All that any of the drafters reads. Raises what `load_drafter` does where one is not for this target."""
+        """All that any of the drafters reads. Raises CheckpointError where one is not for this target."""
         directory, config = resolve(target), self.config(target)
         ids = set[int]()
         for name in self.drafters:
-            ids |= {*load_drafter(resolve(name), config, target_directory=directory).aux_layer_ids}
+            checkpoint = read_drafter(resolve(name))
+            raise_errors(checkpoint, check(checkpoint, config, directory))
+            ids |= {*(checkpoint.config.resolved(config).aux_layer_ids or ())}
         return CapturedLayers.of(config, weights_digest(directory), tuple(sorted(ids)))
 
     def words(self, target: str) -> list[str]:
@@ -186,14 +190,16 @@ class CapturedSource:
             advice = "start it as --print-vllm-command says"
             raise ConfigError(f"--vllm-url {absent[0]}: no vLLM answers there that is ready; {advice}")
         vllm.storage.mkdir(parents=True, exist_ok=True)
-        self._stack = ExitStack()
-        opened = servers.connect_hosts(vllm.urls) if vllm.urls else None
-        if opened is None:
+        self._stack, files = ExitStack(), StateFiles(vllm.storage, layers)
+        if vllm.urls:
+            opened = servers.connect_hosts(vllm.urls)
+        else:
+            self._stack.callback(files.clean, ())  # what was asked for and not read
             log, words = vllm.storage / "vllm.log", vllm.words(target)
             opened = servers.start_host(str(self._directory), words, python=vllm.python, log_file=log, say=say)
         hosts = self._stack.enter_context(opened)
         try:
-            files, norm = StateFiles(vllm.storage, layers), copy.deepcopy(ends.norm)
+            norm = copy.deepcopy(ends.norm)
             self._reader = StateReader(files, lambda ids: hosts.write_states(layers.key, ids), norm=norm)
             self._answers = servers.VllmAnswers(hosts, stop_ids(self._directory), concurrency=CONCURRENCY)
             servers.check_serves(hosts, self._reader, ends.lm_head.weight)

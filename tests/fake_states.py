@@ -80,6 +80,7 @@ class FakeVllm:
     storage: Path
     damage: list[str] = field(default_factory=list)  # what to do to the next files: "cut", "flip", "stale", "lose"
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    answered: int = 0
     most_files: int = 0  # seen in the storage at once
     addresses: tuple[str, ...] = ("http://fake",)
     max_model_len: int = 64
@@ -124,6 +125,7 @@ class FakeVllm:
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """A greedy answer, as `/v1/completions` gives it."""
+        self.answered += 1
         ids, model = list(body["prompt"]), self.capture.model
         while len(ids) - len(body["prompt"]) < body["max_tokens"]:
             ids.append(int(model.logits(model.norm(self.states(ids)[-1, -1])).argmax()))

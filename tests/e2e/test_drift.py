@@ -153,3 +153,22 @@ def test_a_condition_on_what_was_not_measured_fails_after_the_report_is_written(
     assert done.returncode == 2
     assert "'al_drop' was not measured" in done.stderr
     assert (pair / "unmeasured/report.html").is_file()
+
+
+def test_what_is_said_of_vllm(pair: Path) -> None:
+    """How to start one for this probe; and what is not there, before anything is loaded."""
+    told = drift(pair, *BOTH, "--engine", "vllm", "--print-vllm-command", "--vllm-storage", "/mnt/x", "-tp", "4")
+    assert told.returncode == 0, told.stderr
+    for part in ("PYTHONPATH=", '"shared_storage_path": "/mnt/x"', '"method": "extract_hidden_states"', "-tp 4"):
+        assert part in told.stdout
+    for arguments, expected in (
+        (("--engine", "vllm", "--vllm-url", "http://127.0.0.1:9"), "no vLLM answers there that is ready; start it as"),
+        (("--engine", "vllm", "--vllm-python", "/nowhere/python"), "/nowhere/python"),
+        (("--engine", "vlm"), "--engine: unknown engine 'vlm'"),
+        (("--vllm-url", "http://127.0.0.1:9"), "are for --engine vllm; add it"),
+        (("--tensor-parallel-size", "2"), "is an option of vLLM's: fledge drift --target"),
+    ):
+        done = drift(pair, *ONE, *SMALL, *arguments, "--suite", "none", "--out", "nothing")
+        assert done.returncode == 2
+        assert expected in done.stderr
+        assert len(done.stderr.splitlines()) == 1

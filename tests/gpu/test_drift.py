@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 from fledge.bench.rounds import make_pair
 from fledge.drift.metrics import judge
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import replay
+from fledge.drift.replay import replay, target_states
 from tests.engine_cases import greedy
 from tests.gpu.test_engine import agreeing_pair, make_engine, on_gpu
 
@@ -34,7 +34,8 @@ def replay_agrees(dtype: torch.dtype) -> None:
     for request in requests:
         segments = [Segment.OUTPUT] * len(request.tokens)
         starts = [record.start for record in request.rounds]
-        found = replay(target, drafter, request.tokens, segments, starts, depth=6, max_scores=10_000)
+        states = target_states(target, request.tokens, drafter.aux_layer_ids)
+        found = replay(states, drafter, request.tokens, segments, starts, depth=6, max_scores=10_000)
         agreeing += judge(found, request.tokens, request.rounds, limit=256).agreeing
         rounds += len(starts)
         accepted += sum(record.accepted for record in request.rounds)
@@ -56,7 +57,8 @@ def cost() -> None:
             if DEVICE == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
-            found = replay(target, drafter, tokens, segments, range(length - 127, length + 1, 2), depth=12)
+            states = target_states(target, tokens, drafter.aux_layer_ids)
+            found = replay(states, drafter, tokens, segments, range(length - 127, length + 1, 2), depth=12)
             seconds = time.perf_counter() - begin
         peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
         print(f"    {shape} {length}: {seconds:.2f} s, peak {peak:.1f} GiB with weights")

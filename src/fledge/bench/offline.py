@@ -1,10 +1,10 @@
-"""Our engine without HTTP: with and without drafters, at several depths and concurrencies, in turns.
+"""Engines in a closed loop: with and without drafters, at several depths and concurrencies, in turns.
 
-All contenders share the target's weights; each has its own drafter, way to draft and KV pool.
+Contenders of our own share the target's weights; each has its own drafter, way to draft and KV pool. Those of vLLM are
+processes of their own (`offline_vllm.py`).
 """
 
 import itertools
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,79 +13,43 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from fledge.bench.draft_modes import DraftMode, mode_name
 from fledge.bench.inflate import inflate_drafter, inflate_target, shape_named
+from fledge.bench.offline_vllm import start_vllm, vllm_contenders
 from fledge.bench.run import INTERRUPTED, BenchRun, RunSettings, cell_name
 from fledge.checkpoints.contract import INFLATED
 from fledge.checkpoints.drafter import load_drafter
+from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import load_target
+from fledge.checkpoints.target import load_target, sketch_target_config, stop_ids
 from fledge.decoding.params import SamplingParams
+from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.devices import choose_device, choose_dtype
-from fledge.engine.config import DEFAULT_TREE_BUDGET, EngineConfig, SpeculativeConfig
+from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.protocol import DeadEngineError, Engine
 from fledge.engine.tokenizer import load_tokenizer
+from fledge.engine.vllm_engine import VllmEngine
 from fledge.errors import ConfigError
-from fledge.evaluation.results import Cell, Contender, RequestRecord, Status, tally_triples, token_digest
+from fledge.evaluation.results import Cell, Contender, RequestRecord, Results, Status, tally_triples, token_digest
 from fledge.evaluation.workloads import Prompt, spread, tokenised
 from fledge.files import read_json
+from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import Advance
 from fledge.version import __version__
+from fledge.vllm_process.client import VllmError
 
 NO_SPECULATION = "no speculation"
 MAX_CONTENDERS = 24  # each has a KV pool, and on a GPU its graphs
-DraftMode = Mapping[str, Any]  # a --speculative-config without its model: a chain, a tree, or depths by batch size
 INFLATED_NOTE = (
     "Inflated to the shape {shape}: cost is that of the shape, text and acceptance are those of the small pair. Much "
     "of what is multiplied is zero, which draws less power than trained weights would. In 16 bits the rescaled weights "
     "are rounded anew, so answers may differ from the small pair's."
 )
-
-
-def draft_modes(
-    depths: Sequence[int], trees: str, schedules: Sequence[str], *, adaptive: bool = False
-) -> list[DraftMode]:
-    """Chains of all depths, trees ("4x16,8x32") at each, depths by batch size ("1-4:5,5-64:3"), the controller."""
-    modes: list[DraftMode] = [{"num_speculative_tokens": depth} for depth in depths]
-    for width, budget in _numbers("tree", trees, r"(\d+)(?:x(\d+))?", "WIDTH or WIDTHxNODES, such as 4x16"):
-        shape = {"tree_width": width, "tree_budget": budget or DEFAULT_TREE_BUDGET}
-        modes += [{"num_speculative_tokens": depth, **shape} for depth in depths]
-    for text in schedules:
-        found = _numbers("schedule", text, r"(\d+)(?:-(\d+))?:(\d+)", "FIRST-LAST:DEPTH, such as 1-4:5")
-        rows = [[first, last or first, depth] for first, last, depth in found]
-        if any(first > last for first, last, _ in rows):
-            raise ConfigError(f"--schedule: found {text!r}, expected last numbers that are not below the first")
-        deepest = max([1, *(depth for *_, depth in rows)])
-        modes.append({"num_speculative_tokens": deepest, "num_speculative_tokens_per_batch_size": rows})
-    if adaptive:
-        modes.append({"num_speculative_tokens": max(depths), "adaptive": True})
-    for mode in modes:
-        SpeculativeConfig.from_dict({"model": "any", **mode})  # raises for what no engine could do
-    return modes
-
-
-def _numbers(option: str, text: str, pattern: str, expected: str) -> list[list[int]]:
-    """The numbers in each part of a list with commas; 0 for what a part leaves out."""
-    numbers = []
-    for part in filter(None, text.split(",")):
-        if (found := re.fullmatch(pattern, part)) is None:
-            raise ConfigError(f"--{option}: found {part!r}, expected {expected}")
-        numbers.append([int(one or 0) for one in found.groups()])
-    return numbers
-
-
-def mode_name(mode: DraftMode) -> str:
-    """Write "K=3", "K=3 tree 4x16", "K=5@1-4,3@5-64" or "adaptive K<=7"."""
-    if rows := mode.get("num_speculative_tokens_per_batch_size"):
-        return "K=" + ",".join(f"{depth}@{first}-{last}" for first, last, depth in rows)
-    if mode.get("adaptive"):
-        return f"adaptive K<={mode['num_speculative_tokens']}"
-    tree = f" tree {mode['tree_width']}x{mode['tree_budget']}" if "tree_width" in mode else ""
-    return f"K={mode['num_speculative_tokens']}{tree}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +93,13 @@ def load_models(
     return Models(target=model.requires_grad_(False), drafters=loaded, eos_ids=eos_ids, inflated=inflated)
 
 
-def contenders(models: Models, target: str, modes: Sequence[DraftMode]) -> list[Contender]:
+def contenders(
+    configs: Mapping[str, DrafterConfig], target: str, modes: Sequence[DraftMode], inflated: str | None = None
+) -> list[Contender]:
     """No speculation first, then every drafter in every mode. A drafter is called by its variant, if that is unique."""
     versions = {"fledge": __version__}
-    plain = Contender(name=NO_SPECULATION, kind="fledge", target=target, inflated=models.inflated, versions=versions)
-    variants = {name: name_of(drafter.config) for name, drafter in models.drafters.items()}
+    plain = Contender(name=NO_SPECULATION, kind="fledge", target=target, inflated=inflated, versions=versions)
+    variants = {name: name_of(config) for name, config in configs.items()}
     times = Counter(variants.values())
     titles = {name: variant if times[variant] == 1 else name for name, variant in variants.items()}
     found = [
@@ -258,6 +224,16 @@ class OfflineSettings(RunSettings):
     enforce_eager: bool = False
     title: str = "Fledge, offline"
     notes: tuple[str, ...] = ()
+    vllm: bool = False  # beside our own engine
+    vllm_only: bool = False  # in its place
+    vllm_python: str | None = None
+    vllm_options: tuple[str, ...] = ()  # words of its command line
+
+    def __post_init__(self) -> None:
+        if self.vllm_only and not self.vllm:
+            raise ConfigError("--vllm-only is for --engine vllm; add it")
+        if self.vllm and self.inflate is not None:
+            raise ConfigError("--inflate: vLLM reads checkpoints; write one first with `fledge bench inflate`")
 
     @property
     def concurrencies(self) -> list[int]:
@@ -272,7 +248,7 @@ class OfflineRun(BenchRun):
     _notes: list[str] = field(default_factory=list)
     _eos_ids: tuple[int, ...] = ()
     _prompts: dict[str, list[Prompt]] = field(default_factory=dict)  # by workload, with their token ids
-    _engines: dict[str, LLMEngine] = field(default_factory=dict)
+    _engines: dict[str, Engine] = field(default_factory=dict)
     _dead: dict[str, str] = field(default_factory=dict)  # contender -> why nothing more is asked of it
 
     @property
@@ -281,17 +257,30 @@ class OfflineRun(BenchRun):
 
     def prepare(self) -> None:
         settings = self.settings
-        self.progress.say(f"loading {settings.target}" + (f" as {settings.inflate}" if settings.inflate else ""))
-        options: Any = {name: getattr(settings, name) for name in ("dtype", "device", "inflate", "seed")}
-        models = load_models(settings.target, settings.drafters, **options)
-        self._eos_ids = models.eos_ids
-        if models.inflated is not None:
-            self._notes.append(INFLATED_NOTE.format(shape=models.inflated))
-        longest = self._read_prompts(models.target.config.max_positions)
-        weight = models.target.embed_tokens.weight
-        self.facts |= {"max_model_len": longest, "dtype": str(weight.dtype).removeprefix("torch.")}
-        self.facts |= {"device": weight.device.type, "parameters": models.parameters}
-        self.contenders = contenders(models, settings.target, settings.modes)
+        models = None
+        if settings.vllm_only:
+            directory = resolve(settings.target)
+            limit, inflated = sketch_target_config(directory)[0].max_positions, None
+            self._eos_ids = stop_ids(directory, load_tokenizer(directory))
+            configs = {name: read_drafter(resolve(name)).config for name in settings.drafters}
+            self.facts["dtype"] = settings.dtype
+        else:
+            self.progress.say(f"loading {settings.target}" + (f" as {settings.inflate}" if settings.inflate else ""))
+            options: Any = {name: getattr(settings, name) for name in ("dtype", "device", "inflate", "seed")}
+            models = load_models(settings.target, settings.drafters, **options)
+            limit, inflated, self._eos_ids = models.target.config.max_positions, models.inflated, models.eos_ids
+            configs = {name: drafter.config for name, drafter in models.drafters.items()}
+            weight = models.target.embed_tokens.weight
+            self.facts |= {"dtype": str(weight.dtype).removeprefix("torch."), "device": weight.device.type}
+            self.facts["parameters"] = models.parameters
+        if inflated is not None:
+            self._notes.append(INFLATED_NOTE.format(shape=inflated))
+        longest = self._read_prompts(limit)
+        self.facts["max_model_len"] = longest
+        ours = contenders(configs, settings.target, settings.modes, inflated)
+        theirs, notes = vllm_contenders(ours, settings.vllm_python) if settings.vllm else ([], [])
+        self._notes += notes
+        self.contenders = [*(ours if models is not None else ()), *theirs]
         base = EngineConfig(
             max_model_len=longest,
             max_num_seqs=max(settings.concurrencies),
@@ -300,9 +289,32 @@ class OfflineRun(BenchRun):
         )
         with self.progress.task("engines", len(self.contenders)) as advance:
             for one in self.contenders:
-                self._engines[one.name] = make_engine(models, one, base, graph_sizes(settings.concurrencies))
+                if one.kind == "vllm":
+                    self._engines[one.name] = self._start_vllm(one, base)
+                else:
+                    assert models is not None
+                    self._engines[one.name] = make_engine(models, one, base, graph_sizes(settings.concurrencies))
                 advance(note=one.name)
         self._warm_up()
+
+    def _start_vllm(self, contender: Contender, base: EngineConfig) -> Engine:
+        """With the arithmetic and the room that ours has."""
+        names = ("max_model_len", "max_num_seqs", "enable_prefix_caching")
+        options: dict[str, Any] = {name: getattr(base, name) for name in names}
+        options |= {"enforce_eager": True} if base.enforce_eager else {}
+        dtype = self.facts["dtype"]
+        options |= {} if dtype == "auto" else {"dtype": dtype}
+        python, words = self.settings.vllm_python, self.settings.vllm_options
+        return start_vllm(contender, python=python, words=words, **options)
+
+    def run(self) -> Results:
+        """As of any run; processes of vLLM's end with it."""
+        try:
+            return super().run()
+        finally:
+            for engine in self._engines.values():
+                if isinstance(engine, VllmEngine):
+                    engine.close()
 
     def _read_prompts(self, limit: int) -> int:
         """Keep the prompts of each workload that fit; return the length that all engines are set up for."""
@@ -355,15 +367,19 @@ class OfflineRun(BenchRun):
     def measure(self, cell: Cell, advance: Advance) -> None:
         name, count = cell.contender, self.settings.prompts_for(cell.load)
         loop = self._loop(name, self._prompts[cell.workload], count, cell.load.concurrency or 1)
+        counted = AcceptanceStatistics()  # by the engine, of all requests together
         try:
             if name not in self._dead:
+                before = self._engines[name].stats().acceptance
                 loop.run()
-                if failure := self._engines[name].stats().drafter_failure:
+                stats = self._engines[name].stats()
+                counted = stats.acceptance.since(before)
+                if failure := stats.drafter_failure:
                     loop.failure = self._dead[name] = f"the drafter failed: {failure}"
         except KeyboardInterrupt:
             loop.failure = INTERRUPTED
             raise
-        except DeadEngineError as error:
+        except (DeadEngineError, VllmError) as error:
             loop.failure = self._dead[name] = str(error)
         except Exception as error:  # ours to repair: it ends the run, but not with a cell that looks whole
             loop.failure = f"{type(error).__name__}: {error}"
@@ -373,5 +389,7 @@ class OfflineRun(BenchRun):
             note = loop.failure or (None if requests else self._dead.get(name))
             answered = any(request.error is None for request in requests)
             status: Status = "complete" if note is None else "partial" if answered else "failed"
-            self.cells.append(replace(cell, seconds=loop.seconds, requests=requests, status=status, note=note))
+            told = any(request.acceptance for request in requests)
+            whole: Any = {"seconds": loop.seconds, "acceptance": () if told else tally_triples(counted)}
+            self.cells.append(replace(cell, **whole, requests=requests, status=status, note=note))
         advance(count, note=cell_name(cell))

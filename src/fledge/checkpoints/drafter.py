@@ -56,6 +56,16 @@ def load_drafter(
     return drafter.eval()
 
 
+def read_vocabulary(directory: Path) -> DraftVocabulary | None:
+    """Return a drafter's own vocabulary; None: it is the target's."""
+    checkpoint = read_drafter(directory)
+    if not checkpoint.config.reduced_vocab:
+        return None
+    vocabulary = DraftVocabulary(checkpoint.config.draft_vocab_size, checkpoint.config.vocab_size)
+    vocabulary.d2t.copy_(checkpoint.read(D2T))
+    return vocabulary
+
+
 def raise_errors(checkpoint: DrafterCheckpoint, findings: list[Finding]) -> None:
     """Raise the first error among `findings`, in one line that says how many more there are."""
     errors = [finding for finding in findings if finding.severity == "error"]

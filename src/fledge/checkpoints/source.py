@@ -21,9 +21,10 @@ def bundled_directory(name: str) -> Path | None:
     return Path(str(files("fledge"))) / "bundled" / name if name in NAMES else None
 
 
-def resolve(name_or_path: str | os.PathLike[str]) -> Path:
+def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Return the local directory of a model: a path, a bundled model's name, or a hub name, which is fetched.
 
+    Without `weights`, of what is on the hub all else is fetched: configs, tokenizer, template.
     The hub's own cache and offline variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, ...) apply.
     """
     path = Path(name_or_path).expanduser()
@@ -43,8 +44,9 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     import huggingface_hub  # noqa: PLC0415
     from huggingface_hub import errors  # noqa: PLC0415
 
+    wanted = [one for one in _WANTED if weights or not one.endswith((".safetensors", ".bin"))]
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_WANTED))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except errors.RepositoryNotFoundError:
         what = "no such directory, and no such model on the Hugging Face hub (private models need HF_TOKEN)"
     except errors.LocalEntryNotFoundError:

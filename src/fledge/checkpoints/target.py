@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,16 @@ def rope_of_any(fields: ConfigFields) -> RopeConfig:
 
 
 def load_target(
-    directory: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ends_only: bool = False,
 ) -> TargetModel:
     """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, finite, and no other.
 
-    A class that is not its family's is a `CheckpointWarning`.
+    A class that is not its family's is a `CheckpointWarning`. `ends_only` leaves out all layers: embedding, final norm
+    and head are loaded.
     """
     config = read_target_config(directory)
     fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
@@ -165,12 +171,12 @@ def load_target(
     names = {family.our_name(name): stored for name, stored in language_tensors(files.infos).items()}
     # Layers that predict further tokens are drafters of another kind, behind the last layer.
     extra = range(config.num_layers, config.num_layers + fields.integer("num_nextn_predict_layers", 0, minimum=0))
-    ignored = tuple(f"layers.{i}." for i in extra)
+    ignored = ("layers.",) if ends_only else tuple(f"layers.{i}." for i in extra)
     names = {name: stored for name, stored in names.items() if not name.startswith(ignored)}
     if config.tied_head:
         names.pop("lm_head.weight", None)
     with without_weights():
-        model = TargetModel(config)
+        model = TargetModel(replace(config, num_layers=0) if ends_only else config)
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()
     load_weights(model, files, names, weight_format(fields, files), placement, tied=tied)

@@ -1,13 +1,10 @@
 """`fledge bench`: how fast, measured. What imports torch or matplotlib is imported where it is needed."""
 
 import json
-import os
-import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -15,13 +12,12 @@ from rich.text import Text
 
 from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.cli.command import leave, numbers, one_of, options, run_bench, settings_of
+from fledge.cli.tune import run_tune
+from fledge.cli.vllm_command import EngineCommand
 from fledge.engine.config import MAX_DEPTH
 from fledge.errors import ConfigError
-from fledge.files import distinct_names, parse_json
+from fledge.files import distinct_names
 from fledge.progress import Progress
-
-if TYPE_CHECKING:
-    from fledge.bench.load.servers import ServerSpec
 
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -78,7 +74,7 @@ def rounds(
     print(json.dumps({**report, "rounds": cells}))
 
 
-@bench.command()
+@bench.command(cls=EngineCommand)
 @options("bench offline")
 def offline(
     *,
@@ -108,17 +104,24 @@ def offline(
     out: Path | None = None,
     quiet: bool = False,
     as_json: bool = False,
+    backend: str = "fledge",
+    vllm_only: bool = False,
+    vllm_python: str | None = None,
+    vllm_option: list[str] | None = None,
 ) -> None:
     """Measure drafters, depths and trees against no speculation.
 
     So many requests are in flight at all times, and contenders take turns on the same prompts. Speed is that of the
-    engine, without text and HTTP: `bench serve` measures those too.
+    engine, without text and HTTP: `bench serve` measures those too. With --engine vllm the same is measured of vLLM, in
+    the same table.
     """
+    one_of("engine", backend, ("fledge", "vllm"))
     if drafter is None and target is not None:
         raise ConfigError("--target needs a --drafter: the bundled drafters are for the bundled target")
     target = target or TARGET
 
-    from fledge.bench.offline import OfflineRun, OfflineSettings, draft_modes  # noqa: PLC0415
+    from fledge.bench.draft_modes import draft_modes  # noqa: PLC0415
+    from fledge.bench.offline import OfflineRun, OfflineSettings  # noqa: PLC0415
     from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
 
@@ -130,6 +133,8 @@ def offline(
         workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed, whole_groups=True),
         loads=tuple(Load(concurrency=one) for one in numbers("concurrency", concurrency, int, 1, 512)),
         notes=tuple(note or ()),
+        vllm=backend == "vllm",
+        vllm_options=tuple(vllm_option or ()),
     )
     run_bench(OfflineRun(settings=settings, out=out, progress=Progress(quiet=quiet)), as_json=as_json)
 
@@ -169,11 +174,11 @@ def inflate(
         print(f"wrote {place}", file=sys.stderr)
 
 
-@bench.command()
+@bench.command(cls=EngineCommand)
 @options("bench serve")
 def serve(
     *,
-    url: list[str],
+    url: list[str] | None = None,
     model: list[str] | None = None,
     baseline: str | None = None,
     workload: list[str] | None = None,
@@ -196,91 +201,48 @@ def serve(
     fail_on_errors: bool = True,
     quiet: bool = False,
     as_json: bool = False,
+    tune: bool = False,
+    target: str | None = None,
+    drafter: str | None = None,
+    depth: str = "1,3,5",
+    vllm_python: str | None = None,
+    vllm_option: list[str] | None = None,
 ) -> None:
     """Load OpenAI-compatible servers in turns, and compare them.
 
     Every request is streamed and timed. A server that fails is labelled, has no ratio, and makes the exit status 1.
     Prefix caches work as the servers have them: switch them off there to measure the reading of prompts.
     """
+    if tune:
+        run_tune(locals())
+        return
+    if not url:
+        raise ConfigError("--url is missing: name a server, such as ours=http://127.0.0.1:8000; or --tune")
     if endpoint not in ("chat", "completions"):
         raise ConfigError(f"--endpoint: found '{endpoint}', allowed is chat or completions")
 
     from fledge.bench.load.run import ServeRun, ServeSettings  # noqa: PLC0415
+    from fledge.cli.servers import read_servers, without_secrets  # noqa: PLC0415
     from fledge.evaluation.results import Load  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
     from fledge.provenance import run_provenance, shown_command  # noqa: PLC0415
 
-    if concurrency is None and rate is None:
-        concurrency = "1,4,16,64"
+    concurrency = "1,4,16,64" if concurrency is None and rate is None else concurrency
     many = [] if concurrency is None else numbers("concurrency", concurrency, int, 1, 4096)
     rates = [] if rate is None else numbers("rate", rate, float, 1e-5, 1e5)
     settings = settings_of(
         ServeSettings,
         locals(),
-        servers=_servers(url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()),
+        servers=read_servers(
+            url, models=model or (), keys=api_key or (), headers=header or (), extras=extra_body or ()
+        ),
         workloads=load_workloads(workload or ["mt_bench"], sample=sample, seed=seed or 0, whole_groups=True),
         loads=tuple(dict.fromkeys([*(Load(concurrency=one) for one in many), *(Load(rate=one) for one in rates)])),
     )
-    command = {"command": shown_command(_without_secrets(sys.argv)), "about": "the load generator and its machine"}
+    command = {"command": shown_command(without_secrets(sys.argv)), "about": "the load generator and its machine"}
     provenance = {**run_provenance(), **command}
     run = ServeRun(settings=settings, provenance=provenance, out=out, progress=Progress(quiet=quiet))
     run_bench(run, fail_on_errors=fail_on_errors, as_json=as_json)
-
-
-def _servers(
-    urls: Sequence[str],
-    *,
-    models: Sequence[str],
-    keys: Sequence[str],
-    headers: Sequence[str],
-    extras: Sequence[str],
-) -> tuple["ServerSpec", ...]:
-    from fledge.bench.load.servers import ServerSpec, parse_url  # noqa: PLC0415
-
-    parsed = [parse_url(text) for text in urls]
-    names = [name or url.partition("://")[2].rpartition("@")[2] for name, url in parsed]
-    model, key = _by_server(models, names), _by_server(keys, names)
-    bodies: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for text in extras:
-        given, _, value = text.partition("=") if not text.lstrip().startswith("{") else ("", "", text)
-        if given and given not in names:
-            raise ConfigError(f"--extra-body {text}: no server is called '{given}'; expected JSON, or NAME=JSON")
-        try:
-            for name in [given] if given else names:
-                bodies[name].update(**parse_json(value))
-        except (ValueError, TypeError):
-            raise ConfigError(f"--extra-body: found {value!r}, expected a JSON object") from None
-    common: dict[str, str] = {}
-    for text in headers:
-        name, colon, value = text.partition(":")
-        if not colon or not name.strip() or not text.isascii() or not text.isprintable():
-            raise ConfigError("--header: expected NAME:VALUE")
-        common[name.strip()] = value.strip()
-    usual = os.environ.get("OPENAI_API_KEY")
-    return tuple(
-        ServerSpec(
-            name=n, url=url, model=model.get(n), api_key=key.get(n) or usual, headers=common, extra_body=bodies[n]
-        )
-        for n, (_, url) in zip(names, parsed, strict=True)
-    )
-
-
-def _by_server(values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Read values that are for all servers, or as NAME=VALUE for one."""
-    found: dict[str, str] = {}
-    for value in values:
-        name, equals, rest = value.partition("=")
-        if equals and name in names:
-            found[name] = rest
-        else:
-            found = {**dict.fromkeys(names, value), **found}
-    return found
-
-
-def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The command line as others may see it: no keys, no headers, no passwords in addresses."""
-    text = re.sub(r"(?<=://)[^/@\0]*@", "", "\0".join(arguments))
-    return re.sub(r"(?<=\0)(--api-key|--header)([=\0])[^\0]*", r"\1\2...", text).split("\0")
 
 
 @bench.command()

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from fledge.cli.command import INTERRUPTED, leave, models, numbers, options, settings_of
+from fledge.cli.command import INTERRUPTED, leave, models, numbers, one_of, options, settings_of
 from fledge.errors import ConfigError
 from fledge.files import write_text
 from fledge.progress import Progress
@@ -40,6 +40,9 @@ def evaluate(
     save_baseline: bool = False,
     quiet: bool = False,
     as_json: bool = False,
+    backend: str = "fledge",
+    vllm_python: str | None = None,
+    vllm_option: list[str] | None = None,
 ) -> None:
     """Measure how many tokens a round of speculation yields.
 
@@ -61,7 +64,8 @@ def evaluate(
             check_writable(option, path)
     for name in drafters if save_baseline else ():
         check_writable("--save-baseline", resolve(name) / BASELINE_FILE)
-    settings = settings_of(EvalSettings, locals(), sample=sample or None)
+    more = {"engine": backend, "vllm_options": tuple(vllm_option or ())}
+    settings = settings_of(EvalSettings, locals(), sample=sample or None, **more)
     workloads = load_workloads(workload or ["short"], sample=sample or None, seed=seed, from_hub=from_hub)
     results = run_eval(settings, workloads, Progress(quiet=quiet), out)
     if not results.cells:
@@ -111,6 +115,12 @@ def drift(
     max_model_len: int | None = None,
     quiet: bool = False,
     as_json: bool = False,
+    backend: str = "fledge",
+    vllm_python: str | None = None,
+    vllm_option: list[str] | None = None,
+    vllm_url: list[str] | None = None,
+    vllm_storage: Path | None = None,
+    print_vllm_command: bool = False,
 ) -> None:
     """Show whether drafters drift: a verdict in words, and a report.
 
@@ -118,11 +128,15 @@ def drift(
     prompts come in other shapes. After Ctrl-C the same command goes on where it was.
     """
     target, drafters = models(target, drafter)
+    one_of("engine", backend, ("fledge", "vllm"))
+    if backend == "fledge" and (vllm_url or vllm_storage or print_vllm_command):
+        raise ConfigError("--vllm-url, --vllm-storage and --print-vllm-command are for --engine vllm; add it")
 
     from fledge.drift.perturb import default_suite, parse_perturbation  # noqa: PLC0415
     from fledge.drift.probe import Prober, ProbeSettings  # noqa: PLC0415
     from fledge.drift.prompts import load_probe_workload  # noqa: PLC0415
     from fledge.drift.report import REPORT_FILE, make_report, print_report, setup_of, write_report  # noqa: PLC0415
+    from fledge.drift.sources import VllmServers  # noqa: PLC0415
     from fledge.drift.suite import check, figures, parse_conditions, run_suite  # noqa: PLC0415
     from fledge.provenance import run_provenance  # noqa: PLC0415
 
@@ -136,12 +150,28 @@ def drift(
     prompts = load_probe_workload(workload, sample=sample, seed=seed)
     settings = settings_of(ProbeSettings, locals())
     chosen = {"dtype": dtype, "device": device, "seed": seed, "max_model_len": max_model_len}
+    progress = Progress(quiet=quiet)
     prober = Prober(target, prompts.name, settings, {name: one for name, one in chosen.items() if one is not None})
+    if backend == "vllm":
+        prober.say, prober.vllm = (
+            progress.say,
+            VllmServers(
+                drafters=drafters,
+                storage=(vllm_storage or out / "states").absolute(),
+                urls=tuple(vllm_url or ()),
+                python=vllm_python,
+                options=tuple(vllm_option or ()),
+                dtype=dtype,
+                max_model_len=max_model_len,
+            ),
+        )
+        if print_vllm_command:
+            print(prober.vllm.command(target))
+            return
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be made: {error.strerror}; name another directory") from None
-    progress = Progress(quiet=quiet)
     started, provenance = time.perf_counter(), run_provenance()
     try:
         result, results = run_suite(drafters, prompts, perturbations, prober, out, progress=progress)
@@ -152,6 +182,8 @@ def drift(
         write_report(out, report, results)
     except KeyboardInterrupt:
         leave(INTERRUPTED, "interrupted; the same command goes on from here")
+    finally:
+        prober.close()
     violations = {name: check(conditions, figures(result, name)) for name in result.names}
     if as_json:
         values = {"report": str(out / REPORT_FILE), "violations": violations, **report.to_dict()}

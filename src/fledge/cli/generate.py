@@ -49,6 +49,9 @@ def generate(
     stop: list[str] | None = None,
     ignore_eos: bool = False,
     as_json: bool = False,
+    backend: str = "fledge",
+    vllm_python: str | None = None,
+    vllm_option: list[str] | None = None,
     engine: Mapping[str, Any],
 ) -> None:
     """Generate text, with accepted draft tokens in colour.
@@ -62,7 +65,8 @@ def generate(
     from fledge.decoding.statistics import AcceptanceStatistics  # noqa: PLC0415
 
     params = settings_of(SamplingParams, locals(), stop=stop or ())
-    llm = LLM(target, speculative_config=speculation, **engine)
+    more = {"vllm_options": vllm_option} if vllm_option else {}
+    llm = LLM(target, engine=backend, vllm_python=vllm_python, speculative_config=speculation, **engine, **more)
     encoded = [llm.encode_chat(r["messages"]) if "messages" in r else r for r in requests]
     started = time.perf_counter()
     if as_json:

@@ -12,7 +12,7 @@ from fledge.cli.drafters import drift, evaluate
 from fledge.cli.generate import demo, generate
 from fledge.cli.serve import serve
 from fledge.cli.train import train
-from fledge.cli.vllm_command import ServeCommand
+from fledge.cli.vllm_command import EngineCommand, ServeCommand
 from fledge.errors import FledgeError
 from fledge.version import __version__
 
@@ -25,13 +25,13 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich would cut the names of options at 80 columns
 )
 app.command()(demo)
-app.command()(generate)
+app.command(cls=EngineCommand)(generate)
 app.command(cls=ServeCommand)(serve)
 app.command()(inspect)
 app.command()(convert)
 app.command()(train)
-app.command()(drift)
-app.command(name="eval")(evaluate)
+app.command(cls=EngineCommand)(drift)
+app.command(name="eval", cls=EngineCommand)(evaluate)
 app.add_typer(bench, name="bench")
 
 

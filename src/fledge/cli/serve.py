@@ -8,14 +8,20 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
-from fledge.cli.command import options, settings_of
+from fledge.cli.command import one_of, options, settings_of
+from fledge.cli.serve_vllm import VllmOptions, open_front, vllm_words
+from fledge.cli.vllm_command import vllm_values
 from fledge.decoding.params import MAX_LOGPROBS, SamplingParams
 from fledge.engine.config import SAMPLING_DEFAULTS, EngineConfig, SpeculativeConfig, sampling_defaults
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.errors import ConfigError, NeedsVllmError, nearest_name_hint
 from fledge.files import parse_json
+
+if TYPE_CHECKING:
+    from fledge.server.options import ServeOptions
+    from fledge.server.service import Service
 
 BUNDLED_DEPTH = 5
 _INTERNAL = {"speculative_config", "block_size", "num_blocks", "cudagraph_capture_sizes", "pack_weights", "read_late"}
@@ -64,6 +70,11 @@ def serve(
     drain_timeout: float = 30.0,
     log_format: str = "text",
     threads: int | None = None,
+    backend: str = "fledge",
+    vllm_python: str | None = None,
+    vllm_log: Path | None = None,
+    vllm_start_timeout: float = 1800.0,
+    vllm_option: list[str] | None = None,
     engine: Mapping[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API and a page to watch it.
@@ -72,7 +83,8 @@ def serve(
     """
     del enable_auto_tool_choice  # vLLM's consent to read tool calls; here a request's `tools` is enough
     del config  # `ServeCommand` has read it
-    speculation = _speculation(model, speculative_config)
+    one_of("engine", backend, ("fledge", "vllm", "auto"))
+    speculation = None if backend == "vllm" else _speculation(model, speculative_config)
     keys = [*(api_key or ()), *filter(None, map(os.environ.get, ("FLEDGE_API_KEY", "VLLM_API_KEY")))]
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format: found '{log_format}', allowed is text or json")
@@ -81,25 +93,31 @@ def serve(
     template_kwargs = _json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
     overrides = _json_object("--override-generation-config", override_generation_config)
     listener, source = _bind(host, port) if uds is None else _bind_path(uds), model or TARGET
-    pair = source if speculation is None else f"{source} with {speculation.model}"
 
     try:
-        from fledge.server.app import run  # noqa: PLC0415 - torch takes seconds
+        from fledge.server.app import Servable, run  # noqa: PLC0415 - torch takes seconds
         from fledge.server.connections import is_loopback  # noqa: PLC0415
-        from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
         from fledge.server.options import ServeOptions  # noqa: PLC0415
         from fledge.server.request_log import set_up_logging  # noqa: PLC0415
-        from fledge.server.service import Service  # noqa: PLC0415
     except ModuleNotFoundError as error:
         message = f"the server needs the package '{error.name}': install it with pip install 'fledge[server]'"
         raise ConfigError(message) from None
     set_up_logging(log_format)
-    directory = resolve(source)
+    directory = resolve(source, weights=False)
+    if backend != "vllm" and (reason := _not_run_because(directory)) is not None:
+        if backend == "fledge":
+            raise NeedsVllmError(f"{source}: {reason}")
+        print(f"note: {source}: {reason} (--engine auto: vLLM)", file=sys.stderr)
+        backend = "vllm"
+    by_vllm = backend == "vllm"
+    directory = directory if by_vllm else resolve(source)
+    words = vllm_words(vllm_option or (), bundled_pair=model is None) if by_vllm else []
+    named = vllm_values(words, "--served-model-name") if by_vllm else served_model_name
     names, is_private = allowed_host or [], is_loopback(host) and uds is None and not keys
     settings = settings_of(
         ServeOptions,
         locals(),
-        served_model_names=tuple(served_model_name or (source,)),
+        served_model_names=tuple(named or (source,)),
         api_keys=tuple(keys),
         admin_api_keys=(*(admin_api_key or ()), *filter(None, [os.environ.get("FLEDGE_ADMIN_API_KEY")])),
         chat_template=template,
@@ -109,31 +127,25 @@ def serve(
         allowed_hosts=() if "*" in names or not (names or is_private) else ("localhost", *names),
         root_path=root_path.rstrip("/"),
         default_chat_template_kwargs=template_kwargs,
-        default_sampling=_sampling_defaults(directory, generation_config, overrides),
+        default_sampling={} if by_vllm else _sampling_defaults(directory, generation_config, overrides),
         seed=engine["seed"],
     )
-    drafting = None if speculation is None else asdict(speculation)
-    llm = {**engine, "model": str(directory), "speculative_config": drafting}
     where = f"port {listener.getsockname()[1]}" if uds is None else uds
-    print(f"loading {pair}, to be served at {where}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
-    process = EngineProcess(llm, threads=threads, log_format=log_format)
-    try:
-        process.wait_until_ready()
-        service = Service(process, settings)
-    except BaseException:
-        process.kill()
-        raise
+    print(f"loading {source}, to be served at {where}", file=sys.stderr, flush=True)
+    service: Servable
+    if by_vllm:
+        options = VllmOptions(words=words, python=vllm_python, log_file=vllm_log, start_timeout=vllm_start_timeout)
+        service, told = open_front(source, directory, options, settings)
+    else:
+        service, told = _open_service(source, directory, speculation, engine, settings, threads, log_format)
     scheme = "http" if ssl_certfile is None else "https"
 
     def ready(bound: int) -> None:
         shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}{settings.root_path}"
         shown = shown if uds is None else f"{uds}:{settings.root_path}"
-        info = process.info
-        depth = f", {info.max_depth} drafts deep at most" if speculation is not None else ", without a drafter"
-        machine = f"{info.device} in {info.dtype}, room for {info.kv_capacity:,} tokens of KV cache"
-        names = f"serving {pair}{depth}, at {shown} (page: {shown}/, API: {shown}/v1) as {settings.model_name}"
-        print(f"{names}, on {machine}", file=sys.stderr, flush=True)
+        pair, machine = told
+        names = f"serving {pair}, at {shown} (page: {shown}/, API: {shown}/v1) as {settings.model_name}"
+        print(f"{names}, {machine}", file=sys.stderr, flush=True)
         if not is_loopback(host) and uds is None and not keys:
             print("warning: anybody who can reach this address can use the server; see --api-key", file=sys.stderr)
 
@@ -146,6 +158,43 @@ def serve(
     sys.stderr.flush()
     if status:
         os._exit(status)  # other threads may be in the middle of what nobody waits for
+
+
+def _not_run_because(directory: Path) -> str | None:
+    """Why our engine cannot run a target; None: it can."""
+    from fledge.checkpoints.target import sketch_target_config  # noqa: PLC0415 - imports torch
+
+    return sketch_target_config(directory)[1]
+
+
+def _open_service(
+    source: str,
+    directory: Path,
+    speculation: SpeculativeConfig | None,
+    engine: Mapping[str, Any],
+    settings: "ServeOptions",
+    threads: int | None,
+    log_format: str,
+) -> tuple["Service", tuple[str, str]]:
+    """Start our engine in a process of its own; return the service, and what it serves and where, in words."""
+    from fledge.server.engine_process import EngineProcess  # noqa: PLC0415
+    from fledge.server.service import Service  # noqa: PLC0415
+
+    drafting = None if speculation is None else asdict(speculation)
+    llm = {**engine, "model": str(directory), "speculative_config": drafting}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the server listens for it
+    process = EngineProcess(llm, threads=threads, log_format=log_format)
+    try:
+        process.wait_until_ready()
+        service = Service(process, settings)
+    except BaseException:
+        process.kill()
+        raise
+    info = process.info
+    pair = f"{source}, without a drafter"
+    if speculation is not None:
+        pair = f"{source} with {speculation.model}, {info.max_depth} drafts deep at most"
+    return service, (pair, f"on {info.device} in {info.dtype}, room for {info.kv_capacity:,} tokens of KV cache")
 
 
 def _speculation(model: str | None, config: str | None) -> SpeculativeConfig | None:

@@ -29,6 +29,7 @@ def train(
     *,
     init: Path | None = None,
     plan: bool = False,
+    print_vllm_command: bool = False,
     only: str | None = None,
     from_stage: str | None = None,
     until: str | None = None,
@@ -57,6 +58,12 @@ def train(
         if recipe is None:
             raise ConfigError("name a recipe: a file, or eagle3.1; `fledge train --init my.yaml` writes one to change")
         loaded = Recipe.load(recipe, overrides or ())
+        if print_vllm_command:
+            from fledge.training.stages.vllm import server_command  # noqa: PLC0415
+
+            if first:
+                print(server_command(loaded))
+            return
         if plan:
             if first:
                 _print_plan(loaded, as_json=as_json)

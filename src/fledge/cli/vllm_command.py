@@ -1,6 +1,8 @@
 """The command line of `vllm serve`: understood, noted where an option is without effect here, refused in words."""
 
+import itertools
 import json
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -8,8 +10,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from fledge.engine.vllm_options import ALIASES, FOREIGN, SEVERAL_VALUES, note_on
-from fledge.errors import ConfigError, nearest_name_hint
+from fledge.engine.vllm_options import ALIASES, FOREIGN, FRONT, SEVERAL_VALUES, note_on
+from fledge.errors import ConfigError, NeedsVllmError, nearest_name_hint
 from fledge.files import read_yaml
 
 # Their keys may be given one by one: --speculative-config.model
@@ -24,32 +26,164 @@ _JSON = frozenset(
 )
 
 
+_LEVELS = ("-O0", "-O1", "-O2", "-O3")
+
+
 class ServeCommand(TyperCommand):
-    """Reads vLLM's options too: those that do no harm are noted, others refused in words."""
+    """Reads vLLM's options too. For our engine those that do no harm are noted, others refused in words.
+
+    For `--engine vllm` they are handed on as they are, each word as a `--vllm-option`.
+    """
+
+    _given: Sequence[str] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer brings its own click, or uses the other
+        self._given = list(args)
         options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
         names = [(option.is_flag, name) for option in options for name in (*option.opts, *option.secondary_opts)]
         flags = {name for is_flag, name in names if is_flag} | {"--help"}
         values = {name for is_flag, name in names if not is_flag} | {"--model"}
-        ours, notes = translate(args, values, flags)
-        files = [ours[i + 1] for i, word in enumerate(ours[:-1]) if word == "--config"]
-        if len(files) > 1:
-            raise ConfigError("--config: one file can be given")
-        settings = {_spelled(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
-        model = settings.pop("--model", None)
-        if settings:
-            ours, notes = translate([*_as_words(settings, ours, flags), *args], values, flags)
+        args, model = _with_config(args, flags)
+        front, theirs = split(args, FRONT, flags)
+        engine = _last_value(front, "--engine")
+        try:
+            ours, notes = (front, []) if engine == "vllm" else translate(args, values, flags)
+        except NeedsVllmError as error:
+            if engine != "auto":
+                raise self._advised(error) from None
+            ours, notes = [*front, "--engine", "vllm"], [f"{error} (--engine auto: vLLM)"]
         while "--model" in ours:  # vLLM has both; what stands alone wins
             at = ours.index("--model")
             model = "".join(ours[at + 1 : at + 2])
             del ours[at : at + 2]
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        rest = super().parse_args(ctx, ours)
+        rest = super().parse_args(ctx, [*(f"--vllm-option={word}" for word in theirs), *ours])
         if model is not None and ctx.params["model"] is None:
             ctx.params["model"] = str(model)
         return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NeedsVllmError as error:
+            raise self._advised(error) from None
+
+    def _advised(self, error: NeedsVllmError) -> ConfigError:
+        """The same with what to type instead: the command as it was given, and one option more."""
+        return ConfigError(f"{error}: {shlex.join(['fledge', 'serve', *self._given, '--engine', 'vllm'])}")
+
+
+class EngineCommand(TyperCommand):
+    """A verb that may run vLLM (`--engine`, `--tune`): options that are not the verb's own are then handed on to it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        names = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
+        ours, theirs = split(
+            args, [*names, "--help"], [name for name, is_flag in names.items() if is_flag] + ["--help"]
+        )
+        if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
+            args = [*(f"--vllm-option={word}" for word in theirs), *ours]
+        elif "--engine" in names and theirs and _spelled(theirs[0].partition("=")[0]) in FOREIGN:
+            group = [] if ctx.parent is None or ctx.parent.parent is None else [ctx.parent.info_name]
+            command = shlex.join(["fledge", *group, ctx.info_name, *args, "--engine", "vllm"])
+            raise ConfigError(f"{theirs[0]}: is an option of vLLM's: {command}")
+        return super().parse_args(ctx, args)
+
+
+def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], Any]:
+    """Return the arguments with those of a --config file before them, and the model that it names, if it does."""
+    files, rest, left = [], [], list(args)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if name == "--config":
+            files.append(value if equals else "".join(left[:1]))
+            left = left if equals else left[1:]
+        else:
+            rest.append(name + equals + value)
+    if len(files) > 1:
+        raise ConfigError("--config: one file can be given")
+    settings = {_spelled(f"--{key}"): value for file in files for key, value in read_yaml(Path(file)).items()}
+    model = settings.pop("--model", None)
+    given = [_spelled(word.partition("=")[0]) for word in rest]
+    return [*_as_words(settings, given, flags), *rest], model
+
+
+def split(arguments: Sequence[str], own: Collection[str], own_flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments that are `own`, those that are no options among them, and those for vLLM, as they are.
+
+    What follows an option that nobody knows here is taken for its value.
+    """
+    ours: list[str] = []
+    theirs: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0] != "--":
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            ours.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        spelled = _spelled(name.partition(".")[0])
+        is_negated = name.startswith("--no-")
+        is_flag = spelled in own_flags or is_negated or FOREIGN.get(spelled, {}).get("flag", False)
+        values = [value] if equals else []
+        most = 0 if equals or is_flag or word in _LEVELS else sys.maxsize if spelled in SEVERAL_VALUES else 1
+        while len(values) < most and rest and (not values or not rest[0].startswith("-")):
+            if rest[0].startswith("--"):  # the value is missing; whoever reads the option says so
+                break
+            values.append(rest.pop(0))
+        if spelled in own:
+            ours += [part for one in values for part in (spelled, one)] if values else [spelled]
+        else:
+            theirs += [word] if equals else [word, *values]
+    return [*ours, *rest], theirs
+
+
+def _last_value(words: Sequence[str], name: str) -> str | None:
+    """The value that an option was last given."""
+    return next((words[i + 1] for i in range(len(words) - 2, -1, -1) if words[i] == name), None)
+
+
+def vllm_values(words: Sequence[str], name: str) -> list[str]:
+    """The values of one of vLLM's options among its words, however it is spelled."""
+    found: list[str] = []
+    for i, word in enumerate(words):
+        spelled, equals, value = word.partition("=")
+        if word.startswith("-") and _spelled(spelled) == name:
+            following = list(itertools.takewhile(lambda one: not one.startswith("-"), words[i + 1 :]))
+            found = [value] if equals else following
+    return found
+
+
+def without(words: Sequence[str], name: str) -> list[str]:
+    """The words without an option, its keys (`--name.key`), and their values."""
+    kept: list[str] = []
+    is_value_of = False
+    for word in words:
+        if word.startswith("-"):
+            is_value_of = _spelled(word.partition("=")[0]).partition(".")[0] == name
+        if not is_value_of:
+            kept.append(word)
+    return kept
+
+
+def vllm_speculation(words: Sequence[str]) -> dict[str, Any] | None:
+    """The speculative config among vLLM's words: as JSON, key by key, or both. None: there is none."""
+    name = "--speculative-config"
+    whole = vllm_values(words, name)
+    try:
+        values: Any = json.loads(whole[0]) if whole else {}
+        for i, word in enumerate(words):
+            spelled, equals, value = word.partition("=")
+            key = _spelled(spelled).partition(".")
+            if word.startswith("-") and key[0] == name and key[2]:
+                _set(values, key[2], value if equals else "".join(words[i + 1 : i + 2]))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{name}: expected a JSON object with vLLM's keys: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: expected a JSON object with vLLM's keys")
+    return values or None
 
 
 def _as_words(settings: Mapping[str, Any], given: Sequence[str], flags: Collection[str]) -> list[str]:
@@ -122,7 +256,7 @@ def translate(
             notes += [] if said is None else [f"{name}: {said}"]
             continue
         foreign = FOREIGN.get(name)
-        is_flag = name in own_flags or word in ("-O0", "-O1", "-O2", "-O3") or (foreign or {}).get("flag", False)
+        is_flag = name in own_flags or word in _LEVELS or (foreign or {}).get("flag", False)
         if not equals and not is_flag and rest:
             equals, value = "=", rest.pop(0)
         if dot and name in _JSON & set(own_values) and equals:

@@ -40,6 +40,10 @@ class AcceptanceStatistics:
             pooled.tally.update(part.tally)
         return pooled
 
+    def since(self, before: "AcceptanceStatistics") -> "AcceptanceStatistics":
+        """What was added after `before`, an earlier state of this tally."""
+        return AcceptanceStatistics(tally=self.tally - before.tally)
+
     @property
     def rounds(self) -> int:
         return self.tally.total()

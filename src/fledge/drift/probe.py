@@ -1,11 +1,11 @@
 """The probe: a workload decoded with real speculation, then every round of it drafted again under observation.
 
-decode    the engine, as it serves                   tokens, and where each round began
+decode    the engine, as it serves, or vLLM          tokens, and where each round began
 replay    the same drafter, recording storages       what each round drafted, and where it looked
 judge     drafts against the text                    figures by draft depth
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from fledge.decoding.params import SamplingParams
 from fledge.drift.metrics import DriftSums
 from fledge.drift.perturb import Perturbation, PerturbationContext
 from fledge.drift.prompts import ProbePrompt, Segment, segmented, with_earlier_answers
-from fledge.drift.replay import MAX_SCORES, fusion_parts, replay
+from fledge.drift.replay import MAX_SCORES, Replayed, fusion_parts, replay, rounds_taken
 from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
-from fledge.engine.config import MAX_DEPTH
+from fledge.drift.sources import CapturedSource, OwnSource, Source, VllmServers
 from fledge.engine.detokenizer import Detokenizer
-from fledge.engine.llm import LLM
-from fledge.engine.outputs import CompletionOutput
+from fledge.engine.outputs import CompletionOutput, RoundRecord
 from fledge.files import read_json
 from fledge.models.drafter.variants import name_of
+from fledge.models.target.decoder import TargetStates
 from fledge.progress import Advance
 
 
@@ -50,9 +50,11 @@ class Prober:
     target: str
     workload: str  # what results call the prompts
     settings: ProbeSettings
-    options: dict[str, Any]  # of `LLM`
+    options: dict[str, Any]  # of `LLM`; with `vllm`, what of them is not the server's
+    vllm: VllmServers | None = None  # that runs the target; None: it is loaded here
+    say: Callable[[str], None] = lambda _line: None  # about a vLLM that starts
     drafter: str = field(default="", init=False)  # that is loaded
-    llm: LLM = field(init=False)
+    source: Source = field(init=False)
 
     def identity(self, drafter: str) -> Any:
         """JSON values: whatever a result depends on besides prompts."""
@@ -62,69 +64,77 @@ class Prober:
             "drafter": weights_digest(resolve(drafter)),
             "settings": asdict(self.settings),
             "options": {name: str(value) for name, value in sorted(self.options.items())},
+            **({} if self.vllm is None else {"engine": "vllm"}),
         }
 
     def load(self, drafter: str) -> None:
         """Load a drafter in place of the one before it; the target stays loaded."""
-        depth = min(self.settings.depth, MAX_DEPTH)
-        speculation = {"model": drafter, "num_speculative_tokens": depth, "adaptive": False}
-        if not self.drafter:
-            # The replay needs memory of its own, beside the engine's cache.
-            options = {"gpu_memory_utilization": 0.6, **self.options}
-            self.llm = LLM(self.target, speculative_config=speculation, **options)
+        if not hasattr(self, "source"):
+            self.source = self._open(drafter)
         elif drafter != self.drafter:
-            self.llm.set_speculation(speculation)
+            self.source.exchange(drafter)
         self.drafter = drafter
+
+    def _open(self, drafter: str) -> Source:
+        depth = self.settings.depth
+        if self.vllm is None:
+            return OwnSource(self.target, drafter, depth, self.options)
+        return CapturedSource(self.target, drafter, depth, self.vllm, str(self.options.get("device", "auto")), self.say)
+
+    def close(self) -> None:
+        """End what runs in a process of its own."""
+        if hasattr(self, "source"):
+            self.source.close()
 
     @property
     def context(self) -> PerturbationContext:
-        assert self.llm.drafter is not None
         return PerturbationContext(
-            tokenizer=self.llm.tokenizer,
-            max_model_len=min(self.llm.max_model_len, self.llm.drafter.config.max_positions),
+            tokenizer=self.source.tokenizer,
+            max_model_len=min(self.source.max_model_len, self.source.drafter.config.max_positions),
             answer_tokens=self.settings.max_tokens,
             seed=self.settings.seed,
-            vocab_size=self.llm.target.config.vocab_size,
+            vocab_size=self.source.vocab_size,
         )
 
     def probe(self, prompts: Sequence[ProbePrompt], perturbation: Perturbation, advance: Advance) -> DriftResult:
         """Observe how the drafter drafts chains of its best tokens. The tokens produced are those without a probe."""
-        llm, settings, limit = self.llm, self.settings, self.context.max_model_len
+        source, settings, tokenizer = self.source, self.settings, self.source.tokenizer
         temperature = settings.temperature if perturbation.temperature is None else perturbation.temperature
-        drafter, config = llm.drafter, llm.config
-        assert drafter is not None
-        assert not config.drafts_trees
-        assert not config.sample_drafts
-        encoded = [segmented(prompt, llm.tokenizer) for prompt in prompts]
+        drafter = source.drafter
+        encoded = [segmented(prompt, tokenizer) for prompt in prompts]
         sampling = SamplingParams(temperature=temperature, max_tokens=settings.max_tokens)
-        outputs = llm.generate(
-            [{"prompt_token_ids": list(read.token_ids)} for read in encoded],
+        outputs = source.generate(
+            [list(read.token_ids) for read in encoded],
             [replace(sampling, seed=settings.seed + i) for i in range(len(encoded))],
             progress=lambda done, total: advance(0, note=f"{perturbation.name}: decode {done}/{total}"),
         )
         answers = [output.outputs[0] for output in outputs]
         in_draft = None if drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
         sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
+        texts = [(*read.token_ids, *answer.token_ids) for read, answer in zip(encoded, answers, strict=True)]
+        has_rounds = [
+            bool(answer.rounds) if source.tells_rounds else len(answer.token_ids) > 1 and self._has_room(read)
+            for read, answer in zip(encoded, answers, strict=True)
+        ]
+        states = source.states([text for text, has in zip(texts, has_rounds, strict=True) if has])
         rows, examples = [], []
-        for read, answer in zip(encoded, answers, strict=True):
-            drafts, measured = list[list[int]](), sums.unmeasured
-            if answer.rounds:
-                tokens = (*read.token_ids, *answer.token_ids)
-                segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
-                segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
-                starts = [record.start for record in answer.rounds]
-                sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
-                replayed = replay(llm.target, drafter, tokens, segments, starts, **sizes)
-                drafts, measured = replayed.drafts.tolist(), sums.add(replayed, tokens, answer.rounds, limit)
+        for read, answer, text, has in zip(encoded, answers, texts, has_rounds, strict=True):
+            drafts, records, measured = list[list[int]](), list[RoundRecord](), sums.unmeasured
+            if has:
+                replayed, records = self._replay(next(states), read, answer, text)
+                drafts, measured = replayed.drafts.tolist(), sums.add(replayed, text, records, self._limit)
             of_prompt: dict[str, Any] = {"id": read.id, "category": read.category}
             lengths: dict[str, Any] = {"prompt_tokens": len(read.token_ids), "output_tokens": len(answer.token_ids)}
             row = PromptRow(**of_prompt, **lengths, **measured)
             rows.append(row)
             if (length := row.acceptance.acceptance_length) is not None:
-                said = _example_tokens(llm, read, answer, drafts, in_draft)
-                text = _text(read.token_ids, llm.tokenizer)
-                examples.append(AnswerExample(**of_prompt, acceptance_length=length, prompt=text, tokens=said))
+                said = _example_tokens(tokenizer, read, answer, records, drafts, in_draft)
+                shown = _text(read.token_ids, tokenizer)
+                examples.append(AnswerExample(**of_prompt, acceptance_length=length, prompt=shown, tokens=said))
             advance(0, note=f"{perturbation.name}: replay {len(rows)}/{len(prompts)}")
+        figures = sums.figures()
+        if not source.tells_rounds:
+            figures["replay_agreement"] = None  # the rounds are the replay's own
         return DriftResult(
             drafter=self.drafter,
             variant=name_of(drafter.config),
@@ -134,17 +144,43 @@ class Prober:
             temperature=temperature,
             trained_depth=trained_depth(self.drafter),
             depth=settings.depth,
-            engine_depth=config.max_depth,
+            engine_depth=source.drafting_depth,
             prompts=len(prompts),
             prompt_tokens=sum(row.prompt_tokens for row in rows),
             output_tokens=sum(row.output_tokens for row in rows),
             prompt_rows=tuple(rows),
             examples=tuple(sorted(examples, key=lambda one: one.acceptance_length)[: settings.keep_examples]),
-            **sums.figures(),
+            **figures,
         )
 
+    @property
+    def _limit(self) -> int:
+        """Nothing is drafted for places from this - 1 on."""
+        return self.context.max_model_len
+
+    def _has_room(self, read: ProbePrompt) -> bool:
+        """Whether the first round after a prompt can draft anything."""
+        return len(read.token_ids) + 2 < self._limit
+
+    def _replay(
+        self, states: TargetStates, read: ProbePrompt, answer: CompletionOutput, text: Sequence[int]
+    ) -> tuple[Replayed, list[RoundRecord]]:
+        """The rounds of one answer, drafted again."""
+        settings, records = self.settings, list(answer.rounds)
+        segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
+        segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
+        starts = [record.start for record in records]
+        if not self.source.tells_rounds:
+            starts = list(range(len(read.token_ids) + 1, len(text)))
+        sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
+        replayed = replay(states, self.source.drafter, text, segments, starts, **sizes)
+        if not self.source.tells_rounds:
+            taken = rounds_taken(replayed, text, self._limit)
+            replayed, records = replayed.only([i for i, _ in taken]), [record for _, record in taken]
+        return replayed, records
+
     def answer_earlier_turns(self, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
-        return with_earlier_answers(prompts, self.llm, self.settings.max_tokens)
+        return with_earlier_answers(prompts, self.source, self.settings.max_tokens)
 
 
 def trained_depth(drafter: str | Path) -> int | None:
@@ -156,23 +192,28 @@ def trained_depth(drafter: str | Path) -> int | None:
 
 
 def _example_tokens(
-    llm: LLM, read: ProbePrompt, answer: CompletionOutput, drafts: list[list[int]], in_draft: Tensor | None
+    tokenizer: Any | None,
+    read: ProbePrompt,
+    answer: CompletionOutput,
+    records: Sequence[RoundRecord],
+    drafts: list[list[int]],
+    in_draft: Tensor | None,
 ) -> tuple[ExampleToken, ...]:
     """An answer token by token: which were drafted, and what had been drafted in the place of the others."""
     texts = [_text([token], None) for token in answer.token_ids]
-    if llm.tokenizer is not None:  # a character of several tokens is the last one's; the others are empty
-        detokenizer = Detokenizer(llm.tokenizer, SamplingParams(skip_special_tokens=False))
+    if tokenizer is not None:  # a character of several tokens is the last one's; the others are empty
+        detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=False))
         for token in answer.token_ids:
             detokenizer.push(token)
         texts = detokenizer.token_texts()
     found = [ExampleToken(text=text, status="own") for text in texts]
-    for record, several in zip(answer.rounds, drafts, strict=True):
+    for record, several in zip(records, drafts, strict=True):
         begin = record.start - len(read.token_ids)
         wrong = begin + record.accepted
         found[begin:wrong] = [replace(one, status="accepted") for one in found[begin:wrong]]
         if record.accepted < min(record.drafted, len(several)) and wrong < len(found):
             could = in_draft is None or bool(in_draft[answer.token_ids[wrong]])
-            draft = _text([several[record.accepted]], llm.tokenizer)
+            draft = _text([several[record.accepted]], tokenizer)
             found[wrong] = replace(found[wrong], status="rejected" if could else "outside", draft=draft)
     return tuple(found)
 

@@ -27,7 +27,7 @@ from fledge.decoding.params import SamplingParams
 from fledge.engine.llm import LLM
 from fledge.errors import ConfigError, PromptError, nearest_name_hint
 from fledge.evaluation.conversations import Message, split_turns
-from fledge.evaluation.dialogue import Dialogue, answer_dialogues
+from fledge.evaluation.dialogue import Answerer, Dialogue, answer_dialogues
 from fledge.evaluation.workloads import HUB, Prompt, Workload, canonical, load_workload, workload_names
 
 DEFAULT = "mixed"
@@ -183,7 +183,7 @@ def has_open_turns(prompt: Prompt) -> bool:
     return len(split_turns(prompt.messages, keep_answers=True)) > 1
 
 
-def with_earlier_answers(prompts: Sequence[ProbePrompt], llm: LLM, max_tokens: int) -> list[ProbePrompt]:
+def with_earlier_answers(prompts: Sequence[ProbePrompt], llm: LLM | Answerer, max_tokens: int) -> list[ProbePrompt]:
     """Have the target answer the turns before the last, without randomness. What leaves no room for it gets none."""
     turns = [split_turns(prompt.messages, keep_answers=True) for prompt in prompts]
     dialogues = [Dialogue(number=i, turns=several[:-1]) for i, several in enumerate(turns)]

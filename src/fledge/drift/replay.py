@@ -22,18 +22,19 @@ after each resynchronisation, and the rows it drafted itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.drift.prompts import Segment
+from fledge.engine.outputs import RoundRecord
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.paged_attention import masked_attention, window_at
 from fledge.layers.attention import AttentionSpec, Heads
 from fledge.models.drafter.base import Drafter, DraftStates
-from fledge.models.target.decoder import TargetModel
+from fledge.models.target.decoder import TargetModel, TargetStates
 
 MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
 _MAX_ROUNDS = 256  # that draft together
@@ -202,6 +203,31 @@ class Replayed:
     fused_rms: Tensor  # [rounds]: of the feature from the target that the round begins with
     contributions: Tensor  # [rounds, parts]: norm of what each input adds to that feature, see `fusion_parts`
 
+    def only(self, rounds: Sequence[int]) -> "Replayed":
+        """Some of the rounds."""
+        return Replayed(**{field.name: getattr(self, field.name)[list(rounds)] for field in fields(self)})
+
+
+def rounds_taken(replayed: Replayed, tokens: Sequence[int], limit: int) -> list[tuple[int, RoundRecord]]:
+    """The rounds that speculation takes through a text: where each is in `replayed`, and how it went.
+
+    `replayed` has a round from every place of the answer on. Each begins after what the one before accepted and one
+    token more; its drafts are accepted as far as they are the text, which is what the target chose. Nothing is drafted
+    for places from `limit` - 1 on, and what would be after the text's end is nobody's fault: it does not count.
+    """
+    found, i = [], 0
+    starts, drafts = replayed.starts.tolist(), replayed.drafts.tolist()
+    while i < len(starts):
+        start = starts[i]
+        room = min(len(drafts[i]), limit - 1 - start)
+        if room <= 0:
+            break
+        pairs = list(zip(drafts[i][:room], tokens[start:], strict=False))
+        accepted = next((n for n, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
+        found.append((i, RoundRecord(start, room if accepted < len(pairs) else accepted, accepted)))
+        i += accepted + 1
+    return found
+
 
 def fusion_parts(drafter: Drafter) -> tuple[str, ...]:
     """Names of what fc sums up: EAGLE-3's target layers, or EAGLE-1's embedding and final state."""
@@ -209,8 +235,16 @@ def fusion_parts(drafter: Drafter) -> tuple[str, ...]:
 
 
 @torch.inference_mode()
+def target_states(target: TargetModel, tokens: Sequence[int], aux_layer_ids: tuple[int, ...]) -> TargetStates:
+    """One pass of a target over a text: states [tokens, ...]."""
+    text = torch.tensor(tokens, device=target.embed_tokens.weight.device)
+    positions = torch.arange(len(tokens), device=text.device)
+    return target(text, positions, CausalPass(), aux_layer_ids)  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
 def replay(
-    target: TargetModel,
+    states: TargetStates,
     drafter: Drafter,
     tokens: Sequence[int],
     segments: Sequence[Segment],
@@ -221,14 +255,14 @@ def replay(
 ) -> Replayed:
     """Draft again, `depth` tokens deep, the rounds of the finished sequence `tokens` that began at `starts` tokens.
 
-    `starts` ascend, each 2 to len(tokens); `segments` names what each token is part of.
+    `states` are the target's of the tokens, of the layers that the drafter reads. `starts` ascend, each 2 to
+    len(tokens); `segments` names what each token is part of.
     """
     assert list(starts) == sorted(starts)
     assert 2 <= starts[0] <= starts[-1] <= len(tokens) == len(segments)
-    text = torch.tensor(tokens, device=target.embed_tokens.weight.device)
+    text = torch.tensor(tokens, device=states.final.device)
     positions = torch.arange(len(tokens), device=text.device)
     rows = starts[-1] - 1  # of the drafter that any round sees
-    states = target(text, positions, CausalPass(), drafter.aux_layer_ids)
     kinds = torch.tensor(segments[:rows], device=text.device)
     verified = VerifiedRows([start - 2 for start in starts], kinds)
     fused, parts = list[Tensor](), []

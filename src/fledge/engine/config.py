@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.errors import ConfigError, refuses_unknown_names
+from fledge.errors import ConfigError, NeedsVllmError, refuses_unknown_names
 from fledge.files import parse_json, read_json
 
 MAX_DEPTH = 16
@@ -19,7 +19,7 @@ DEFAULT_TREE_BUDGET = 60
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
-_ANOTHER_ENGINE = "run this pair with vLLM, which loads the same checkpoints"
+_ANOTHER_ENGINE = "more is vLLM's job"
 
 
 @refuses_unknown_names("speculative_config key")
@@ -81,6 +81,11 @@ class SpeculativeConfig:
             raise ConfigError(f"speculative_config: not valid JSON: {error}") from None
         return cls.from_dict(values)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The keys that say more than the defaults do, and the depth."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        return {**values, "num_speculative_tokens": self.num_speculative_tokens}
+
     @property
     def max_depth(self) -> int:
         """The deepest `depth_at` can answer."""
@@ -110,7 +115,7 @@ class SpeculativeConfig:
 def _one_of(key: str, found: object, allowed: tuple[object, ...], otherwise: str = "") -> None:
     if found not in allowed:
         names = " or ".join(repr(value) for value in allowed if value is not None) or "nothing"
-        raise ConfigError(
+        raise (NeedsVllmError if otherwise else ConfigError)(
             f"speculative_config: '{key}' is {found!r}, here it can be {names}"
             + (f"; {otherwise}" if otherwise else "")
         )
@@ -178,9 +183,9 @@ class EngineConfig:
                 f"gpu_memory_utilization: found {self.gpu_memory_utilization!r}, allowed is above 0, up to 1"
             )
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype: found {self.kv_cache_dtype!r}, allowed is {', '.join(KV_CACHE_DTYPES)}; for a "
-                f"quantised KV cache, {_ANOTHER_ENGINE}"
+            raise NeedsVllmError(
+                f"kv_cache_dtype: found {self.kv_cache_dtype!r}, allowed is {', '.join(KV_CACHE_DTYPES)}; a quantised "
+                "KV cache is vLLM's job"
             )
 
     @property

@@ -19,6 +19,7 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
 from fledge.devices import choose_device, choose_dtype
+from fledge.engine.choosing import own_config
 from fledge.engine.config import EngineConfig, SpeculativeConfig, sampling_defaults
 from fledge.engine.constraint import ConstraintFactory, with_token_rules
 from fledge.engine.detokenizer import Detokenizer
@@ -27,8 +28,8 @@ from fledge.engine.loading import build_engine
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.protocol import Engine
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
-from fledge.engine.vllm_options import without_foreign
-from fledge.errors import ConfigError, FledgeError, PromptError
+from fledge.engine.vllm_engine import VllmEngine, open_vllm
+from fledge.errors import ConfigError, FledgeError, NeedsVllmError, PromptError
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import Progress
@@ -45,8 +46,19 @@ _log = logging.getLogger("fledge.engine")
 class LLM:
     """A target, with or without a drafter, ready to answer. Its engine is ours, or any other: see `from_engine`."""
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
-        config = EngineConfig(**without_foreign(options, [one.name for one in fields(EngineConfig)]))
+    def __init__(
+        self, model: str | Path, *, engine: str = "fledge", vllm_python: str | None = None, **options: Any
+    ) -> None:
+        try:
+            config = own_config(model, engine, options)
+        except NeedsVllmError as error:
+            raise ConfigError(f"{error}: LLM(..., engine='vllm')") from None
+        if config is None:
+            directory = resolve(model, weights=False)
+            tokenizer = load_tokenizer(directory)
+            vllm = open_vllm(model, vllm_python, tokenizer, options)
+            self._set_up(vllm, tokenizer, options.get("seed") or 0, directory)
+            return
         directory = resolve(model)
         device = choose_device(config.device)
         # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
@@ -65,8 +77,13 @@ class LLM:
                 if weight.dtype == torch.float32:  # and not of a format of its own
                     weight.data.copy_(weight.data.to(rounded))
         tokenizer = load_tokenizer(directory)
-        engine = build_engine(target, tokenizer, config, model=str(model), directory=directory)
-        self._set_up(engine, tokenizer, config.seed, directory)
+        built = build_engine(target, tokenizer, config, model=str(model), directory=directory)
+        self._set_up(built, tokenizer, config.seed, directory)
+
+    def close(self) -> None:
+        """End what runs in a process of its own, if the engine does. The end of this process ends it too."""
+        if isinstance(self.engine, VllmEngine):
+            self.engine.close()
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Any | None = None, *, seed: int = 0) -> "LLM":
@@ -112,6 +129,9 @@ class LLM:
         """
         assert not self._answers, "drafters are exchanged between requests"
         speculation = None if speculative_config is None else SpeculativeConfig.from_dict(speculative_config)
+        if isinstance(self.engine, VllmEngine):  # which starts again
+            self.engine = self.engine.with_speculation(None if speculation is None else speculation.to_dict())
+            return
         target, config, model = self.target, self.config, self.engine.info.model
         del self.engine  # first: it holds most of a GPU's memory
         gc.collect()
@@ -376,7 +396,12 @@ def _describe_options() -> None:
     ]
     parameters = list(inspect.signature(LLM.__init__).parameters.values())[:-1]
     setattr(LLM.__init__, "__signature__", inspect.Signature([*parameters, *own]))  # noqa: B010 - mypy knows no such name
-    told = {"model": "A directory or a hub name.", **{one.name: one.metadata["help"] for one in fields(EngineConfig)}}
+    told = {
+        "model": "A directory or a hub name.",
+        "engine": "fledge, vllm (in a process of its own, with all its options) or auto (ours where it can).",
+        "vllm_python": "Python that has vLLM; or FLEDGE_VLLM_PYTHON. This one if left out.",
+        **{one.name: one.metadata["help"] for one in fields(EngineConfig)},
+    }
     told["speculative_config"] += f" Its keys: {', '.join(one.name for one in fields(SpeculativeConfig))}."
     listed = "\n".join(f"    {name}: {text}" for name, text in told.items())
     LLM.__init__.__doc__ = f"Load a target. Parameters, by vLLM's names:\n\n{listed}\n"

@@ -6,14 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fledge.errors import ConfigError
+from fledge.errors import NeedsVllmError
 
-_VLLM = "which is vLLM's job: run this pair with 'vllm serve', which loads the same checkpoints"
+_VLLM = "which is vLLM's job"
 _SEVERAL_GPUS = f"several GPUs or machines are needed for that, {_VLLM}"
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 VLLM_VERSION: str = _DATA["version"]
 HONOURED: list[str] = _DATA["honoured"]
 SEVERAL_VALUES = frozenset[str](_DATA["several"])
+FRONT = frozenset[str](_DATA["front"])
 ALIASES: dict[str, str] = _DATA["aliases"]
 
 
@@ -33,10 +34,10 @@ FOREIGN = {**FOREIGN_NOW, **_options(_DATA["older"])}
 
 
 def note_on(name: str, value: str, spelled: str) -> str | None:
-    """Return why a foreign option does no harm, if there is something to say; raise ConfigError where it would."""
+    """Return why a foreign option does no harm, if there is something to say; raise NeedsVllmError where it would."""
     option = FOREIGN[name]
     if "refused" in option and value not in option.get("accepted", ()):
-        raise ConfigError(f"{spelled}: {reason_of(option)}")
+        raise NeedsVllmError(f"{spelled}: {reason_of(option)}")
     note: str | None = option.get("note")
     return note
 

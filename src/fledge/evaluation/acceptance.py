@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fledge.checkpoints.drafter import read_vocabulary
+from fledge.checkpoints.source import resolve
 from fledge.decoding.drafter_statistics import Reliability, StateGrowth, Triples
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
@@ -24,7 +26,7 @@ from fledge.engine.outputs import RequestOutput
 from fledge.engine.protocol import EngineStats
 from fledge.evaluation.conversations import split_turns
 from fledge.evaluation.dialogue import AnsweredTurn, Dialogue, answer_dialogues, steps
-from fledge.evaluation.results import RequestRecord, statistics_of, tally_triples, token_digest
+from fledge.evaluation.results import RequestRecord, Tally, statistics_of, tally_triples, token_digest
 from fledge.evaluation.workloads import Prompt, Workload, grouped
 from fledge.progress import Advance
 from fledge.records import Record
@@ -49,6 +51,9 @@ class AcceptanceSettings:
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    engine: str = "fledge"  # or vllm, auto
+    vllm_python: str | None = None
+    vllm_options: tuple[str, ...] = ()  # words of its command line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +84,12 @@ class Measurement(Record):
     failure: str | None = None  # why the drafter was switched off on the way
     state_growth: Triples = ()
     reliability: Triples = ()
+    counted: Tally = ()  # by the engine, of all turns together, where requests do not tell
 
     @property
     def total(self) -> AcceptanceStatistics:
-        return statistics_of(triple for request in self.requests for triple in request.acceptance)
+        told = [triple for request in self.requests for triple in request.acceptance]
+        return statistics_of(told or self.counted)
 
     @property
     def tokens(self) -> int:
@@ -103,18 +110,19 @@ class AcceptanceMeter:
 
     @cached_property
     def llm(self) -> LLM:
-        names = ("dtype", "device", "max_model_len", "max_num_seqs", "seed")
+        names = ("dtype", "device", "max_model_len", "max_num_seqs", "seed", "engine", "vllm_python")
         options: dict[str, Any] = {name: getattr(self.settings, name) for name in names}
+        options |= {"vllm_options": self.settings.vllm_options} if self.settings.vllm_options else {}
         return LLM(self.settings.target, enable_prefix_caching=False, **options)
 
     @property
     def dtype(self) -> str:
-        return str(self.llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
+        return self.llm.engine.info.dtype
 
     @property
     def device(self) -> str:
-        weight = self.llm.target.embed_tokens.weight
-        return torch.cuda.get_device_name(weight.device) if weight.is_cuda else weight.device.type
+        device = self.llm.engine.info.device
+        return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
     @property
     def tie(self) -> float:
@@ -179,12 +187,17 @@ class AcceptanceMeter:
             progress=steps(advance),
         )
         seconds, after = time.perf_counter() - started, self.llm.engine.stats()
-        drafter = self.llm.drafter
-        in_draft = None if drafter is None or drafter.vocabulary is None else drafter.vocabulary.in_draft.cpu()
+        drafter = self.llm.engine.info.drafter
+        vocabulary = None if drafter is None else read_vocabulary(resolve(drafter))
+        in_draft = None if vocabulary is None else vocabulary.in_draft
         pairs = list(zip(turns, outputs, strict=True))
         parted = [first_difference(output.outputs[0].token_ids, turn.answer_token_ids) for turn, output in pairs]
+        requests = tuple(request_record(turn.prompt, output, in_draft) for turn, output in pairs)
+        fresh = after.acceptance.since(before.acceptance)
+        counted = () if any(one.acceptance for one in requests) else tally_triples(fresh)
         return Measurement(
-            requests=tuple(request_record(turn.prompt, output, in_draft) for turn, output in pairs),
+            requests=requests,
+            counted=counted,
             different=tuple((i, place) for i, place in enumerate(parted) if place is not None),
             seconds=seconds,
             failure=after.drafter_failure,
@@ -210,7 +223,8 @@ class AcceptanceMeter:
 
     def close(self) -> None:
         """Give back the memory."""
-        vars(self).pop("llm", None)
+        if (llm := vars(self).pop("llm", None)) is not None:
+            llm.close()
         self._speculation = None
         gc.collect()
         if torch.cuda.is_available():

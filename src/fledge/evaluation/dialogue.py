@@ -8,9 +8,11 @@ the turns before the last (`split_turns` with `keep_answers`), and the history i
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from fledge.decoding.params import SamplingParams
 from fledge.engine.llm import LLM
+from fledge.engine.outputs import RequestOutput
 from fledge.errors import PromptError
 from fledge.evaluation.conversations import Message
 from fledge.records import Record
@@ -50,8 +52,22 @@ class Dialogue:
         return [*self.history, *self.turns[len(self.answers)]]
 
 
+class Answerer(Protocol):
+    """As much of an `LLM` as is needed where prompts are token ids."""
+
+    max_model_len: int
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: Sequence[SamplingParams],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]: ...
+
+
 def answer_dialogues(
-    llm: LLM,
+    llm: LLM | Answerer,
     dialogues: Sequence[Dialogue],
     params: SamplingParams,
     *,
@@ -63,12 +79,13 @@ def answer_dialogues(
     """Answer all turns of all dialogues, the next turns of all of them together.
 
     An answer has `params` with a seed of its own, which follows from `params.seed` and from what is asked
-    (`answer_seed`), never from the batch. `encode` gives the ids of a dialogue's `next_messages`; if left out,
-    `llm.encode_chat` does. Where it raises PromptError, or where a prompt leaves fewer than `least_room` of the
+    (`answer_seed`), never from the batch. `encode` gives the ids of a dialogue's `next_messages`; if left out, the
+    `encode_chat` of an `LLM` does. Where it raises PromptError, or where a prompt leaves fewer than `least_room` of the
     `longest` tokens, the dialogue is dropped with the reason. `advance` is told of turns that are answered or given up.
     """
     longest = min(longest or llm.max_model_len, llm.max_model_len)
-    encode = encode or (lambda dialogue: llm.encode_chat(dialogue.next_messages))
+    chat: Any = llm  # one that has a tokenizer, where `encode` is left out
+    encode = encode or (lambda dialogue: chat.encode_chat(dialogue.next_messages))
     while waiting := [dialogue for dialogue in dialogues if dialogue.is_open]:
         asked: list[tuple[Dialogue, list[int], SamplingParams]] = []
         for dialogue in waiting:

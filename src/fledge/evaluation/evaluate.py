@@ -135,6 +135,7 @@ class _EvalRun:
                         cells.pop(key),
                         seconds=measured.seconds,
                         requests=requests,
+                        acceptance=measured.counted,
                         state_growth=measured.state_growth,
                         reliability=measured.reliability,
                     )
@@ -193,6 +194,8 @@ class _EvalRun:
                 if ids:
                     more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
                     notes.append(f"{workload.name}: {what}: {', '.join(ids[:_NAMED])}{more}")
+        if any(cell.acceptance for cell in self.cells):
+            notes.append("this vLLM counts acceptance of all requests together: no intervals, categories or lengths")
         notes += dict.fromkeys(f"{cell.contender}: {cell.note}" for cell in failed)
         if self.is_interrupted or not finished:
             why = "interrupted" if self.is_interrupted else "still running, or killed"

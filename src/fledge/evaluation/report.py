@@ -77,7 +77,8 @@ def eval_row(results: Results, contender: Contender) -> EvalRow:
         for category, prompts in facts["categories"].items()
         for prompt in prompts
     }
-    by_workload = _lengths(cells, lambda workload, _: workload)
+    several = grouped(cells, lambda cell: cell.workload)
+    by_workload = {name: length for name, own in several.items() if (length := acceptance_length(own)) is not None}
     by_length = _lengths(cells, lambda _, record: length_bucket(record.prompt_tokens or 0))
     whole = AcceptanceStatistics.merge(cell.acceptance_statistics for cell in cells)
     parted = Counter(record.differs for record in records)
@@ -141,10 +142,13 @@ def acceptance_rates(cells: Sequence[Cell]) -> dict[int, Interval]:
 
 
 def _lengths(cells: Iterable[Cell], key: Callable[[str, RequestRecord], str]) -> dict[str, Interval]:
-    """Acceptance length by group; `key` gets the workload and the request."""
+    """Acceptance length by group of the requests that tell; `key` gets the workload and the request."""
     every = [(cell, record) for cell in cells for record in cell.good]
     groups = grouped(every, lambda pair: key(pair[0].workload, pair[1]))
-    found = {name: acceptance_length(replace(c, requests=(r,)) for c, r in group) for name, group in groups.items()}
+    found = {
+        name: acceptance_length(replace(cell, requests=(record,), acceptance=()) for cell, record in group)
+        for name, group in groups.items()
+    }
     return {name: length for name, length in found.items() if length is not None}
 
 

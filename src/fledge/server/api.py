@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jiter
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,6 +22,7 @@ from fledge import __version__
 from fledge.errors import FledgeError
 from fledge.server.bridge import ResponsesAnswer
 from fledge.server.errors import RequestError, refuse
+from fledge.server.options import ServeOptions
 from fledge.server.protocol import (
     MAX_CONTAINERS,
     MAX_FIELDS,
@@ -55,6 +56,15 @@ REFUSALS = {400: "Wrong request", 401: "No valid key", 403: "Not allowed here", 
 REFUSALS |= {408: "Took too long", 409: "Not in this state", 413: "Too large", 415: "Not JSON", 429: "Too busy"}
 REFUSALS |= {503: "Shutting down, or too many large bodies"}
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, DrafterRequest)
+
+
+class BodyLimits(Protocol):
+    """What reading bodies asks of a service."""
+
+    body_bytes: int  # of requests that are being read, all together
+
+    @property
+    def options(self) -> ServeOptions: ...
 
 
 def router(service: Service) -> APIRouter:
@@ -196,7 +206,7 @@ async def _answer(
             is_streamed = True
             return EventStream(answer, entry, headers, service.options.request_timeout + SLOW_CLIENT_SECONDS)
         try:
-            body = await _until_gone(request.receive, answer.whole())
+            body = await until_gone(request.receive, answer.whole())
         finally:
             answer.generation.close()
             entry.note(answer.generation)
@@ -221,7 +231,7 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     return JSONResponse(error.body(), status_code=error.status, headers={**(headers or {}), **retry})
 
 
-async def _until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience: float | None = None) -> _T:
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, _T], patience: float | None = None) -> _T:
     """Run `work` for a client that waits for it; cancel it, and raise ClientDisconnect, when the client goes.
 
     After `patience` seconds a client that does not read counts as gone.
@@ -258,7 +268,7 @@ class EventStream(StreamingResponse):
         entry = self._entry
         entry.status = CLIENT_GONE  # unless the last event is sent
         try:
-            await _until_gone(receive, self.stream_response(send), self._patience)
+            await until_gone(receive, self.stream_response(send), self._patience)
         except (ClientDisconnect, OSError):
             pass
         finally:
@@ -288,10 +298,19 @@ class EventStream(StreamingResponse):
 
 async def read_json(service: Service, request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raises RequestError for anything else."""
+    check_json(request)
+    return _parse_json(await read_body(service, request))
+
+
+def check_json(request: Request) -> None:
+    """Refuse a body that does not say it is JSON: any web page can send such without the browser asking us first."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        # Anything else can be sent by a web page of another site without the browser asking us first.
         raise RequestError("the body must be JSON, with the header 'Content-Type: application/json'", status=415)
+
+
+async def read_body(service: BodyLimits, request: Request) -> bytes:
+    """Return a request's body. Raises RequestError where it is too large, or too late."""
     most, body = service.options.max_body_bytes, bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -304,7 +323,7 @@ async def read_json(service: Service, request: Request) -> dict[str, Any]:
                 if len(body) > SMALL_BODY_BYTES and service.body_bytes > max(MAX_BODIES_BYTES, most):
                     message = "too many large requests are arriving; try again"
                     raise RequestError(message, status=503, code="too_many_bodies", retry_after=1)
-        return _parse_json(bytes(body))
+        return bytes(body)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408, code="timeout") from None
     except ClientDisconnect:

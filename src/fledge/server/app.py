@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -24,9 +24,14 @@ from starlette.exceptions import HTTPException
 
 from fledge import __version__
 from fledge.errors import FledgeError
-from fledge.server import admin, api, dashboard
+from fledge.server import admin, api, dashboard, front
+from fledge.server.async_engine import AsyncEngine
+from fledge.server.async_vllm import AsyncVllm
 from fledge.server.connections import BACKLOG, GuardedProtocol, RequestGuard, RequestIds, tell_accept_errors_once
 from fledge.server.errors import RequestError
+from fledge.server.front import Front
+from fledge.server.metrics import Metrics
+from fledge.server.options import ApiKeys, ServeOptions
 from fledge.server.protocol import NOT_SERVED
 from fledge.server.service import Service
 
@@ -35,8 +40,61 @@ _log = logging.getLogger("fledge.server")
 CLOSING_SECONDS = 5  # for connections to be closed after all answers have been sent
 
 
-def create_app(service: Service) -> FastAPI:
+class Servable(Protocol):
+    """What is served: our engine (`Service`), or a vLLM (`Front`)."""
+
+    is_draining: bool
+
+    @property
+    def options(self) -> ServeOptions: ...
+    @property
+    def engine(self) -> AsyncEngine | AsyncVllm: ...
+    @property
+    def keys(self) -> ApiKeys: ...
+    @property
+    def metrics(self) -> Metrics: ...
+
+    async def close(self) -> None: ...
+
+
+def create_app(service: Servable) -> FastAPI:
     """Return the application. It is connected to the engine from its startup to its shutdown."""
+    return _service_app(service) if isinstance(service, Service) else _front_app(service)
+
+
+def _service_app(service: Service) -> FastAPI:
+    """Our own endpoints, and what they are described with."""
+    options = service.options
+    app = _app(service, openapi_url=None if options.disable_fastapi_docs else "/openapi.json")
+    app.include_router(api.router(service))
+    app.include_router(admin.router(service))
+    app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    known = schema.setdefault("components", {}).setdefault("schemas", {})
+    for body in api.BODIES:
+        made = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        known |= made.pop("$defs", {})
+        known[body.__name__] = made
+    app.openapi = lambda: schema  # type: ignore[method-assign]
+    if options.disable_fastapi_docs:
+        return app
+    pages = Environment(loader=PackageLoader("fledge.server", "."), autoescape=True, trim_blocks=True)
+    page = pages.get_template("docs.html.jinja").render(schema=schema)
+    app.add_route("/docs", lambda _request: HTMLResponse(page, headers=dashboard.HEADERS))
+    return app
+
+
+def _front_app(service: Servable) -> FastAPI:
+    """The page, and vLLM's endpoints, which it describes itself."""
+    assert isinstance(service, Front)
+    app = _app(service, openapi_url=None)
+    app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
+    app.include_router(front.router(service))  # the last: it takes all that is left
+    return app
+
+
+def _app(service: Servable, *, openapi_url: str | None) -> FastAPI:
+    """An application without routes: who may call it, and how it refuses."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -53,13 +111,10 @@ def create_app(service: Service) -> FastAPI:
         description="OpenAI's API over lossless speculative decoding.",
         docs_url=None,  # their pages load scripts from elsewhere; ours is below
         redoc_url=None,
-        openapi_url=None if options.disable_fastapi_docs else "/openapi.json",
+        openapi_url=openapi_url,
         lifespan=lifespan,
     )
     app.root_path = options.root_path  # paths are served with it and without
-    app.include_router(api.router(service))
-    app.include_router(admin.router(service))
-    app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -70,32 +125,20 @@ def create_app(service: Service) -> FastAPI:
         if isinstance(error, HTTPException):
             message = str(error.detail)
             if error.status_code == 404:
-                path, served = request.url.path.removeprefix(options.root_path), ", ".join(schema["paths"])
+                path, served = request.url.path.removeprefix(options.root_path), ", ".join(app.openapi()["paths"])
                 message = NOT_SERVED.get(path) or f"there is no {path[:100]!r} here, but {served}"
             return api.error_response(RequestError(message, status=error.status_code), error.headers)
         return api.error_response(RequestError.of(error) if isinstance(error, FledgeError) else api.INTERNAL_ERROR)
 
     for kind in (FledgeError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
-    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    known = schema.setdefault("components", {}).setdefault("schemas", {})
-    for body in api.BODIES:
-        made = body.model_json_schema(ref_template="#/components/schemas/{model}")
-        known |= made.pop("$defs", {})
-        known[body.__name__] = made
-    app.openapi = lambda: schema  # type: ignore[method-assign]
-    if options.disable_fastapi_docs:
-        return app
-    pages = Environment(loader=PackageLoader("fledge.server", "."), autoescape=True, trim_blocks=True)
-    page = pages.get_template("docs.html.jinja").render(schema=schema)
-    app.add_route("/docs", lambda _request: HTMLResponse(page, headers=dashboard.HEADERS))
     return app
 
 
 class DrainingServer(uvicorn.Server):
     """An HTTP server that lets running answers finish before it stops."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[int], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Servable, on_ready: Callable[[int], None]) -> None:
         super().__init__(config)
         self.service = service
         self.exit_status = 0
@@ -138,7 +181,7 @@ class DrainingServer(uvicorn.Server):
         self.service.engine.fail_all()
 
 
-def http_config(service: Service, **more: Any) -> uvicorn.Config:
+def http_config(service: Servable, **more: Any) -> uvicorn.Config:
     """Return how uvicorn serves; `more` are its own settings."""
     return uvicorn.Config(
         RequestIds(create_app(service)),  # around everything, internal errors too
@@ -154,7 +197,7 @@ def http_config(service: Service, **more: Any) -> uvicorn.Config:
 
 
 def run(
-    service: Service, listener: socket.socket, *, on_ready: Callable[[int], None] = lambda _port: None, **more: Any
+    service: Servable, listener: socket.socket, *, on_ready: Callable[[int], None] = lambda _port: None, **more: Any
 ) -> int:
     """Serve at a bound socket until a signal comes; return the exit status. `on_ready`: called once it listens."""
     server = DrainingServer(http_config(service, **more), service, on_ready)

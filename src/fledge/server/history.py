@@ -205,6 +205,8 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
         return [*dead, *(chosen or [note("only_plain" if num_rounds else "idle")])]
     estimate = speed_up(seen, stats)
     value, break_even = estimate.value, estimate.break_even
+    if not num_rounds:  # rounds that are not told one by one, of an engine that does not say what they cost
+        return [note("untold", length=length), *dead]
     if value is None or break_even is None:
         return [*(chosen or [note("unknown", length=length, batch=estimate.batch)]), *dead]
     share = seen.fallback_ratio or 0.0

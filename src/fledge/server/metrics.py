@@ -60,14 +60,19 @@ class Metrics(Collector):
         *,
         model_name: str,
         has_drafter: bool,
+        switchable: bool = True,
         version: str = "",
         history: History | None = None,
         drafter: str | None = None,
         baseline: Baseline | None = None,
     ) -> None:
-        """`drafter`: its name, for the page; `baseline`: its own, if it has one, to compare live traffic with."""
+        """`drafter`: its name, for the page; `baseline`: its own, if it has one, to compare live traffic with.
+
+        `switchable`: a request may ask for no speculation.
+        """
         self.model_name = model_name
         self.has_drafter = has_drafter
+        self.switchable = switchable
         self.version = version
         self.started = time.time()
         self.history = history or History()
@@ -114,18 +119,20 @@ class Metrics(Collector):
             fresh = stats.num_rounds - before.num_rounds
             prompt, output = stats.prompt_tokens - before.prompt_tokens, stats.output_tokens - before.output_tokens
             self._add({"tokens": {"prompt": prompt, "output": output}, **self._drafter_sums.fresh(stats)})
-            if fresh <= 0:
-                return
             tally = stats.acceptance.tally - before.acceptance.tally
+            if tally:
+                self._add({"acceptance": tally})
             for note in [] if self._warned else dead_drafter(stats.acceptance):
                 self._warned = True
                 _log.warning("%s", note.text)
+            if fresh <= 0:  # or its rounds are not told one by one
+                return
             rounds = stats.rounds[-fresh:]
             turns, drafted = sum(report.batch for report in rounds), tally.total()
             seconds = (_busy_seconds(stats) - _busy_seconds(before)) / fresh  # rounds read in one step share its time
             # A round is one piece for each request in it. prometheus_client's histograms count one value at a time.
             gaps = {bisect_left(_TOKEN_GAP_EDGES, seconds): turns}
-            self._add({"acceptance": tally, "token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
+            self._add({"token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
             self._add({"decode_turns": {"speculative": drafted, "plain": max(0, turns - drafted)}})
             for report in rounds:
                 shape, phases = (report.batch, report.verify), report.seconds._asdict()

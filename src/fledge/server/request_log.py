@@ -6,12 +6,22 @@ import sys
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from fledge.server.async_engine import Generation  # which needs the engine's process, and that this file
+from fledge.engine.outputs import RequestMetrics
 
 logger = logging.getLogger("fledge.request")
+
+
+class Answered(Protocol):
+    """What the log asks of an answer, whoever made it."""
+
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def metrics(self) -> RequestMetrics | None: ...
+    @property
+    def finish_reasons(self) -> list[str]: ...
 
 
 @dataclass(kw_only=True)
@@ -37,7 +47,7 @@ class RequestLogEntry:
     ignored: list[str] = field(default_factory=list)  # names of fields that mean nothing here
     _started: float = field(default_factory=time.perf_counter)
 
-    def note(self, generation: "Generation") -> None:
+    def note(self, generation: Answered) -> None:
         """Note how the answers, pooled, came about."""
         self.output_tokens = generation.output_tokens
         if (metrics := generation.metrics) is None:

@@ -41,6 +41,11 @@ class TargetEnds:
     head_weight: Tensor  # [vocab, hidden]
     head_bias: Tensor | None = None  # [vocab]
 
+    @classmethod
+    def of(cls, model: TargetModel) -> "TargetEnds":
+        weights = model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+        return cls(embedding_weight=weights[0], head_weight=weights[1])
+
 
 class FledgeCapture:
     """A frozen target of our own, over packed rows as they are."""
@@ -48,9 +53,7 @@ class FledgeCapture:
     def __init__(self, model: TargetModel) -> None:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config
-        self.ends = TargetEnds(
-            embedding_weight=model.embed_tokens.weight.detach(), head_weight=model.lm_head.weight.detach()
-        )
+        self.ends = TargetEnds.of(model)
 
     @torch.no_grad()  # not inference mode: autograd keeps these states for the backward pass of what reads them
     def states(self, batch: PackedBatch, aux_layer_ids: tuple[int, ...]) -> TargetStates:

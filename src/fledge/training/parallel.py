@@ -116,6 +116,13 @@ class Workers(Processes):
             dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.control)
         return bool(said)
 
+    def tell(self, value: _T) -> _T:
+        """Return the first process's `value` in every process."""
+        said = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(said, group=self.control)
+        return said[0]
+
     def wait(self) -> None:
         """Return when all processes are here."""
         if self.world > 1:

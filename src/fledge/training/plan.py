@@ -34,6 +34,7 @@ from fledge.training.pipeline import Pipeline, StageContext, StageState, duratio
 from fledge.training.recipe import FitSection, Recipe, TargetSection
 from fledge.training.stages.fit import compute_dtype
 from fledge.training.stages.prepare import EXAMPLES, Preparation, Varied
+from fledge.training.stages.vllm import captured_layers, devices_of_a_server, server_command, storage
 from fledge.training.ttt import CHUNK_ROWS
 
 FIT_SHARE = 0.4  # of the measured matrix rate: what a fit reaches, about
@@ -138,6 +139,10 @@ def target_flops_per_token(target: TargetConfig, parameters: int, seen: float, *
     """Operations of one forward pass of the target for one token that attends to `seen` others."""
     ends = target.vocab_size * target.hidden_size
     blocks = parameters - (1 if target.tied_head else 2) * ends
+    for i in range(target.num_layers):
+        if (experts := target.layer_at(i).experts) is not None:  # a token goes through a few of them
+            idle = experts.num_experts - experts.num_experts_per_token
+            blocks -= idle * 3 * experts.intermediate_size * target.hidden_size
     return 2.0 * (blocks + (ends if head else 0)) + 4.0 * target.layer.query_size * seen * target.num_layers
 
 
@@ -168,7 +173,7 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
         target_parameters=target_parameter_count(recipe.target, target),
         drafter=drafter_config(recipe.drafter, target, recipe.vocab.size),
         fit=recipe.fit,
-        online=recipe.capture.mode == "online",
+        online=recipe.capture.mode == "online" and recipe.capture.engine == "fledge",
         document_length=min(mean_length, recipe.fit.length),
         state_bytes=DTYPES[target.dtype].itemsize,
         compute_bytes=compute.itemsize,
@@ -192,7 +197,20 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
     # `eval` generates at most once without a drafter, for each candidate, and at each depth.
     few = recipe.fit.candidates * min(prompts, section.candidate_prompts) if recipe.fit.candidates > 1 else 0
     eval_tokens = section.enabled * section.max_tokens * (prompts * (1 + len(recipe.eval_depths)) + few)
-    state_tokens, draft_vocab = 0 if shape.online else data["tokens"], shape.drafter.draft_vocab_size
+    offline, draft_vocab = recipe.capture.mode == "offline", shape.drafter.draft_vocab_size
+    state_tokens = data["tokens"] if offline else 0
+    forward = target_seconds(1, FORWARD_SHARE, head=False)  # for a token
+    capture_seconds = state_tokens * forward
+    regenerate_seconds = target_seconds(new_tokens, DECODE_SHARE, head=True)
+    fit_seconds = sum(flops.values()) / (FIT_SHARE * rate * shape.processes)
+    vllm = vllm_plan(recipe, data, steps * recipe.fit.rows / rows, forward) if recipe.uses_vllm else None
+    if vllm is not None:
+        if recipe.regenerate.engine == "vllm":
+            regenerate_seconds /= vllm["devices"]
+        if recipe.capture.engine == "vllm":
+            capture_seconds = vllm["seconds"] if offline else 0.0
+            fit_seconds = fit_seconds if offline else max(fit_seconds, vllm["seconds"])
+            vllm["bytes_per_second"] = vllm["bytes"] / max(1e-9, capture_seconds if offline else fit_seconds)
     disk = next(path for path in (Path(recipe.output), *Path(recipe.output).parents) if path.exists())
     plan = {
         "device": probe["device"],
@@ -209,7 +227,7 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
         "regenerate": {
             "enabled": recipe.regenerate.enabled,
             "tokens": new_tokens,
-            "seconds": target_seconds(new_tokens, DECODE_SHARE, head=True),
+            "seconds": regenerate_seconds,
         },
         "vocab": {"size": draft_vocab if draft_vocab < target.vocab_size else None, "target": target.vocab_size},
         "capture": {
@@ -217,7 +235,7 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
             "bytes_per_token": shape.state_bytes_per_token,
             "bytes": state_tokens * shape.state_bytes_per_token,
             "disk_free": shutil.disk_usage(disk).free,
-            "seconds": target_seconds(state_tokens, FORWARD_SHARE, head=False),
+            "seconds": capture_seconds,
         },
         "fit": {
             "parameters": shape.parameters,
@@ -229,8 +247,9 @@ def make_plan(recipe: Recipe, *, probe: Mapping[str, Any] | None = None) -> dict
             "memory_free": free_memory(device),
             "flops": flops,
             "flops_total": sum(flops.values()),
-            "seconds": sum(flops.values()) / (FIT_SHARE * rate * shape.processes),
+            "seconds": fit_seconds,
         },
+        **({} if vllm is None else {"vllm": vllm}),
         "eval": {"tokens": eval_tokens, "seconds": target_seconds(eval_tokens, DECODE_SHARE, head=True)},
         "probe": dict(probe),
     }
@@ -251,6 +270,31 @@ def _warnings(recipe: Recipe, plan: Mapping[str, Any]) -> list[str]:
         f"vocab.size is {size:,}, but the target has {vocab['target']:,} tokens: all are taken": size > vocab["target"],
     }
     return [text for text, holds in warnings.items() if holds]
+
+
+def vllm_plan(recipe: Recipe, data: Mapping[str, Any], epochs: float, seconds_per_token: float) -> dict[str, Any]:
+    """What vLLM servers do: how many, what they hand over, and how long reading takes them; GPUs as the one here.
+
+    States of answers need not be read again, as far as half the storage has room for them. Online, every epoch is read.
+    """
+    servers = max(1, len(recipe.vllm.urls))
+    devices = servers * devices_of_a_server(recipe)
+    plan: dict[str, Any] = {"servers": servers, "devices": devices, "command": server_command(recipe)}
+    if recipe.capture.engine == "fledge":
+        return plan
+    per_token, tokens = captured_layers(recipe).file_bytes(1), data["tokens"]
+    in_one_pass = recipe.regenerate.enabled and recipe.regenerate.engine == "vllm" and recipe.regenerate.turns == "last"
+    from_answers = min(tokens, recipe.vllm.max_bytes // 2 // per_token) if in_one_pass else 0
+    handed_over = tokens * (epochs if recipe.capture.mode == "online" else 1)
+    return {
+        **plan,
+        "bytes_per_token": per_token,
+        "bytes": round(handed_over * per_token),
+        "storage": str(storage(recipe)),
+        "storage_bytes": min(recipe.vllm.max_bytes, tokens * per_token),
+        "tokens_from_answers": from_answers,
+        "seconds": max(0.0, handed_over - from_answers) * seconds_per_token / devices,
+    }
 
 
 def plan_text(recipe: Recipe, plan: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ class RegenerateSection:
     """The target's own answers, which drafters learn best from."""
 
     enabled: bool = True
+    engine: Literal["fledge", "vllm"] = "fledge"
     turns: Literal["last", "all"] = "last"
     temperature: float = 0.0
     top_p: float = 1.0
@@ -77,8 +78,26 @@ class CaptureSection:
     """Where the target's hidden states come from during training."""
 
     mode: Literal["online", "offline"] = "online"
-    batch_tokens: int = 16384  # offline: tokens in one pass of the target
+    engine: Literal["fledge", "vllm"] = "fledge"
+    batch_tokens: int = 16384  # offline: tokens in one pass of the target, of Fledge's own
     shard_tokens: int = 1_000_000  # offline: tokens in one file
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSection:
+    """The vLLM that answers and captures, where `regenerate.engine` or `capture.engine` says so."""
+
+    urls: tuple[str, ...] = ()  # of servers that run already; empty: one is started here, and ended
+    storage: str | None = None  # directory that they write states to and training reads from; None: in `output`
+    storage_gb: float = 50.0  # of states that are written and not yet read, at most
+    concurrency: int = 64  # requests at once, at each server
+    python: str | None = None  # that has vLLM; None: FLEDGE_VLLM_PYTHON, or the one that runs Fledge
+    options: str = ""  # of the server that is started, as on its command line
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES of that server; None: all
+
+    @property
+    def max_bytes(self) -> int:
+        return round(self.storage_gb * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +184,7 @@ class Recipe(Record):
     regenerate: RegenerateSection = field(default_factory=RegenerateSection)
     vocab: VocabSection = field(default_factory=VocabSection)
     capture: CaptureSection = field(default_factory=CaptureSection)
+    vllm: VllmSection = field(default_factory=VllmSection)
     drafter: DrafterSection = field(default_factory=DrafterSection)
     fit: FitSection = field(default_factory=FitSection)
     eval: EvalSection = field(default_factory=EvalSection)
@@ -208,9 +228,16 @@ class Recipe(Record):
         yield "device", re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "auto, cpu or cuda"
         yield "data.sources", bool(data.sources), "at least one file"
         yield "fit.micro_rows", fit.rows % (fit.micro_rows or 1) == 0, f"a divisor of {fit.rows}"
+        yield "vllm.storage", not self.vllm.urls or bool(self.vllm.storage), "the directory that vllm.urls write to"
+        processes = self.regenerate.processes
+        yield "regenerate.processes", processes == 1 or self.regenerate.engine == "fledge", "1 with engine vllm"
         for share, names in (("template_share", "templates"), ("vary_system_share", "system_prompts")):
             holds = getattr(data, share) == 0 or bool(getattr(data, names))
             yield f"data.{share}", holds, f"0 unless data.{names} names some"
+
+    @property
+    def uses_vllm(self) -> bool:
+        return self.capture.engine == "vllm" or (self.regenerate.enabled and self.regenerate.engine == "vllm")
 
     @property
     def eval_depths(self) -> tuple[int, ...]:
@@ -236,8 +263,8 @@ _SHARES = {"template_share", "drop_system_share", "vary_system_share", "min_lr_r
 _MAY_BE_ZERO = {"held_out", "temperature", "top_k", "kl_weight", "feature_weight", "weight_decay", "seed"}
 
 
-_PATHS = ("output", "data.sources", "data.templates", "eval.sources")
-_PATHS_OR_NAMES = ("target.path", "drafter.init_from")  # what is no directory may be a model's name
+_PATHS = ("output", "data.sources", "data.templates", "eval.sources", "vllm.storage")
+_PATHS_OR_NAMES = ("target.path", "drafter.init_from", "vllm.python")  # what is no directory may be a model's name
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

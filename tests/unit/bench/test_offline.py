@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from fledge.bench import offline
+from fledge.bench.draft_modes import draft_modes
 from fledge.bench.inflate import SHAPES
 from fledge.bench.offline import (
     ClosedLoop,
     OfflineRun,
     OfflineSettings,
     cycled,
-    draft_modes,
     graph_sizes,
 )
 from fledge.bench.summary import Best, Summary
@@ -25,6 +25,7 @@ from fledge.engine.protocol import DeadEngineError
 from fledge.errors import ConfigError
 from fledge.evaluation.results import Cell, Contender, Load, RequestRecord, Results, read_results, token_digest
 from fledge.evaluation.workloads import Prompt, load_workload
+from tests.fake_vllm import install
 from tests.tiny_models import make_target
 from tests.unit.bench.offline_cases import SHAPE, Pair, write_pair
 
@@ -89,6 +90,36 @@ def test_a_run_records_every_request_of_every_cell(pair: Pair, tmp_path: Path) -
     # Greedy: every contender, at every concurrency, in every repeat, says the same.
     assert len({tuple(r.digest for r in cell.requests) for cell in results.cells}) == 1
     assert {best.drafter for best in best_modes(results)} == set(pair.drafters)
+
+
+def test_vllm_is_measured_beside_ours(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in, which answers with tokens of its own; or alone, and then no model is loaded here."""
+    install(monkeypatch, tmp_path)
+    modes = tuple(draft_modes([3], "2x4", []))
+    asked = settings(pair, drafters=pair.drafters[1:], modes=modes, repeats=1, ignore_eos=True, vllm=True)
+    results = run_offline(asked)
+    assert results.status == "complete"
+    speculating = ["EAGLE-3.1 K=3", "EAGLE-3.1 K=3 tree 2x4"]
+    assert [(one.name, one.kind) for one in results.contenders] == [
+        *((name, "fledge") for name in ("no speculation", *speculating)),
+        *((f"vLLM {name}", "vllm") for name in ("no speculation", speculating[0])),
+    ]
+    assert any("Trees and the controller are our engine's own" in note for note in results.notes)
+    cells = {(cell.contender, cell.load): cell for cell in results.cells}
+    for load in asked.loads:
+        theirs, plain = cells["vLLM EAGLE-3.1 K=3", load], cells["vLLM no speculation", load]
+        assert [r.output_tokens for r in theirs.requests] == [
+            r.output_tokens for r in cells["no speculation", load].requests
+        ]
+        assert theirs.acceptance_statistics.accepted_by_depth[0] > 0
+        assert not plain.acceptance_statistics.rounds
+        assert [r.digest for r in theirs.requests] == [r.digest for r in plain.requests]
+    monkeypatch.setattr(offline, "load_models", None)
+    alone = run_offline(replace(asked, vllm_only=True, vllm_options=("--tensor-parallel-size", "2")))
+    assert [one.kind for one in alone.contenders] == ["vllm", "vllm"]
+    assert alone.status == "complete"
+    with pytest.raises(ConfigError, match="--inflate: vLLM reads checkpoints"):
+        replace(asked, inflate="8b")
 
 
 def test_contenders_take_turns_in_another_order_each_time(pair: Pair) -> None:

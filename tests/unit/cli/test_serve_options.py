@@ -46,8 +46,8 @@ def test_the_announced_command_is_told_who_handles_four_gpus(command: str, tmp_p
     done = fledge("serve", *shlex.split(command), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "error: --tensor-parallel-size 4: several GPUs or machines are needed for that, which is vLLM's job: run this "
-        "pair with 'vllm serve', which loads the same checkpoints"
+        "error: --tensor-parallel-size 4: several GPUs or machines are needed for that, which is vLLM's job: "
+        f"{shlex.join(['fledge', 'serve', *shlex.split(command), '--engine', 'vllm'])}"
     )
 
 
@@ -288,7 +288,7 @@ def test_every_option_of_the_engine_is_one_of_the_python_api_with_the_same_defau
     ("words", "said"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs: found 0, allowed is an integer of at least 1"),
-        ({"kv_cache_dtype": "fp8"}, "for a quantised KV cache, run this pair with vLLM"),
+        ({"kv_cache_dtype": "fp8"}, "a quantised KV cache is vLLM's job"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: found 1.5"),
         ({"max_num_seq": 4}, "unknown engine option 'max_num_seq'. Did you mean 'max_num_seqs'?"),
     ],
@@ -303,7 +303,7 @@ def test_engine_options_out_of_bounds_are_refused(words: dict[str, Any], said: s
     ("words", "said"),
     [
         (["--max-model-len", "long"], "--max-model-len: found 'long'"),
-        (["--kv-cache-dtype", "fp8"], "for a quantised KV cache"),
+        (["--kv-cache-dtype", "fp8"], "is vLLM's job: fledge serve --kv-cache-dtype fp8 --engine vllm"),
         (["--max-num-seqs", "0"], "max_num_seqs: found 0"),
         (["--log-format", "xml"], "--log-format: found 'xml'"),
         (["--chat-template", "none.jinja"], "--chat-template: none.jinja cannot be read: No such file"),

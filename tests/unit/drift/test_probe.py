@@ -1,6 +1,8 @@
 """The probe on tiny pairs: it changes nothing, it agrees with the engine, and its figures add up."""
 
 import json
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,21 @@ import pytest
 
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
-from fledge.checkpoints.target import save_target
+from fledge.checkpoints.target import load_target, save_target
+from fledge.drift import sources
 from fledge.drift.perturb import Perturbation
 from fledge.drift.probe import Prober, ProbeSettings, trained_depth
 from fledge.drift.prompts import ProbePrompt
 from fledge.drift.result import DriftResult
+from fledge.drift.sources import CapturedSource, OwnSource, VllmServers
+from fledge.errors import ConfigError
 from fledge.evaluation.results import statistics_of
 from fledge.models.config import DrafterConfig
+from fledge.training.capture import FledgeCapture
+from fledge.vllm_states import hosts
 from tests import engine_cases
-from tests.tiny_models import TINY_TARGET, drafter_configs, make_drafter, make_target
+from tests.fake_states import FakeVllm
+from tests.tiny_models import TARGET_CONFIGS, TINY_TARGET, drafter_configs, make_drafter, make_target
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 PROMPTS = [(3, 4, 5, 2), (5, 5, 0, 3, 2, 4, 4), (2,)]
@@ -55,10 +63,15 @@ def loaded(root: Path, name: str, settings: ProbeSettings = SETTINGS, **options:
     return prober
 
 
+def own(prober: Prober) -> LLM:
+    assert isinstance(prober.source, OwnSource)
+    return prober.source.llm
+
+
 def steady(root: Path, name: str, settings: ProbeSettings = SETTINGS, **options: Any) -> Prober:
     """An end-of-text token every sixth token or so would leave few rounds."""
     prober = loaded(root, name, settings, **options)
-    prober.llm.eos_ids = ()
+    own(prober).eos_ids = ()
     return prober
 
 
@@ -80,7 +93,7 @@ def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path,
     ]
     assert result.replay_agreement == 1.0
     assert result.tally == result.engine_tally
-    assert result.acceptance.tally == prober.llm.engine.stats().acceptance.tally
+    assert result.acceptance.tally == own(prober).engine.stats().acceptance.tally
     assert result.acceptance.rounds == sum(row.acceptance.rounds for row in result.prompt_rows)
     accepted = [sum(row.acceptance.accepted_by_depth) for row in result.prompt_rows]
     assert sum(accepted) == sum(result.acceptance.accepted_by_depth)
@@ -193,7 +206,7 @@ def test_the_first_tokens_are_the_sink(ids_pair: Path, sinks: int) -> None:
 def test_examples_say_what_became_of_every_token(ids_pair: Path) -> None:
     prober = steady(ids_pair, "reduced-vocabulary")
     result = probe(prober)
-    drafter = prober.llm.drafter
+    drafter = prober.source.drafter
     assert drafter is not None
     assert drafter.vocabulary is not None
     draftable = set(drafter.vocabulary.target_ids.tolist())
@@ -218,3 +231,51 @@ def test_the_trained_depth_is_known_from_the_recipe(ids_pair: Path, tmp_path: Pa
     assert trained_depth(ids_pair / "eagle3") is None
     (tmp_path / "fledge_provenance.json").write_text(json.dumps({"recipe": {"fit": {"depth": 5}}}))
     assert trained_depth(tmp_path) == 5
+
+
+@pytest.mark.parametrize("name", ["eagle1", "reduced-vocabulary"])
+def test_from_states_that_vllm_writes_it_sees_the_same_without_loading_the_target(
+    ids_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One server for drafters of other layers. The rounds follow from the text: no engine drafts."""
+    expected = probe(steady(ids_pair, name))
+    both = tuple(str(ids_pair / one) for one in dict.fromkeys((name, "eagle3", "eagle1")))
+    vllm = VllmServers(drafters=both, storage=tmp_path / "states")
+    path = str(ids_pair / "target")
+    fake = FakeVllm(FledgeCapture(load_target(ids_pair / "target")), vllm.layers(path), vllm.storage)
+    monkeypatch.setattr(sources, "stop_ids", lambda _directory: ())  # see `steady`
+    monkeypatch.setattr(hosts, "start_host", lambda *_, **__: nullcontext(fake))
+    monkeypatch.setattr(LLM, "__init__", None)  # nothing is decoded here
+    prober = Prober(path, "ids", SETTINGS, {"device": "cpu"}, vllm)
+    prober.load(str(ids_pair / name))
+    assert isinstance(prober.source, CapturedSource)
+    assert len(prober.source._ends.layers) == 0
+    found = probe(prober)
+    prober.load(str(ids_pair / "eagle3"))
+    assert probe(prober).output_tokens == found.output_tokens
+    assert fake.answered == len(PROMPTS)  # once for all drafters
+    prober.close()
+    assert not list(vllm.storage.glob("*.states"))
+    # Where a text ends the engine may have accepted more than is left of it, which the text does not tell.
+    theirs, ours = ({(d, n): count for d, n, count in one.tally} for one in (expected, found))
+    assert expected.acceptance.rounds == found.acceptance.rounds > 50
+    assert (Counter(theirs) - Counter(ours)).total() <= len(PROMPTS)
+    for a, b in zip(expected.by_depth, found.by_depth, strict=True):
+        for field in ("reached", "missed", "missed_outside_vocabulary", "rounds"):
+            assert getattr(b, field) == getattr(a, field)
+        assert b.attention.mass == pytest.approx(a.attention.mass, abs=1e-5)
+        for field in ("hidden_rms", "feature_growth", "confidence", "head_cosine", "feature_cosine"):
+            assert getattr(b, field) == pytest.approx(getattr(a, field), rel=1e-4)
+    assert [share.norm for share in found.fusion_shares] == pytest.approx(
+        [s.norm for s in expected.fusion_shares], rel=1e-4
+    )
+    assert (found.replay_agreement, found.engine_depth) == (None, SETTINGS.depth)
+    assert [e.tokens for e in sorted(found.examples, key=lambda e: e.id)] == [
+        e.tokens for e in sorted(expected.examples, key=lambda e: e.id)
+    ]
+
+
+def test_targets_that_vllm_gives_no_states_of_are_refused(tmp_path: Path) -> None:
+    save_target(make_target(TARGET_CONFIGS["deepseek-v2"]), tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"^--engine vllm: .* latent attention \(MLA\)$"):
+        VllmServers(drafters=(), storage=tmp_path).words(str(tmp_path / "target"))

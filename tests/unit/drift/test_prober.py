@@ -71,6 +71,6 @@ def test_two_drafters_under_perturbations(pair: Path, tmp_path: Path) -> None:
     again = Prober(str(pair / "target"), "small", settings, {"device": "cpu"})
     retold = run_suite(drafters, WORKLOAD, names, again, tmp_path, bootstrap=Bootstrap(resamples=50))
     assert retold == (suite, found)
-    assert not hasattr(again, "llm")  # all of it was there: no model was loaded
+    assert not hasattr(again, "source")  # all of it was there: no model was loaded
     deeper = Prober(prober.target, "small", replace(settings, depth=4), {"device": "cpu"})
     assert deeper.identity(drafters[0]) != prober.identity(drafters[0])

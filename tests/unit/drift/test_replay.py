@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fledge.drift import replay as replay_module
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import Replayed, causal_attention, fusion_parts, replay
+from fledge.drift.replay import Replayed, causal_attention, fusion_parts, replay, target_states
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass
@@ -46,7 +46,8 @@ def served(name: str, depth: int) -> tuple[list[int], list[RoundRecord], dict[in
 
 
 def replayed(model: Drafter, tokens: Sequence[int], starts: Sequence[int], depth: int, **settings: int) -> Replayed:
-    return replay(target(), model, tokens, SEGMENTS[: len(tokens)], starts, depth=depth, **settings)
+    states = target_states(target(), tokens, model.aux_layer_ids)
+    return replay(states, model, tokens, SEGMENTS[: len(tokens)], starts, depth=depth, **settings)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -169,10 +170,11 @@ def test_without_queries_attention_is_even(name: str) -> None:
     for layer in model.layers:  # type: ignore[union-attr]
         config = layer.self_attn.config
         layer.self_attn.qkv_proj.weight[: config.query_size] = 0
+    tokens = [*PROMPT, *[2] * 10]
     found = replay(
-        make_target(engine_cases.TARGET),
+        target_states(make_target(engine_cases.TARGET), tokens, model.aux_layer_ids),
         model,
-        [*PROMPT, *[2] * 10],
+        tokens,
         SEGMENTS[:16],
         [7, 12],
         depth=5,
@@ -227,7 +229,8 @@ def test_contributions_by_hand(fc_norm: bool, norm_before_fc: bool) -> None:
             norm.weight.fill_(1.0)
     tokens = list(range(2, 12))
     segments = [Segment.PROMPT] * len(tokens)
-    found = replay(made, model, tokens, segments, [5, 8], depth=1)
+    states = target_states(made, tokens, model.aux_layer_ids)
+    found = replay(states, model, tokens, segments, [5, 8], depth=1)
     assert fusion_parts(model) == ("layer 2", "layer 4", "layer 5")
     positions = torch.arange(len(tokens))
     states = made(torch.tensor(tokens), positions, DenseCache(8).extend(positions), model.aux_layer_ids)
@@ -275,7 +278,9 @@ def test_bfloat16_pairs_are_recorded_in_float32() -> None:
     made = make_target(engine_cases.TARGET).bfloat16()
     model = make_drafter(DRAFTERS["eagle3.1"], make_target(engine_cases.TARGET), seed=2).bfloat16()
     model.share_with(made)
-    found = replay(made, model, [*PROMPT, 2, 3], SEGMENTS[:8], [7, 8], depth=3)
+    tokens = [*PROMPT, 2, 3]
+    states = target_states(made, tokens, model.aux_layer_ids)
+    found = replay(states, model, tokens, SEGMENTS[:8], [7, 8], depth=3)
     assert found.mass.dtype == torch.float32
     torch.testing.assert_close(found.mass.sum(-1), torch.ones_like(found.entropy))
 

@@ -156,7 +156,9 @@ def test_llguidance_is_only_needed_for_structured_outputs(llm: LLM, monkeypatch:
 
 
 def test_vllms_options_are_answered_as_on_the_command_line(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: several GPUs or machines .* 'vllm serve'"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size=2: several GPUs or machines .* LLM\(\.\.\., engine='vllm'\)"
+    ):
         LLM(model, tensor_parallel_size=2)
     with pytest.warns(UserWarning, match="trust_remote_code: code from model directories is never run here"):
         LLM(model, tensor_parallel_size=1, trust_remote_code=True, enable_lora=False, quantization=None)

@@ -15,7 +15,7 @@ from fledge.progress import Progress
 from fledge.training.data.examples import TokenStore
 from fledge.training.pipeline import Pipeline
 from fledge.training.plan import FitShape, make_plan, measure_speed, target_parameter_count
-from fledge.training.recipe import FitSection, Recipe, TargetSection, VocabSection
+from fledge.training.recipe import CaptureSection, FitSection, Recipe, TargetSection, VllmSection, VocabSection
 from tests.tiny_models import TINY_TARGET
 from tests.tiny_training import write_run
 
@@ -138,6 +138,23 @@ def test_a_draft_vocabulary_larger_than_the_target_s_is_all_of_it(recipe: Recipe
     plan = make_plan(replace(recipe, vocab=VocabSection(size=1 << 20)), probe=PROBE)
     assert plan["vocab"]["size"] is None
     assert any("vocab.size is 1,048,576, but the target has" in warning for warning in plan["warnings"])
+
+
+def test_what_vllm_hands_over(recipe: Recipe) -> None:
+    two = replace(recipe, vllm=VllmSection(options="--tensor-parallel-size=2", storage_gb=1e-6))
+    plans = [
+        make_plan(replace(two, capture=CaptureSection(mode=mode, engine="vllm")), probe=PROBE)
+        for mode in ("offline", "online")
+    ]
+    (tokens,), per_token = {plan["data"]["tokens"] for plan in plans}, 4 * 32 * 4 + 8
+    offline, online = (plan["vllm"] for plan in plans)
+    assert (offline["servers"], offline["devices"], offline["bytes_per_token"]) == (1, 2, per_token)
+    assert offline["bytes"] == tokens * per_token
+    assert offline["storage_bytes"] == 1000
+    assert online["bytes"] > offline["bytes"]  # every epoch is read again
+    ours = make_plan(recipe, probe=PROBE)
+    assert plans[0]["capture"]["seconds"] == pytest.approx(ours["capture"]["seconds"] / 2)
+    assert plans[1]["fit"]["memory"]["target"] == ours["fit"]["memory"]["target"]  # its ends only
 
 
 def test_the_probe_measures() -> None:

@@ -68,7 +68,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
     with metrics.lock:
         history, stats = metrics.history, metrics.stats
         recent, whole, closed = history.latest(RECENT_INTERVALS), history.latest(history.kept), history.closed()
-    window = recent if recent["rounds"] else whole
+    window = recent if recent["rounds"] or recent["acceptance"] else whole
     estimate = speed_up(window, stats)
     seconds = history.interval_seconds
     notes, watch = explain(window, stats, has_drafter=metrics.has_drafter), metrics.watch
@@ -84,6 +84,7 @@ def snapshot(metrics: Metrics, after: int = -1) -> dict[str, Any]:
             "version": metrics.version,
             "has_drafter": metrics.has_drafter,
             "drafter": metrics.drafter,
+            "switchable": metrics.switchable,
             "started": metrics.started,  # also tells one run of the service from the next
             "uptime_s": time.time() - metrics.started,
         },

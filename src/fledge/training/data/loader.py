@@ -12,7 +12,7 @@ and the target's ends are sealed (`fledge.files.seal`): a digest at their end, c
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -33,6 +33,7 @@ from fledge.progress import Progress
 from fledge.records import Record
 from fledge.training.capture import CaptureModel, TargetEnds
 from fledge.training.data.examples import PackedBatch, TokenStore, collate, map_tensors, packed_rows
+from fledge.training.data.stream import StateStream
 from fledge.training.recipe import FitSection
 
 _AGAIN = "capture again: --force capture"
@@ -88,13 +89,17 @@ def plan_states(
     )
 
 
+# States [tokens, width] of the examples in these ranges, one after another; no tensor spans two ranges.
+NumbersOf = Callable[[Sequence[tuple[int, int]]], Iterator[Tensor]]
+
+
 def write_states(
     directory: Path,
     store: TokenStore,
-    capture: CaptureModel,
+    ends: TargetEnds,
     form: StateFormat,
+    numbers_of: NumbersOf,
     *,
-    batch_tokens: int,
     progress: Progress,
 ) -> None:
     """Fill `directory`. Says how many bytes that takes and refuses when the disk has no room for them."""
@@ -112,15 +117,16 @@ def write_states(
         room = f"{free:,} bytes free, {_FREE_BYTES_TO_LEAVE:,} of them left alone"
         what = f"{needed:,} bytes of hidden states do not fit on this disk ({room})"
         raise FledgeError(f"{directory}: {what}; use capture.mode=online, or another output directory")
-    ends = capture.ends
     if not (directory / _ENDS).is_file():
         tied = ends.head_weight.data_ptr() == ends.embedding_weight.data_ptr()
         tensors = {name: x for name, x in vars(ends).items() if x is not None and not (tied and name == "head_weight")}
         with atomic_path(directory / _ENDS) as temporary:
             save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temporary)
             seal(temporary)
+    ranges = [pair for (*_, complete), pair in zip(shards, pairwise(form.shards), strict=True) if not complete]
+    parts = numbers_of(ranges)
     with progress.task("capture", total=store.total_tokens) as advance:
-        for (path, tokens, complete), examples in zip(shards, pairwise(form.shards), strict=True):
+        for path, tokens, complete in shards:
             if complete:
                 advance(tokens)
                 continue
@@ -128,16 +134,32 @@ def write_states(
                 with temporary.open("r+b") as file:  # writing to a map ends the process (SIGBUS) where the disk is full
                     os.posix_fallocate(file.fileno(), 0, form.bytes_of(tokens))
                 out, done = form.mapped(temporary, tokens), 0
-                for rows in _passes(store.lengths, *examples, batch_tokens):
-                    batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
-                    states = capture.states(batch.to(ends.head_weight.device), form.aux_layer_ids)
-                    both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
-                    numbers = both.cpu()[batch.document >= 0]  # rows hold the examples in order
+                while done < tokens:
+                    numbers = next(parts)
                     out[done : done + len(numbers)] = numbers
                     done += len(numbers)
                     advance(len(numbers))
                 del out  # unmaps the file
                 seal(temporary)
+
+
+def captured_numbers(store: TokenStore, capture: CaptureModel, form: StateFormat, batch_tokens: int) -> NumbersOf:
+    """The states that `capture` computes, about `batch_tokens` tokens in a pass."""
+
+    def numbers_of(ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        for first, last in ranges:
+            for rows in _passes(store.lengths, first, last, batch_tokens):
+                batch = collate(store, rows, max(int(store.lengths[list(row)].sum()) for row in rows))
+                states = capture.states(batch.to(capture.ends.head_weight.device), form.aux_layer_ids)
+                both = states.final if states.aux is None else torch.cat([states.aux, states.final], dim=-1)
+                yield both.cpu()[batch.document >= 0]  # rows hold the examples in order
+
+    return numbers_of
+
+
+def streamed_numbers(stream: StateStream) -> NumbersOf:
+    """The states that a vLLM computes."""
+    return lambda ranges: stream.of(example for first, last in ranges for example in range(first, last))
 
 
 def _passes(lengths: np.ndarray, first: int, last: int, batch_tokens: int) -> list[list[tuple[int, ...]]]:
@@ -189,21 +211,18 @@ class HiddenStateStore:
         for path, *_ in shards[verified]:
             check_seal(path, _AGAIN)
 
+    def begin(self, examples: Iterable[int]) -> None:
+        """All is there already."""
+
     def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
         """States [rows, length, ...] on the CPU, laid out as `collate` lays out tokens; zeros at padding."""
-        states = torch.zeros(len(rows), length, self.form.width, dtype=DTYPES[self.form.dtype])
-        for i, row in enumerate(rows):
-            used = 0
-            for example in row:
-                low, high = int(self._offsets[example]), int(self._offsets[example + 1])
-                size = min(high - low, length - used)
-                shard = int(np.searchsorted(self.form.shards, example, side="right")) - 1
-                start = low - int(self._offsets[self.form.shards[shard]])
-                states[i, used : used + size] = self._shards[shard][start : start + size]
-                used += size
-        hidden = self.form.hidden_size
-        aux = states[..., :-hidden].contiguous() if self.form.aux_layer_ids else None
-        return TargetStates(final=states[..., -hidden:].contiguous(), aux=aux)
+        return _laid_out(rows, length, self.form.hidden_size, self._numbers)
+
+    def _numbers(self, example: int) -> Tensor:
+        low, high = int(self._offsets[example]), int(self._offsets[example + 1])
+        shard = int(np.searchsorted(self.form.shards, example, side="right")) - 1
+        start = int(self._offsets[self.form.shards[shard]])
+        return self._shards[shard][low - start : high - start]
 
     def ends(self, device: torch.device | str) -> TargetEnds:
         """The target's embedding and head."""
@@ -211,6 +230,39 @@ class HiddenStateStore:
         check_seal(path, _AGAIN)
         tensors = {name: x.to(device) for name, x in load(path.read_bytes()[:-SEAL_BYTES]).items()}
         return TargetEnds(**{"head_weight": tensors["embedding_weight"], **tensors})
+
+
+class StreamedStates:
+    """States that a vLLM hands over while training reads them: in the order of training, and only once."""
+
+    def __init__(self, stream: StateStream) -> None:
+        self._stream = stream
+        self._arriving: Iterator[Tensor] = iter(())
+
+    def begin(self, examples: Iterable[int]) -> None:
+        """From now on exactly these examples will be read, in this order."""
+        self._arriving = self._stream.of(examples)
+
+    def clear(self) -> None:
+        """Remove what is left: a sequence that two processes asked for at once is written twice."""
+        self._stream.reader.files.clean(())
+
+    def read(self, rows: Sequence[tuple[int, ...]], length: int) -> TargetStates:
+        """As of `HiddenStateStore`."""
+        return _laid_out(rows, length, self._stream.reader.files.layers.hidden_size, lambda _next: next(self._arriving))
+
+
+def _laid_out(
+    rows: Sequence[tuple[int, ...]], length: int, hidden: int, numbers_of: Callable[[int], Tensor]
+) -> TargetStates:
+    parts = [[numbers_of(example)[:length] for example in row] for row in rows]
+    width, dtype = parts[0][0].shape[1], parts[0][0].dtype
+    states = torch.zeros(len(rows), length, width, dtype=dtype)
+    for i, row in enumerate(parts):
+        joined = torch.cat(row)
+        states[i, : len(joined)] = joined[:length]
+    aux = states[..., :-hidden].contiguous() if width > hidden else None
+    return TargetStates(final=states[..., -hidden:].contiguous(), aux=aux)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +285,7 @@ class StepLoader:
         fit: FitSection,
         *,
         share: slice,
-        states: HiddenStateStore | None = None,
+        states: HiddenStateStore | StreamedStates | None = None,
         pinned: bool = False,
     ) -> None:
         self._store, self._fit, self._share, self._states, self._pinned = store, fit, share, states, pinned
@@ -246,6 +298,8 @@ class StepLoader:
         """Yield `count` steps from `start`, each prepared while the one before is in use."""
         if count <= 0:
             return
+        if self._states is not None:
+            self._states.begin(self._examples(start, count))
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as pool:
             pending = pool.submit(self._step, start)
             for left in reversed(range(count)):
@@ -254,7 +308,15 @@ class StepLoader:
                     pending = pool.submit(self._step, data.following)
                 yield data
 
-    def _step(self, start: RowPosition) -> StepData:
+    def _examples(self, start: RowPosition, count: int) -> Iterator[int]:
+        """Of this process's rows in `count` steps."""
+        for _ in range(count):
+            rows, start = self._rows(start)
+            for row in rows[self._share]:
+                yield from row
+
+    def _rows(self, start: RowPosition) -> tuple[list[tuple[int, ...]], RowPosition]:
+        """The rows of a step, and where the next one begins."""
         rows: list[tuple[int, ...]] = []
         epoch, row = start
         while len(rows) < self._fit.rows:
@@ -263,6 +325,10 @@ class StepLoader:
             row += len(taken)
             if row >= len(self._rows_of(epoch=epoch)):
                 epoch, row = epoch + 1, 0
+        return rows, (epoch, row)
+
+    def _step(self, start: RowPosition) -> StepData:
+        rows, following = self._rows(start)
         length = self._fit.length
         members = np.fromiter((example for members in rows for example in members), dtype=np.int64)
         mine = rows[self._share]
@@ -279,5 +345,5 @@ class StepLoader:
             taught=pinned(taught),
             tokens=int(np.minimum(self._store.lengths[members], length).sum()),
             epoch=start[0],
-            following=(epoch, row),
+            following=following,
         )

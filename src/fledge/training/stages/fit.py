@@ -13,6 +13,7 @@ fit: train the drafter on them. Leaves candidates/step-000500/ ..., log.jsonl an
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -37,17 +38,27 @@ from fledge.files import atomic_path, digest, read_json, read_json_lines, write_
 from fledge.models.drafter.base import DraftVocabulary
 from fledge.models.drafter.variants import name_of
 from fledge.report.charts import MUTED, SERIES, frame
-from fledge.training.capture import CaptureModel, open_target, target_config
+from fledge.training.capture import CaptureModel, TargetEnds, open_target, target_config
 from fledge.training.data.examples import TokenStore
-from fledge.training.data.loader import HiddenStateStore, StepLoader, plan_states, write_states
+from fledge.training.data.loader import (
+    HiddenStateStore,
+    StepLoader,
+    StreamedStates,
+    captured_numbers,
+    plan_states,
+    streamed_numbers,
+    write_states,
+)
 from fledge.training.drafter_setup import drafter_config, make_drafter
 from fledge.training.parallel import Workers
 from fledge.training.pipeline import Stage, StageContext, shown_recipe
 from fledge.training.recipe import FitSection, Recipe
 from fledge.training.stages.prepare import text_identity
 from fledge.training.stages.regenerate import examples_directory
+from fledge.training.stages.vllm import captured_layers, check_target, open_hosts, open_stream, storage
 from fledge.training.trainer import LOG_FILE, Trainer, check_available
 from fledge.training.ttt import Teacher
+from fledge.vllm_states.files import StateFiles
 
 _COUNTED_TOGETHER = 1 << 24  # tokens
 _REPORTED_SIZES = tuple(1 << bits for bits in range(10, 18))  # of vocabularies, with their coverage
@@ -140,10 +151,14 @@ def read_vocabulary(directory: Path, vocab_size: int, data_digest: str | None = 
 
 
 def _capture_settings(recipe: Recipe) -> dict[str, Any]:
+    engine = {} if recipe.capture.engine == "fledge" else {"engine": recipe.capture.engine}
+    if engine:
+        check_target(recipe)
     if recipe.capture.mode == "online":
-        return {"mode": "online"}
+        return {"mode": "online", **engine}
     return {
         "mode": "offline",
+        **engine,
         "shard_tokens": recipe.capture.shard_tokens,
         "target": target_identity(recipe),
         "variant": recipe.drafter.variant,
@@ -170,11 +185,19 @@ def _capture(context: StageContext) -> dict[str, Any]:
         "aux_layer_ids": list(aux_layer_ids),
         "bytes_per_token": form.bytes_of(1),
     }
+    if recipe.capture.engine == "vllm":
+        storage(recipe).mkdir(parents=True, exist_ok=True)
+        files = StateFiles(storage(recipe), captured_layers(recipe))
+        summary["bytes_from_answers"] = files.clean(store.example(i)[0][:-1] for i in range(len(store)))
     if recipe.capture.mode == "online":
         return {**summary, "bytes": 0}
-    capture = open_target(recipe.target, choose_device(recipe.device))
-    batch_tokens = recipe.capture.batch_tokens
-    write_states(context.directory, store, capture, form, batch_tokens=batch_tokens, progress=context.progress)
+    if recipe.capture.engine == "vllm":
+        with open_hosts(recipe, context.progress) as hosts, open_stream(recipe, store, hosts, "cpu") as (ends, stream):
+            write_states(context.directory, store, ends, form, streamed_numbers(stream), progress=context.progress)
+    else:
+        capture = open_target(recipe.target, choose_device(recipe.device))
+        numbers_of = captured_numbers(store, capture, form, recipe.capture.batch_tokens)
+        write_states(context.directory, store, capture.ends, form, numbers_of, progress=context.progress)
     return {**summary, "bytes": form.bytes_of(store.total_tokens)}
 
 
@@ -203,11 +226,34 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 def _run(context: StageContext) -> dict[str, Any]:
     check_available(context.recipe.fit)
-    with Workers.start(context.recipe.device) as workers:
-        return _train(context, workers)
+    with Workers.start(context.recipe.device) as workers, ExitStack() as stack:
+        return _train(context, workers, stack)
 
 
-def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
+def _states(
+    context: StageContext, workers: Workers, store: TokenStore, aux_layer_ids: tuple[int, ...] | None, stack: ExitStack
+) -> tuple[TargetEnds, CaptureModel | None, HiddenStateStore | StreamedStates | None]:
+    """The target's ends; and the target itself, or the states that are read in its place."""
+    recipe = context.recipe
+    if recipe.capture.mode == "offline":
+        weights, mine = weights_digest(resolve(recipe.target.path)), slice(workers.rank, None, workers.world)
+        stored = HiddenStateStore(
+            context.inputs["capture"], store, target=weights, aux_layer_ids=aux_layer_ids, verified=mine
+        )
+        return stored.ends(workers.device), None, stored
+    if recipe.capture.engine == "vllm":
+        # The first process starts vLLM, if anybody must; the others ask it too.
+        opened = stack.enter_context(open_hosts(recipe, context.progress)) if workers.is_first else None
+        addresses = workers.tell([] if opened is None else opened.addresses)
+        hosts = opened or stack.enter_context(open_hosts(recipe, context.progress, addresses))
+        stream = open_stream(recipe, store, hosts, workers.device, workers.world)
+        ends, states = stack.enter_context(stream)
+        return ends, None, StreamedStates(states)
+    capture = open_target(recipe.target, workers.device)
+    return capture.ends, capture, None
+
+
+def _train(context: StageContext, workers: Workers, stack: ExitStack) -> dict[str, Any]:
     recipe, fit = context.recipe, context.recipe.fit
     compute, target = compute_dtype(fit, workers.device), target_config(recipe.target)
     on_gpu = workers.device.type == "cuda"
@@ -215,16 +261,7 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     vocabulary = read_vocabulary(context.inputs["vocab"], target.vocab_size, store.digest)
     config = drafter_config(recipe.drafter, target, None if vocabulary is None else len(vocabulary.d2t))
     variant, run_name = name_of(config), recipe.name or name_of(config)
-    capture: CaptureModel | None = None
-    states: HiddenStateStore | None = None
-    if recipe.capture.mode == "offline":
-        weights, ids = weights_digest(resolve(recipe.target.path)), config.aux_layer_ids
-        mine = slice(workers.rank, None, workers.world)
-        states = HiddenStateStore(context.inputs["capture"], store, target=weights, aux_layer_ids=ids, verified=mine)
-        ends = states.ends(workers.device)
-    else:
-        capture = open_target(recipe.target, workers.device)
-        ends = capture.ends
+    ends, capture, states = _states(context, workers, store, config.aux_layer_ids, stack)
     drafter = make_drafter(
         recipe.drafter,
         config,
@@ -258,6 +295,8 @@ def _train(context: StageContext, workers: Workers) -> dict[str, Any]:
     trainer.run()
     if not workers.is_first:
         return {}
+    if isinstance(states, StreamedStates):
+        states.clear()
     records = [record for _, record in read_json_lines(context.directory / LOG_FILE)]
     plot_training(records, context.directory / "training.png", title=f"{run_name}: training of {variant}")
     last = records[-1]

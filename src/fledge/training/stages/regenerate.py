@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -28,7 +29,7 @@ from fledge.devices import choose_device
 from fledge.engine.llm import LLM
 from fledge.errors import CheckpointError, ConfigError, DataError, FledgeError
 from fledge.evaluation.conversations import split_turns
-from fledge.evaluation.dialogue import Dialogue, answer_dialogues
+from fledge.evaluation.dialogue import Answerer, Dialogue, answer_dialogues
 from fledge.files import read_json_lines, write_json_lines
 from fledge.records import encode
 from fledge.training.data.examples import TokenStore
@@ -36,6 +37,7 @@ from fledge.training.data.rendering import chain
 from fledge.training.pipeline import Stage, StageContext
 from fledge.training.recipe import Recipe
 from fledge.training.stages.prepare import EXAMPLES, PROMPTS, add_examples, open_renderer, text_identity
+from fledge.training.stages.vllm import answers_of, check_target, check_vllm, open_hosts
 
 _PARTS = "parts"
 GPU_MEMORY = 0.88  # of the device, for all processes that answer together
@@ -52,8 +54,12 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.regenerate.enabled:
         return {"enabled": False}
     target = resolve(recipe.target.path)
+    if recipe.capture.engine == "vllm":
+        check_target(recipe)  # before hours of answering
     section = asdict(recipe.regenerate)
     del section["max_num_seqs"], section["chunk"], section["processes"]  # how it is done, not what comes out
+    if section["engine"] == "fledge":
+        del section["engine"]  # as before there was another
     return {
         "regenerate": section,
         "max_length": recipe.data.max_length,
@@ -66,6 +72,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 def _run(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
+    if recipe.uses_vllm:
+        check_vllm(recipe)  # whichever stage needs it: before hours of work
     if not recipe.regenerate.enabled:
         return {"enabled": False}
     prompts = read_json_lines(context.inputs["prepare"] / PROMPTS)
@@ -95,8 +103,21 @@ def open_llm(recipe: Recipe) -> LLM:
             kv_cache_bytes=share,
             seed=recipe.regenerate.seed,
         )
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} (set regenerate.enabled=false to train on the data's own answers)") from None
+    except (CheckpointError, ConfigError) as error:
+        ways = "regenerate.engine=vllm, or regenerate.enabled=false to train on the data's own answers"
+        raise CheckpointError(f"{error} (in a recipe: {ways})") from None
+
+
+@contextmanager
+def _answerer(context: StageContext) -> Iterator[Answerer]:
+    """What answers: our engine, or vLLM, which then leaves the states of its answers for `capture` too."""
+    recipe = context.recipe
+    if recipe.regenerate.engine == "fledge":
+        yield open_llm(recipe)
+        return
+    with open_hosts(recipe, context.progress) as hosts:
+        one_pass = recipe.capture.engine == "vllm" and recipe.regenerate.turns == "last"
+        yield answers_of(recipe, hosts, leave_states=one_pass)
 
 
 def _dialogues(number: int, record: Mapping[str, Any], recipe: Recipe) -> list[Dialogue]:
@@ -128,32 +149,33 @@ def _answer_chunks(context: StageContext, process: int, advance: Callable[..., N
     params = SamplingParams(**{name: getattr(recipe.regenerate, name) for name in names})
     longest, least = recipe.data.max_length, recipe.data.min_answer_tokens
     prompts: dict[int, dict[str, Any]] = {}  # of this chunk, by number
-    llm: LLM | None = None  # when the first answer is needed
+    llm: Answerer | None = None  # when the first answer is needed
 
     def token_ids(dialogue: Dialogue) -> list[int]:
         text = renderer.prompt_text(dialogue.next_messages, prompts[dialogue.number]["template"])
         return renderer.encode([text])[0]
 
-    for first, records, part in islice(_chunks(context), process, None, recipe.regenerate.processes):
-        prompts.clear()
-        prompts.update(enumerate(records, start=first))
-        dialogues = [d for number, record in prompts.items() for d in _dialogues(number, record, recipe)]
-        if part.is_file():
-            advance(sum(len(dialogue.turns) for dialogue in dialogues))
-            continue
-        llm = llm or open_llm(recipe)
-        started = time.perf_counter()
-        tell = partial(advance, note=f"{tokens / seconds:,.0f} tokens/s" if seconds else "")
-        answer_dialogues(llm, dialogues, params, encode=token_ids, longest=longest, least_room=least, advance=tell)
-        seconds += time.perf_counter() - started
-        tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
-        if os.getppid() != parent:
-            break  # the run was killed; its next start must not find us at work
-        lines = []
-        for one in dialogues:
-            line = {"turns": encode(one.answers), "dropped": one.dropped}
-            lines.append({"category": prompts[one.number]["category"], **line})
-        write_json_lines(part, lines)
+    with ExitStack() as stack:
+        for first, records, part in islice(_chunks(context), process, None, recipe.regenerate.processes):
+            prompts.clear()
+            prompts.update(enumerate(records, start=first))
+            dialogues = [d for number, record in prompts.items() for d in _dialogues(number, record, recipe)]
+            if part.is_file():
+                advance(sum(len(dialogue.turns) for dialogue in dialogues))
+                continue
+            llm = llm or stack.enter_context(_answerer(context))
+            started = time.perf_counter()
+            tell = partial(advance, note=f"{tokens / seconds:,.0f} tokens/s" if seconds else "")
+            answer_dialogues(llm, dialogues, params, encode=token_ids, longest=longest, least_room=least, advance=tell)
+            seconds += time.perf_counter() - started
+            tokens += sum(len(turn.answer_token_ids) for dialogue in dialogues for turn in dialogue.answers)
+            if os.getppid() != parent:
+                break  # the run was killed; its next start must not find us at work
+            lines = []
+            for one in dialogues:
+                line = {"turns": encode(one.answers), "dropped": one.dropped}
+                lines.append({"category": prompts[one.number]["category"], **line})
+            write_json_lines(part, lines)
     return tokens, seconds
 
 

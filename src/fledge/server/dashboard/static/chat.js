@@ -80,7 +80,8 @@ class Answer {
     if (chunk.error) throw new Error(chunk.error.message || "the server reported an error");
     if (chunk.usage) {
       this.tokens = chunk.usage.completion_tokens ?? this.tokens;
-      this.acceptance = chunk.usage.speculation?.acceptance_length ?? this.acceptance;
+      const told = chunk.usage.speculation?.acceptance_length ?? chunk.metrics?.speculative_decoding?.mean_acceptance_length; // ours, vLLM's
+      this.acceptance = told ?? this.acceptance;
     }
     for (const choice of chunk.choices || []) {
       const delta = choice.delta || {}, pieces = choice.fledge?.pieces || [];
@@ -121,7 +122,7 @@ class Answer {
 
 export class Playground {
   constructor({ request, model }) {
-    Object.assign(this, { request, model, abort: null, history: [] }); // one conversation, whoever answers
+    Object.assign(this, { request, model, abort: null, history: [], switchable: true }); // one conversation, whoever answers
     this.columns = Object.fromEntries([...document.querySelectorAll(".column")].map((column) => [column.dataset.mode, column]));
     this.status = byId("chat-status");
     byId("chat").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
@@ -139,6 +140,12 @@ export class Playground {
 
   get mode() {
     return document.querySelector("input[name=mode]:checked").value;
+  }
+
+  // Behind the server may be an engine that drafts for all requests alike.
+  set switches(switchable) {
+    this.switchable = switchable;
+    for (const other of document.querySelectorAll("input[name=mode]:not([value=on])")) other.disabled = !switchable;
   }
 
   showColumns() {
@@ -219,7 +226,7 @@ export class Playground {
         seed,
         stream: true,
         stream_options: { include_usage: true },
-        speculation: { enabled: mode === "on", report: true },
+        ...(this.switchable && { speculation: { enabled: mode === "on", report: true } }),
       }),
     });
     if (!response.ok) {

@@ -159,6 +159,7 @@ function show(data) {
   const { server, tiles: now } = data;
   document.title = `${server.model} · Fledge`;
   byId("server").textContent = `${server.model}${server.has_drafter ? ` with ${server.drafter ?? "a drafter"}` : ", no drafter"} · ${server.version} · up ${duration(server.uptime_s)}`;
+  playground.switches = server.switchable;
   showFindings(data.findings);
   byId("window").textContent = `Speed-up and tokens per round are over the last ${duration(data.window_s)}; rates over the last ${duration(data.now_s)}.`;
   byId("tiles").replaceChildren(...tiles(now, server.has_drafter));
@@ -238,5 +239,5 @@ const charts = [
 ].map((spec) => new Chart(byId("charts"), spec));
 
 const panel = new DrafterPanel(byId("drafter-curves"));
-new Playground({ request: (path, options) => request(path, options), model: () => state.data?.server.model ?? "" });
+const playground = new Playground({ request: (path, options) => request(path, options), model: () => state.data?.server.model ?? "" });
 keepAsking();

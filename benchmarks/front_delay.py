@@ -1,0 +1,106 @@
+"""What Fledge in front of a vLLM adds to the first byte of a stream and to its last: asked directly, and through it.
+
+    python benchmarks/front_delay.py [--requests 300] [--concurrency 1] [--max-tokens 64]
+
+A stand-in for vLLM (tests/fake_vllm_server.py) answers at once, so that the difference is what the front costs, which
+is `fledge serve` of the bundled pair. Requests take turns: one directly, one through the front. Also the processor time
+that the front takes for a request, from its first byte to its line in the log, where others keep the cores busy.
+Prints one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.fake_vllm import put  # noqa: E402
+
+BODY = {"prompt": [1, 2, 3], "stream": True, "temperature": 0}
+
+
+def first_and_last(client: httpx.Client, max_tokens: int) -> tuple[float, float]:
+    """Seconds to the first byte of a stream, and to its end."""
+    started = time.perf_counter()
+    with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": max_tokens}) as stream:
+        first = None
+        for _ in stream.iter_raw():
+            first = first or time.perf_counter() - started
+    assert first is not None
+    return first, time.perf_counter() - started
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all threads of a process, so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(direct: httpx.Client, through: httpx.Client, requests: int, max_tokens: int) -> list[tuple[float, float]]:
+    """Pairs of (what the front adds to the first byte, and to the last), in milliseconds."""
+    added = []
+    for _ in range(requests):
+        (first, last), (front_first, front_last) = (first_and_last(one, max_tokens) for one in (direct, through))
+        added.append((1e3 * (front_first - first), 1e3 * (front_last - last)))
+    return added
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    given = parser.parse_args()
+    added: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "fledge", "serve", "--engine", "vllm", "--port", "0"]
+        found = {**os.environ, **put(Path(directory))}
+        found["PYTHONPATH"] += os.pathsep + str(ROOT / "src")
+        with subprocess.Popen(command, env={**found, "TMPDIR": directory}, stderr=subprocess.PIPE, text=True) as front:
+            assert front.stderr is not None
+            url = next(found[0] for line in front.stderr if (found := re.findall(r"http://[\d.:]+", line)))
+            (socket,) = Path(directory).glob("fledge-vllm-*/vllm.sock")
+            log = threading.Thread(target=front.stderr.read, daemon=True)  # or its pipe fills up
+            log.start()
+
+            def work() -> None:
+                transport = httpx.HTTPTransport(uds=str(socket))
+                with (
+                    httpx.Client(base_url="http://vllm", transport=transport, timeout=60) as direct,
+                    httpx.Client(base_url=url, timeout=60) as through,
+                ):
+                    added.extend(measure(direct, through, given.requests, given.max_tokens))
+
+            warm = httpx.Client(base_url=url, timeout=60)
+            for _ in range(20):
+                first_and_last(warm, given.max_tokens)
+            before = processor_seconds(front.pid)
+            threads = [threading.Thread(target=work) for _ in range(given.concurrency)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            spent = processor_seconds(front.pid) - before
+            front.terminate()
+    result: dict[str, float] = {"requests": len(added), "concurrency": given.concurrency}
+    result["front_processor_ms"] = round(1e3 * spent / len(added), 3)
+    for name, values in zip(("first_byte_ms", "last_byte_ms"), zip(*added, strict=True), strict=True):
+        ordered = sorted(values)
+        result[f"{name}_median"] = round(statistics.median(ordered), 3)
+        result[f"{name}_p99"] = round(ordered[int(0.99 * len(ordered))], 3)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""`fledge serve --engine vllm`: the pair is checked first, then vLLM runs it, and Fledge stands in front."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fledge.checkpoints.source import DRAFTERS, bundled_directory
+from fledge.cli.vllm_command import vllm_speculation, vllm_values, without
+from fledge.errors import ConfigError
+from fledge.files import read_json
+from fledge.vllm_process.finding import find_vllm
+from fledge.vllm_process.process import VllmProcess
+
+if TYPE_CHECKING:
+    from fledge.server.front import Front
+    from fledge.server.options import ServeOptions
+    from fledge.server.prompts import Template
+
+BUNDLED_DEPTH = 5
+MAX_NUM_SEQS = 256  # vLLM's own on most machines; for our limit of requests only
+_REQUEST_METRICS = "--per-request-spec-decode-metrics"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """How to run vLLM: words of its command line, and whose vLLM it is."""
+
+    words: Sequence[str] = field(default_factory=tuple)
+    python: str | None = None
+    log_file: Path | None = None
+    start_timeout: float = 1800.0
+
+
+def vllm_words(words: Sequence[str], *, bundled_pair: bool = False) -> list[str]:
+    """vLLM's words as they were given; the bundled target's with its drafter, unless another is named."""
+    if "--headless" in words:
+        advice = "run vLLM itself on this node, and fledge serve on the one with the API server"
+        raise ConfigError(f"--headless: there is nothing to stand in front of; {advice}")
+    if bundled_pair and vllm_speculation(words) is None:
+        config = {"model": DRAFTERS["EAGLE-3.1"], "num_speculative_tokens": BUNDLED_DEPTH}
+        return [*words, "--speculative-config", json.dumps(config)]
+    return list(words)
+
+
+def open_front(
+    source: str, directory: Path, options: VllmOptions, settings: "ServeOptions"
+) -> tuple["Front", tuple[str, str]]:
+    """Check the pair, start vLLM, wait for it; return the front, and what is served and where, in words.
+
+    `directory` is the target's, or that of its config and tokenizer alone.
+    """
+    from fledge.engine.vllm_pair import check_pair  # noqa: PLC0415 - torch takes seconds
+    from fledge.server.front import Front  # noqa: PLC0415
+
+    installation = find_vllm(options.python)
+    if installation.warning:
+        print(f"warning: {installation.warning}", file=sys.stderr)
+    words = list(options.words)
+    speculation = vllm_speculation(words)
+    if speculation is not None:
+        speculation = check_pair(directory, speculation)
+        words = [*without(words, "--speculative-config"), "--speculative-config", json.dumps(speculation)]
+    if not vllm_values(words, "--served-model-name"):
+        words += ["--served-model-name", source]
+    if speculation is not None and not vllm_values(words, _REQUEST_METRICS) and installation.has_request_metrics:
+        words += [_REQUEST_METRICS, "detailed"]
+    asked = "".join(vllm_values(words, "--max-num-seqs"))
+    process = VllmProcess(installation, str(bundled_directory(source) or source), words, log_file=options.log_file)
+    try:
+        process.wait_until_ready(options.start_timeout)
+        drafter = None if speculation is None else str(speculation.get("model") or speculation["method"])
+        front = Front(
+            process,
+            settings,
+            max_num_seqs=int(asked) if asked.isdecimal() else MAX_NUM_SEQS,
+            drafter=drafter,
+            template=_template(directory, words),
+            tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
+        )
+    except BaseException:
+        process.stop()
+        raise
+    pair = f"{source}, without a drafter"
+    if speculation is not None:
+        pair = f"{source} with {drafter}, {speculation.get('num_speculative_tokens', 'some')} drafts deep"
+    return front, (pair, f"by vLLM {installation.version}")
+
+
+def _template(directory: Path, words: Sequence[str]) -> "Template":
+    """The chat template that vLLM uses, as tables name it."""
+    from fledge.server.prompts import NO_TEMPLATE, Template  # noqa: PLC0415
+
+    name, text = "default", None
+    if given := vllm_values(words, "--chat-template"):
+        file = Path(given[0])
+        name, text = file.stem, file.read_text(encoding="utf-8") if file.is_file() else given[0]
+    elif (file := directory / "chat_template.jinja").is_file():
+        text = file.read_text(encoding="utf-8")
+    else:
+        text = (read_json(directory / "tokenizer_config.json") or {}).get("chat_template")
+    if not isinstance(text, str):
+        return NO_TEMPLATE if text is None else Template(name, "")
+    return Template(name, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12])

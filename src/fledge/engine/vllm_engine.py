@@ -1,0 +1,261 @@
+"""vLLM as an engine: requests over HTTP to a process of its own, token ids in and out, behind `protocol.Engine`.
+
+One thread for each request that runs reads its stream. Which tokens of a step had been drafted vLLM does not say; how
+the rounds of an answer went it says at its end (`--per-request-spec-decode-metrics`), and metrics are whole.
+"""
+
+import http.client
+import queue
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fledge.checkpoints.source import bundled_directory, resolve
+from fledge.checkpoints.target import stop_ids, vocab_size
+from fledge.decoding.params import SamplingParams
+from fledge.engine.arms import Acceptance
+from fledge.engine.config import SpeculativeConfig
+from fledge.engine.constraint import TokenConstraint
+from fledge.engine.outputs import RequestUpdate, TokenLogprobs
+from fledge.engine.protocol import DeadEngineError, EngineInfo, EngineStats
+from fledge.engine.vllm_pair import check_pair
+from fledge.engine.vllm_rounds import engine_stats, request_metrics
+from fledge.errors import ConfigError, SwapRefusedError, describe
+from fledge.vllm_process.client import VllmError
+from fledge.vllm_process.counters import VllmCounters
+from fledge.vllm_process.finding import find_vllm
+from fledge.vllm_process.process import VllmProcess, option_words
+
+MAX_NUM_SEQS = 256  # vLLM's own on most machines
+REQUEST_METRICS = "per_request_spec_decode_metrics"
+_NAMES = {"kv_cache_bytes": "kv_cache_memory_bytes"}  # of options that are called otherwise there
+_WAIT_SECONDS = 1.0  # between two looks at whether it lives
+_SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+
+
+@dataclass
+class _Running:
+    """A request that vLLM has not ended yet."""
+
+    body: dict[str, Any]
+    stop_ids: frozenset[int]
+    connection: http.client.HTTPConnection
+    arrived: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    end: dict[str, Any] = field(default_factory=dict)  # what has the usage
+
+    def last(self, request_id: str, reason: str, **more: Any) -> RequestUpdate:
+        now = time.perf_counter()
+        first = None if self.first is None else self.first - self.arrived
+        metrics = request_metrics(self.end, arrived=self.arrived, time_to_first_token=first, seconds=now - self.arrived)
+        return RequestUpdate(request_id, more.pop("token_ids", []), finish_reason=reason, metrics=metrics, **more)
+
+
+class VllmEngine:
+    """An engine of `protocol.py`. `close` ends its process; so does the end of this one."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        python: str | None = None,
+        words: Sequence[str] = (),
+        tokenizer: Any | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Start vLLM and wait for it. `options` are vLLM's by their names in Python, `words` of its command line.
+
+        A drafter that breaks its contract with the target is refused before.
+        """
+        self._remade = {"model": model, "python": python, "words": words, "tokenizer": tokenizer, **options}
+        installation = find_vllm(python)
+        directory = resolve(model, weights=False)
+        speculation = None if speculative_config is None else check_pair(directory, speculative_config)
+        if speculation is not None and installation.has_request_metrics:
+            options = {REQUEST_METRICS: "detailed", **options}
+        written = option_words({**options, "speculative_config": speculation})
+        self.process = VllmProcess(installation, str(bundled_directory(str(model)) or model), [*written, *words])
+        self.process.wait_until_ready()
+        most = int(options.get("max_num_seqs") or MAX_NUM_SEQS)
+        served = self.process.client.get_json("/v1/models")["data"][0]
+        self._name, longest = served["id"], int(served["max_model_len"])
+        self.info = EngineInfo(
+            model=str(model),
+            drafter=None if speculation is None else str(speculation.get("model") or speculation["method"]),
+            device=f"vLLM {installation.version}",
+            dtype=str(options.get("dtype") or "auto"),
+            vocab_size=vocab_size(directory),
+            eos_ids=stop_ids(directory, tokenizer),
+            max_model_len=longest,
+            max_num_seqs=most,
+            max_depth=int((speculation or {}).get("num_speculative_tokens") or 0),
+            kv_capacity=longest,  # what does not fit waits, or is refused by vLLM
+        )
+        self._running: dict[str, _Running] = {}
+        self._updates: queue.SimpleQueue[RequestUpdate] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="vllm")
+
+    def with_speculation(self, speculative_config: Mapping[str, Any] | None) -> "VllmEngine":
+        """Another engine with another drafter, or none: vLLM is started again. This one is closed."""
+        self.close()
+        return VllmEngine(**self._remade, speculative_config=speculative_config)
+
+    def close(self) -> None:
+        for request_id in list(self._running):
+            self.abort(request_id)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.process.stop()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        eos_ids: Sequence[int] = (),
+        draft_limit: int | None = None,
+        cache_salt: bytes = b"",
+        constraint: TokenConstraint | None = None,
+        parent: str = "",  # noqa: ARG002 - vLLM's requests have no parents
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. What only our engine does is refused: constraints, limits of drafts, prompts' logprobs."""
+        for name, given in (("constraint", constraint), ("draft_limit", draft_limit)):
+            if given is not None:
+                raise ConfigError(f"{name}: vLLM cannot be asked for that from here; only Fledge's own engine can")
+        if params.prompt_logprobs is not None:
+            raise ConfigError("prompt_logprobs: vLLM is not asked for those from here", param="prompt_logprobs")
+        self.info.check_request(prompt, params)
+        room = self.info.max_model_len - len(prompt)  # more than that vLLM refuses; ours ends there
+        stops = [*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)]
+        body = {
+            "model": self._name,
+            "prompt": list(prompt),
+            **{name: getattr(params, name) for name in _SAME},
+            "top_k": params.top_k,
+            "max_tokens": min(params.max_tokens or room, room),
+            "seed": seed,
+            "priority": priority,
+            "stop_token_ids": stops,
+            "ignore_eos": True,  # the ids above say where answers end
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream_options": {"include_usage": True},
+        }
+        body |= {"logprobs": params.logprobs} if params.logprobs is not None else {}
+        body |= {"logit_bias": {str(k): v for k, v in params.logit_bias.items()}} if params.logit_bias else {}
+        body |= {"cache_salt": cache_salt.hex()} if cache_salt else {}
+        made = _Running(body, frozenset(stops), self.process.client.connect())
+        self._running[request_id] = made
+        self._threads.submit(self._read, request_id, made)
+
+    def abort(self, request_id: str, reason: str = "abort") -> RequestUpdate | None:
+        request = self._running.pop(request_id, None)
+        if request is None:
+            return None
+        if request.connection.sock is not None:  # a thread waits in it
+            with suppress(OSError):
+                request.connection.sock.shutdown(socket.SHUT_RDWR)
+        return request.last(request_id, reason)
+
+    def step(self) -> list[RequestUpdate]:
+        """Wait until there is something new, and return all there is. Raises DeadEngineError when vLLM has gone."""
+        updates: list[RequestUpdate] = []
+        while not updates and self._running:
+            with suppress(queue.Empty):
+                updates.append(self._updates.get(timeout=_WAIT_SECONDS))
+            while not self._updates.empty():
+                updates.append(self._updates.get())
+            if not self.process.is_alive:
+                raise DeadEngineError(f"vLLM has stopped: {self.process.end_reason()}")
+            updates = [one for one in updates if one.request_id in self._running]  # the others were aborted
+        for one in updates:
+            if one.finish_reason is not None:
+                self._running.pop(one.request_id, None)
+        return updates
+
+    def warm_up(
+        self,
+        progress: Callable[[int, int], None] = lambda _done, _all: None,
+        *,
+        plain: bool = False,
+        acceptance: Acceptance | None = None,
+    ) -> None:
+        """Nothing is left to do: vLLM is warm when it is ready."""
+
+    def prepare_drafter(self, model: str) -> NoReturn:
+        raise SwapRefusedError(f"{model}: {self.info.device} cannot be given another drafter here; start it anew")
+
+    def exchange_drafter(self, new: Any, acceptance: Acceptance | None = None) -> None:
+        raise AssertionError("nothing was prepared")
+
+    def stats(self) -> EngineStats:
+        return engine_stats(self.counters())
+
+    def counters(self) -> VllmCounters:
+        """What vLLM counts, now."""
+        return VllmCounters.read(self.process.client.get("/metrics").decode())
+
+    def _read(self, request_id: str, request: _Running) -> None:
+        """Read a request's stream to its end. In a thread of its own."""
+        held: RequestUpdate | None = None  # the last one with tokens: the usage comes after it
+        try:
+            for event in self.process.client.stream("/v1/completions", request.body, connection=request.connection):
+                if event.get("usage"):
+                    request.end = event
+                for choice in event["choices"]:
+                    request.first = request.first or time.perf_counter()
+                    tokens = choice.get("token_ids") or []
+                    reason = choice.get("finish_reason")
+                    logprobs = _logprobs(choice.get("logprobs"))
+                    if reason is None:
+                        self._updates.put(RequestUpdate(request_id, tokens, logprobs=logprobs))
+                    else:
+                        stop = tokens[-1] if reason == "stop" and tokens and tokens[-1] in request.stop_ids else None
+                        held = RequestUpdate(
+                            request_id, tokens, logprobs=logprobs, finish_reason=reason, stop_token_id=stop
+                        )
+            if held is None:
+                raise VllmError("vLLM ended an answer without a reason")
+            self._updates.put(held._replace(metrics=request.last(request_id, "stop").metrics))
+        except Exception as error:  # whatever it is, it is this request's; unless vLLM is gone, which `step` finds out
+            if request_id in self._running and getattr(error, "status", None) is None:
+                self.process.dies_within(_WAIT_SECONDS)
+            self._updates.put(request.last(request_id, "error", error=describe(error).removeprefix("VllmError: ")))
+
+
+def open_vllm(model: str | Path, python: str | None, tokenizer: Any | None, options: Mapping[str, Any]) -> VllmEngine:
+    """Start vLLM with the options of `LLM`: those of other names there are translated, all others its own to judge."""
+    kept = {_NAMES.get(name, name): value for name, value in options.items() if value is not None and value != "auto"}
+    speculation, words = kept.pop("speculative_config", None), kept.pop("vllm_options", ())
+    if (device := kept.pop("device", None)) is not None:
+        raise ConfigError(f"device: found '{device}', but vLLM runs on what its build is for")
+    if isinstance(speculation, SpeculativeConfig):
+        speculation = speculation.to_dict()
+    return VllmEngine(model, python=python, words=words, tokenizer=tokenizer, speculative_config=speculation, **kept)
+
+
+def _logprobs(told: Mapping[str, Any] | None) -> list[TokenLogprobs] | None:
+    """vLLM's lists, whose tokens are written as `token_id:7`."""
+    if told is None:
+        return None
+    found = []
+    for name, value, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        likeliest = sorted(((_id(one), p) for one, p in (top or {}).items()), key=lambda pair: -pair[1])
+        found.append(TokenLogprobs(_id(name), value, tuple(likeliest)))
+    return found
+
+
+def _id(name: str) -> int:
+    return int(name.removeprefix("token_id:"))

@@ -1,0 +1,47 @@
+"""A pair for vLLM, held to the contract before vLLM loads it: it does so silently, right or wrong."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fledge.checkpoints.contract import check
+from fledge.checkpoints.drafter import raise_errors
+from fledge.checkpoints.reading import is_drafter, read_drafter
+from fledge.checkpoints.source import bundled_directory, resolve
+from fledge.checkpoints.target import sketch_target_config
+from fledge.errors import CheckpointWarning, ConfigError
+from fledge.models.config import Architecture
+
+_OURS = ("adaptive", "tree_width", "tree_budget")  # keys of a speculative config that vLLM does not have
+
+
+def check_pair(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse a drafter that breaks its contract with the target; return the config as vLLM is to have it.
+
+    `target` is its directory, or that of its config and tokenizer alone. A bundled drafter is written as its directory,
+    and the method as the checkpoint is for: vLLM guesses that by the directory's name. Other methods (MTP, n-grams,
+    ...) are vLLM's own.
+    """
+    if own := next((key for key in _OURS if speculation.get(key) not in (None, False)), None):
+        raise ConfigError(f"speculative_config: '{own}' is for Fledge's own engine; leave it out for vLLM")
+    speculation = {key: value for key, value in speculation.items() if key not in _OURS}
+    name, method = speculation.get("model"), speculation.get("method")
+    if name is None and method is None:
+        raise ConfigError("speculative_config: 'model' is missing; it names the drafter's directory or hub name")
+    if not isinstance(name, str) or method not in (None, "eagle", "eagle3"):
+        return speculation
+    drafter = resolve(name)
+    if method is None and not is_drafter(drafter):
+        return speculation
+    checkpoint = read_drafter(drafter)
+    # Weights say which target it is; of one on the hub, vLLM fetches them later.
+    has_weights = any(target.glob("*.safetensors")) or any(target.glob("*.bin"))
+    findings = check(checkpoint, sketch_target_config(target)[0], target if has_weights else None)
+    raise_errors(checkpoint, findings)
+    for finding in findings:
+        warnings.warn(finding.message(drafter), CheckpointWarning, stacklevel=2)
+    found = "eagle" if checkpoint.config.architecture is Architecture.EAGLE1 else "eagle3"
+    if method not in (None, found):
+        raise ConfigError(f"method: found '{method}', but {name} is a drafter for method '{found}'")
+    return {**speculation, "model": str(bundled_directory(name) or name), "method": found}

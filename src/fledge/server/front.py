@@ -1,0 +1,376 @@
+"""Fledge in front of a vLLM: keys, limits, drain, the request log, metrics and the page; requests pass as they are.
+
+What a client sends goes to vLLM byte for byte, and what vLLM answers goes back as it comes. One thing is added: a
+stream ends with its usage, for us to read how its rounds went (`--per-request-spec-decode-metrics`); from a client that
+did not ask for usage, that last event is kept. With that option set to `none` nothing is added, and nothing known.
+"""
+
+import asyncio
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jiter
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from fledge import __version__
+from fledge.engine.outputs import RequestMetrics, RequestUpdate
+from fledge.engine.vllm_rounds import request_metrics
+from fledge.errors import FledgeError
+from fledge.server.api import CLIENT_GONE, SLOW_CLIENT_SECONDS, check_json, error_response, read_body, until_gone
+from fledge.server.async_vllm import AsyncVllm, HeaderList, PassedAnswer
+from fledge.server.errors import RequestError
+from fledge.server.live_drift import Traits, script_of
+from fledge.server.metrics import Metrics
+from fledge.server.options import ApiKeys, ServeOptions
+from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.server.request_log import RequestLogEntry
+from fledge.server.responses import DONE, event
+from fledge.server.service import baseline_of
+from fledge.vllm_process.process import VllmProcess
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+_PREFIXES = {CHAT: "chatcmpl", COMPLETION: "cmpl", "/v1/responses": "resp"}  # of vLLM's own ids
+# Between two neighbours and not for those behind them; or for us (keys, origins, names); or written anew.
+_OWN_HEADERS = frozenset(
+    b"""connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
+    upgrade host content-length authorization origin expect""".split()
+)
+_OWN_ANSWER_HEADERS = _OWN_HEADERS | {b"date", b"server"}
+_TELLING = re.compile(
+    rb'"usage"|"finish_reason": ?"'
+)  # events that are worth reading; in text, quotes have a backslash
+_WITH_USAGE = b',"stream_options":{"include_usage":true}}'
+
+
+class Front:
+    """What a vLLM is served through. Made before there is an event loop; its engine starts in one."""
+
+    def __init__(
+        self,
+        process: VllmProcess,
+        options: ServeOptions,
+        *,
+        max_num_seqs: int,
+        drafter: str | None,
+        template: Template,
+        tells_rounds: bool,
+    ) -> None:
+        """`process` is ready. `template`: that of conversations. `tells_rounds`: it was told to, request by request."""
+        self.options = options
+        self.keys = ApiKeys(options.api_keys)
+        self.is_draining = False
+        self.body_bytes = 0
+        self.template = template
+        self.tells_rounds = tells_rounds
+        self.metrics = Metrics(
+            model_name=options.model_name,
+            has_drafter=drafter is not None,
+            switchable=False,
+            version=f"{__version__} with vLLM {process.installation.version}",
+            baseline=baseline_of(drafter),
+        )
+        self.engine = AsyncVllm(process, max_requests=max_num_seqs + options.max_queue, metrics=self.metrics)
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    @property
+    def status(self) -> str:
+        return "dead" if not self.engine.is_healthy else "draining" if self.is_draining else "ok"
+
+    def admit(self) -> None:
+        """Raise RequestError while the server takes no new work."""
+        if self.is_draining:
+            self.metrics.on_rejected("draining")
+            raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
+
+
+def router(front: Front) -> APIRouter:
+    """Return all routes but those of the page. What is not ours is vLLM's."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.api_route("/health", methods=["GET"])
+    @routes.api_route("/ping", methods=["GET", "POST"])
+    async def health() -> Response:
+        return JSONResponse({"status": front.status}, status_code=200 if front.status == "ok" else 503)
+
+    @routes.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": front.engine.active})
+
+    @routes.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__, "vllm": front.engine.process.installation.version})
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        """Ours, and vLLM's own as they are; what both have, of Python and the process, is told of ours only."""
+        await front.engine.read_counters()
+        lines = front.engine.counters_text.splitlines(keepends=True)
+        theirs = "".join(line for line in lines if line.removeprefix("# HELP ").removeprefix("# TYPE ")[:5] == "vllm:")
+        return Response(front.metrics.render() + theirs.encode(), media_type=CONTENT_TYPE_LATEST)
+
+    async def ask(request: Request) -> Response:
+        return await _ask(front, request)
+
+    routes.add_route(
+        "/{path:path}", ask, methods=["POST"]
+    )  # Starlette's, which asks for no dependencies: it is quicker
+
+    @routes.api_route(
+        "/{path:path}", methods=["GET", "HEAD", "PUT", "PATCH", "DELETE"], dependencies=[Depends(front.keys.check)]
+    )
+    async def look_up(request: Request) -> Response:
+        body = await read_body(front, request)
+        async with front.engine.send(request.method, _target(front, request), _headers(request, body), body) as answer:
+            content = b"".join([part async for part in answer.parts()])
+        return _whole(answer, content)
+
+    return routes
+
+
+def _target(front: Front, request: Request) -> bytes:
+    path: bytes = request.scope.get("raw_path") or request.url.path.encode()
+    query: bytes = request.scope["query_string"]
+    return path.partition(b"?")[0].removeprefix(front.options.root_path.encode()) + (b"?" + query if query else b"")
+
+
+def _headers(request: Request, body: bytes, request_id: str | None = None) -> HeaderList:
+    kept = [(name, value) for name, value in request.headers.raw if name not in _OWN_HEADERS]
+    if request_id is not None and "x-request-id" not in request.headers:
+        kept.append((b"x-request-id", request_id.encode()))
+    return [(b"host", b"vllm"), *kept, (b"content-length", str(len(body)).encode())]
+
+
+def _whole(answer: PassedAnswer, content: bytes, **more: str) -> Response:
+    response = Response(content, status_code=answer.status)
+    response.raw_headers += [
+        (name.lower(), value) for name, value in answer.headers if name.lower() not in _OWN_ANSWER_HEADERS
+    ]
+    for name, value in more.items():
+        response.headers.setdefault(name.replace("_", "-"), value)
+    return response
+
+
+class Asked(NamedTuple):
+    """A request as it goes to vLLM, and what is known of it from reading it."""
+
+    body: bytes
+    stream: bool = False
+    hides_usage: bool = False  # it was we who asked for the usage at the end of the stream
+    model: str | None = None
+    answers: int = 1
+    traits: Traits = Traits()
+
+
+def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> Asked:
+    """Read what there is to know of a request; what cannot be read is vLLM's to refuse."""
+    try:
+        asked = jiter.from_json(body)
+    except ValueError:
+        return Asked(body)
+    if not isinstance(asked, dict):
+        return Asked(body)
+    stream = asked.get("stream") is True
+    hides_usage = stream and tells_rounds and path in (CHAT, COMPLETION) and "stream_options" not in asked
+    if hides_usage:
+        body = body.rstrip()[:-1] + (_WITH_USAGE if asked else _WITH_USAGE[1:])
+    temperature, model, answers = asked.get("temperature"), asked.get("model"), asked.get("n")
+    traits = Traits(
+        template=_template(asked.get("chat_template"), template) if path == CHAT else NO_TEMPLATE,
+        script=script_of(_last_text(asked)),
+        temperature=temperature if isinstance(temperature, int | float) else 1.0,
+    )
+    return Asked(
+        body,
+        stream=stream,
+        hides_usage=hides_usage,
+        model=model[:200] if isinstance(model, str) else None,
+        answers=answers if isinstance(answers, int) else 1,
+        traits=traits,
+    )
+
+
+def _template(asked_for: object, own: Template) -> Template:
+    if not isinstance(asked_for, str):
+        return own
+    return Template("client", hashlib.sha256(asked_for.encode("utf-8", "surrogatepass")).hexdigest()[:12])
+
+
+def _last_text(asked: Mapping[str, Any]) -> str:
+    """The end of what is asked, where it is text."""
+    messages = asked.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    text = last.get("content") if isinstance(last, dict) else asked.get("prompt")
+    return text if isinstance(text, str) else ""
+
+
+# Answers
+
+
+async def _ask(front: Front, request: Request) -> Response:
+    path = request.url.path.removeprefix(front.options.root_path)
+    number = uuid.uuid4().hex
+    entry = RequestLogEntry(id=f"{_PREFIXES.get(path, 'req')}-{number}", path=path)
+    try:
+        await front.keys.check(request)
+        front.admit()
+        if path in _PREFIXES:
+            check_json(request)
+        body = await read_body(front, request)
+    except FledgeError as wrong:
+        error = RequestError.of(wrong)
+        entry.status, entry.error = error.status, error.code or "invalid_request"
+        entry.write()
+        return error_response(error, {"X-Request-Id": entry.id})
+    asked = read_request(path, body, template=front.template, tells_rounds=front.tells_rounds)
+    entry.model, entry.stream, entry.answers = asked.model, asked.stream, asked.answers
+    headers = _headers(request, asked.body, number)
+    return PassedResponse(front, asked, entry, request.method, _target(front, request), headers)
+
+
+class PassedResponse(Response):
+    """An answer on its way from vLLM to a client, who may go. Logged and counted when it has ended."""
+
+    def __init__(
+        self, front: Front, asked: Asked, entry: RequestLogEntry, method: str, target: bytes, headers: HeaderList
+    ) -> None:
+        super().__init__()
+        self._front = front
+        self._asked = asked
+        self._entry = entry
+        self._sent = method, target, headers
+        self._answer = AnswerReader(asked)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        entry, timeout = self._entry, self._front.options.request_timeout
+        entry.status = CLIENT_GONE  # unless the last byte is sent
+        try:
+            await until_gone(receive, self._pass(scope, receive, send), timeout + SLOW_CLIENT_SECONDS)
+        except (ClientDisconnect, OSError):
+            pass
+        finally:
+            self._count()
+            entry.write()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        entry, engine, timeout = self._entry, self._front.engine, self._front.options.request_timeout
+        started = False
+        try:
+            with engine.reserve():
+                async with asyncio.timeout(timeout), engine.send(*self._sent, self._asked.body) as answer:
+                    kind = next((value for name, value in answer.headers if name.lower() == b"content-type"), b"")
+                    if not kind.startswith(b"text/event-stream"):
+                        content = b"".join([part async for part in answer.parts()])
+                        self._answer.read_whole(content)
+                        entry.status = answer.status
+                        await _whole(answer, content, X_Request_Id=entry.id)(scope, receive, send)
+                        return
+                    head = _whole(answer, b"", X_Request_Id=entry.id, Cache_Control="no-cache", X_Accel_Buffering="no")
+                    raw = [(name, value) for name, value in head.raw_headers if name != b"content-length"]
+                    await send({"type": "http.response.start", "status": answer.status, "headers": raw})
+                    started = True
+                    async for part in answer.parts():
+                        if body := self._answer.read_part(part):
+                            await send({"type": "http.response.body", "body": body, "more_body": True})
+                    await send({"type": "http.response.body", "body": self._answer.rest, "more_body": False})
+                    entry.status = answer.status
+        except (RequestError, TimeoutError) as wrong:
+            error = wrong if isinstance(wrong, RequestError) else _too_slow(timeout)
+            entry.status, entry.error = error.status, error.code or "error"
+            if started:
+                await send({"type": "http.response.body", "body": event(error.body()) + DONE, "more_body": False})
+            else:
+                await error_response(error, {"X-Request-Id": entry.id})(scope, receive, send)
+
+    def _count(self) -> None:
+        """Put down how it went, in the log's entry and in the metrics."""
+        entry, answer = self._entry, self._answer
+        if entry.status >= 400:
+            entry.finish_reason = "abort" if entry.status == CLIENT_GONE else None
+            if not answer.has_begun:
+                return
+        metrics = answer.metrics
+        entry.prompt_tokens = metrics.prompt_tokens
+        reason = entry.finish_reason
+        entry.note(answer)
+        entry.finish_reason = reason or entry.finish_reason or None
+        last = RequestUpdate(entry.id, [], finish_reason=entry.finish_reason or "stop", metrics=metrics)
+        self._front.metrics.on_finished(last, self._asked.traits)
+
+
+def _too_slow(timeout: float) -> RequestError:
+    return RequestError(f"the request took longer than {timeout:g} s", status=408, code="timeout")
+
+
+class AnswerReader:
+    """Reads along: when the first token came, how the answer ended, what it used, how its rounds went."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.finish_reasons: list[str] = []
+        self.rest = b""  # of an event that has not ended yet, and has not been sent on
+        self._hides_usage = asked.hides_usage
+        self._end: dict[str, Any] = {}  # what has the usage
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._tail = b""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._first is not None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        first = None if self._first is None else self._first - self._began
+        seconds = time.perf_counter() - self._began
+        return request_metrics(self._end, arrived=self._began, time_to_first_token=first, seconds=seconds)
+
+    @property
+    def output_tokens(self) -> int:
+        return int((self._end.get("usage") or {}).get("completion_tokens") or 0)
+
+    def read_whole(self, content: bytes) -> None:
+        value = _json(content)
+        if "choices" in value or "output" in value:
+            self._first = time.perf_counter()
+            self._note(value)
+
+    def read_part(self, part: bytes) -> bytes:
+        """Take a part of a stream; return what is to be sent on of it, and of what was held back."""
+        self._first = self._first or time.perf_counter()
+        *events, self._tail = (self._tail + part).split(b"\n\n")
+        kept = [one for one in events if not self._read_event(one)]
+        if not self._hides_usage:
+            return part
+        self.rest = self._tail
+        return b"".join(one + b"\n\n" for one in kept)
+
+    def _read_event(self, one: bytes) -> bool:
+        """Whether it is the event that only we have asked for."""
+        if _TELLING.search(one) is None:
+            return False
+        value = _json(one.removeprefix(b"data: "))
+        self._note(value)
+        return self._hides_usage and value.get("choices") == [] and "usage" in value
+
+    def _note(self, value: dict[str, Any]) -> None:
+        choices = value.get("choices") or []
+        self.finish_reasons += [one["finish_reason"] for one in choices if one.get("finish_reason")]
+        if value.get("usage"):
+            self._end = value
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = jiter.from_json(data)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,1 @@
+"""A target's hidden states, and answers, from vLLM servers: whoever reads them need not load the target."""

@@ -1,0 +1,212 @@
+"""What stands in front of a vLLM: what passes, what does not, and what is known of it afterwards."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fledge.server.front import AnswerReader, Asked, Front, read_request
+from fledge.server.options import ServeOptions
+from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.vllm_process.finding import find_vllm
+from fledge.vllm_process.process import VllmProcess
+from tests.fake_vllm import install
+from tests.serving import Serving
+
+OWN = Template("default", "abc")
+WORDS = ["--served-model-name", "tiny", "--speculative-config", '{"num_speculative_tokens": 3}']
+DETAILED = ["--per-request-spec-decode-metrics", "detailed"]
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10, "temperature": 0}
+
+
+def make_front(monkeypatch: pytest.MonkeyPatch, directory: Path, *, detailed: bool = True, **settings: Any) -> Front:
+    names = ServeOptions.__dataclass_fields__
+    options = {name: settings.pop(name) for name in list(settings) if name in names}
+    install(monkeypatch, directory, **settings)
+    process = VllmProcess(find_vllm(), "model", [*WORDS, *(DETAILED if detailed else [])])
+    process.wait_until_ready(30, lambda _line: None)
+    made = ServeOptions(served_model_names=("tiny",), **options)
+    return Front(process, made, max_num_seqs=1, drafter="nowhere", template=OWN, tells_rounds=detailed)
+
+
+def until(what: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("fledge.server.front.baseline_of", lambda _drafter: None)
+        front = make_front(monkeypatch, tmp_path_factory.mktemp("vllm"), api_keys=("key",), max_body_bytes=4096)
+        with Serving(front) as running:
+            yield running
+
+
+@pytest.fixture
+def client(serving: Serving) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serving.url, headers={"Authorization": "Bearer key"}, timeout=20) as made:
+        yield made
+
+
+@pytest.fixture
+def upstream(serving: Serving) -> Iterator[httpx.Client]:
+    """vLLM itself, for comparison."""
+    transport = httpx.HTTPTransport(uds=serving.service.engine.process.socket)
+    with httpx.Client(base_url="http://vllm", transport=transport) as made:
+        yield made
+
+
+def test_answers_and_streams_are_vllms_own_bytes(client: httpx.Client, upstream: httpx.Client) -> None:
+    for body in (CHAT, {"prompt": [1, 2, 3], "max_tokens": 9}):
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        streamed = {**body, "stream": True}
+        assert client.post(path, json=streamed).content == upstream.post(path, json=streamed).content
+        asked = {**streamed, "stream_options": {"include_usage": True}}
+        through = client.post(path, json=asked)
+        assert through.content == upstream.post(path, json=asked).content
+        assert through.headers["content-type"] == "text/event-stream; charset=utf-8"
+        (ours, theirs) = (one.post(path, json=body).json() for one in (client, upstream))
+        ours["asked"], theirs["asked"] = ours["asked"]["body"], theirs["asked"]["body"]
+        assert ours == theirs
+
+
+def test_what_reaches_vllm(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", json=CHAT, headers={"X-Mine": "yes", "Origin": "http://elsewhere"})
+    headers = {name.lower(): value for name, value in answer.json()["asked"]["headers"].items()}
+    assert headers["x-mine"] == "yes"
+    assert not {"authorization", "origin"} & set(headers)  # keys and origins are judged here
+    assert answer.headers["x-request-id"] == f"chatcmpl-{headers['x-request-id']}"
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/nothing").status_code == 404
+    refused = client.post("/v1/completions", json={"prompt": [1], "model": "other"})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (404, "The model `other` does not exist.")
+
+
+def test_what_is_refused_before_vllm(serving: Serving, client: httpx.Client) -> None:
+    path = serving.url + "/v1/chat/completions"
+    for answer in (httpx.post(path, json=CHAT), httpx.get(serving.url + "/v1/models")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert client.post("/v1/completions", json={"prompt": "x" * 5000}).status_code == 413
+    assert client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert httpx.get(serving.url + "/health").json() == {"status": "ok"}
+    assert httpx.get(serving.url + "/version").json()["vllm"] == "0.32.0"
+    assert httpx.get(serving.url + "/").headers["content-type"].startswith("text/html")
+
+
+def test_acceptance_by_template_and_context_is_known(
+    serving: Serving, client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("fledge").propagate = True
+    with caplog.at_level(logging.INFO, "fledge.request"):
+        client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        until(lambda: caplog.records)
+    fields = caplog.records[-1].fields  # type: ignore[attr-defined]
+    assert (fields["prompt_tokens"], fields["output_tokens"], fields["finish_reason"]) == (1, 10, "length")
+    assert (fields["rounds"], fields["acceptance_length"]) == (3, 3.0)  # 1 token of the prompt, then 4, 1, 4
+    before = serving.service.metrics.total.templates[OWN].rounds
+    client.post("/v1/completions", json={"prompt": [1] * 600, "max_tokens": 5})
+    total = serving.service.metrics.total
+    until(lambda: "513 to 2048" in total.contexts)
+    assert total.templates[OWN].rounds == before
+    assert total.templates[NO_TEMPLATE].rounds > 0
+    text = httpx.get(serving.url + "/metrics").text
+    assert 'fledge_spec_decode_template_num_drafts_total{model_name="tiny",template="default"' in text
+    assert "\nvllm:spec_decode_num_drafts_total" in text
+    assert "python_info 1" not in text  # both have it
+    data = client.get("/dashboard/data").json()
+    assert data["tiles"]["speed_up"] is None
+    assert not data["server"]["switchable"]  # the page's chat has no "off"
+    assert "vLLM does not say what its rounds and its plain steps cost" in data["findings"][0]["text"]
+    assert {one["name"] for one in data["contexts"]} == {"up to 512", "513 to 2048"}
+
+
+def test_a_client_that_goes_ends_the_request_at_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("fledge").propagate = True
+    front = make_front(monkeypatch, tmp_path, token_seconds=0.05, max_queue=0, request_timeout=1.0)
+    long = {"prompt": [1], "max_tokens": 400, "stream": True}
+    with Serving(front) as serving, caplog.at_level(logging.INFO, "fledge.request"):
+        path = serving.url + "/v1/completions"
+        with httpx.stream("POST", path, json=long) as stream:
+            parts = stream.iter_bytes()
+            next(parts)
+            busy = httpx.post(path, json=long)  # one runs, none may wait
+            assert (busy.status_code, busy.json()["error"]["code"]) == (429, "queue_full")
+        vllm = front.engine.process.client
+        until(lambda: not front.engine.active and "running 0" in vllm.get("/metrics").decode())
+        assert [one.fields["status"] for one in caplog.records if hasattr(one, "fields")] == [429, 499]
+        slow = httpx.post(path, json=long)  # takes longer than a request may
+        assert '"code":"timeout"' in slow.text.splitlines()[-4]
+
+
+def test_vllms_death_ends_streams_in_words_and_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("fledge").propagate = True
+    front = make_front(monkeypatch, tmp_path, die_after=2, detailed=False)
+    with Serving(front) as serving:
+        answer = httpx.post(serving.url + "/v1/completions", json={"prompt": [1], "stream": True})
+        assert "vLLM has stopped working; see the server's log" in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+        until(lambda: serving.server.should_exit)
+        assert serving.server.exit_status == 1
+    (said,) = [one.message for one in caplog.records if one.levelname == "CRITICAL"]
+    assert said.endswith("(by the system, if memory ran out): torch.OutOfMemoryError: CUDA out of memory")
+
+
+def test_draining_lets_streams_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    front = make_front(monkeypatch, tmp_path, token_seconds=0.1)
+    body = {"prompt": [1], "max_tokens": 12, "stream": True}
+    with Serving(front) as serving:
+        path = serving.url + "/v1/completions"
+        with httpx.stream("POST", path, json=body) as stream:
+            parts = stream.iter_text()
+            first = next(parts)
+            serving.server.handle_exit(15, None)
+            late = httpx.post(path, json=body)
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
+            assert (first + "".join(parts)).endswith("data: [DONE]\n\n")
+    assert serving.server.exit_status == 0
+    assert not front.engine.process.is_alive
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+def test_only_the_event_that_we_asked_for_is_kept(cut: int) -> None:
+    events = [
+        b'data: {"choices":[{"text":"say \\"usage\\":{","finish_reason":null}]}\n\n',
+        b'data: {"choices":[{"text":"x","finish_reason":"stop"}]}\n\n',
+        b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2},"metrics":{"speculative_decoding":'
+        b'{"per_step_drafted":[3,2],"per_step_accepted":[1,0]}}}\n\n',
+        b"data: [DONE]\n\n",
+    ]
+    whole = b"".join(events)
+    parts = [whole[i : i + cut] for i in range(0, len(whole), cut)]
+    reader = AnswerReader(Asked(b"", hides_usage=True))
+    assert b"".join([*map(reader.read_part, parts), reader.rest]) == b"".join((*events[:2], events[3]))
+    assert reader.finish_reasons == ["stop"]
+    assert [tuple(record) for record in reader.metrics.rounds] == [(4, 3, 1), (6, 2, 0)]
+    plain = AnswerReader(Asked(b""))
+    assert b"".join(map(plain.read_part, parts)) == whole
+    assert plain.output_tokens == 2
+
+
+def test_requests_are_read_but_not_changed() -> None:
+    def read(body: bytes, path: str = "/v1/completions", *, tells_rounds: bool = True) -> Asked:
+        return read_request(path, body, template=OWN, tells_rounds=tells_rounds)
+
+    for body in (b"{", b"[]", b'{"stream": 3}', b'{"stream": true, "stream_options": null}', b'{"n": 2}'):
+        assert read(body).body == body
+    stream = b'{"stream": true, "x": 1.0} \n'
+    assert json.loads(read(stream).body) == {"stream": True, "x": 1.0, "stream_options": {"include_usage": True}}
+    assert read(stream, "/v1/responses").body == read(stream, tells_rounds=False).body == stream
+    chat = read(b'{"chat_template": "x", "messages": [{"content": "\xd0\xb4\xd0\xb0"}]}', "/v1/chat/completions")
+    assert (chat.traits.template.name, chat.traits.script, chat.traits.temperature) == ("client", "Cyrillic", 1.0)

@@ -131,7 +131,7 @@ def convert(
     sample: int = 3,
     as_json: bool = False,
 ) -> None:
-    """Write a drafter checkpoint in another format, or a target in fewer bits.
+    """Write a drafter in another format, or a target in fewer bits.
 
     A drafter: repairs what is evidently meant. Refuses a checkpoint with contract errors that it cannot repair. A
     target: rounds to nearest, and says what that did. Refuses an existing destination.

@@ -63,10 +63,7 @@ class LLMEngine:
         eos_ids: Sequence[int] = (),
         cost_cache: CostCache | None = None,
     ) -> None:
-        """`depth_policy`: what the config says, if not given. `model` and `eos_ids` are what `info` says of them.
-
-        `cost_cache`: where to find what warming up has measured before.
-        """
+        """`depth_policy`: by the config, if not given. `info` says `model` and `eos_ids`. `cost_cache`: of warming up."""
         assert (drafter is None) == (config.speculative_config is None), "a drafter comes with a speculative config"
         self.target, self.drafter = target, drafter  # as loaded: the device's state may give the drafter up
         if config.pack_weights:
@@ -195,8 +192,8 @@ class LLMEngine:
             self.admission.forget()
 
     def stats(self) -> EngineStats:
-        if self.admission is not None and not self.requests:  # with requests it is done now and then: it takes time
-            self.admission.model.digest()
+        if self.admission is not None and not self.requests:
+            self.admission.model.digest()  # otherwise it is done now and then: it takes time
         return replace(
             self._stats,
             preemptions=self.scheduler.preemptions,

@@ -5,9 +5,7 @@ It loads models, turns text into requests and tokens into text; the engine does 
 
 import gc
 import inspect
-import logging
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,15 +14,13 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
-from fledge.devices import choose_device, choose_dtype
 from fledge.engine.choosing import own_config
 from fledge.engine.config import EngineConfig, SpeculativeConfig, sampling_defaults
 from fledge.engine.constraint import ConstraintFactory, with_token_rules
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.engine import LLMEngine
-from fledge.engine.loading import build_engine
+from fledge.engine.loading import build_engine, load_own_target
 from fledge.engine.outputs import RequestMetrics, RequestOutput, StreamEvent
 from fledge.engine.protocol import Engine
 from fledge.engine.tokenizer import encode_chat, load_tokenizer
@@ -34,13 +30,8 @@ from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from fledge.progress import Progress
 
-SLOW_DTYPE = (
-    "dtype {} on a CPU without packed weights does without the C layers and is 4 to 30 times slower than with them, "
-    "which take up to three times the memory; leave pack_weights on unless memory is short"
-)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-_log = logging.getLogger("fledge.engine")
 
 
 class LLM:
@@ -60,22 +51,7 @@ class LLM:
             self._set_up(vllm, tokenizer, options.get("seed") or 0, directory)
             return
         directory = resolve(model)
-        device = choose_device(config.device)
-        # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
-        dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
-        rounded = None
-        if device.type == "cpu" and dtype is not torch.float32:
-            if config.pack_weights:
-                rounded, dtype = dtype, torch.float32
-            else:
-                warnings.warn(SLOW_DTYPE.format(config.dtype), stacklevel=2)
-        _log.info("loading the target from %s", directory)
-        target = load_target(directory, dtype=dtype, device=device)
-        if rounded is not None:
-            _log.info("dtype %s on a CPU: weights are rounded to it, arithmetic is float32", config.dtype)
-            for weight in target.parameters():
-                if weight.dtype == torch.float32:  # and not of a format of its own
-                    weight.data.copy_(weight.data.to(rounded))
+        target = load_own_target(directory, config)
         tokenizer = load_tokenizer(directory)
         built = build_engine(target, tokenizer, config, model=str(model), directory=directory)
         self._set_up(built, tokenizer, config.seed, directory)

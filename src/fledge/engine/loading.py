@@ -1,17 +1,49 @@
-"""An engine around a loaded target: its drafter, its end tokens, its graphs."""
+"""A target is loaded, and an engine built around it: its drafter, its end tokens, its graphs."""
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress as Bars
 
+from fledge.checkpoints.target import load_target
+from fledge.devices import choose_device, choose_dtype
 from fledge.engine.config import EngineConfig
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.engine import LLMEngine
 from fledge.engine.swap import load_for
 from fledge.errors import ConfigError
 from fledge.models.target.decoder import TargetModel
+
+SLOW_DTYPE = (
+    "dtype {} on a CPU without packed weights does without the C layers and is 4 to 30 times slower than with them, "
+    "which take up to three times the memory; leave pack_weights on unless memory is short"
+)
+_log = logging.getLogger("fledge.engine")
+
+
+def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
+    """Load a target for our engine, on the device and in the dtype that the config says."""
+    device = choose_device(config.device)
+    # 16 bits are slow on a CPU. The drafter follows the target in dtype and device.
+    dtype = choose_dtype(config.dtype) or (torch.float32 if device.type == "cpu" else None)
+    rounded = None
+    if device.type == "cpu" and dtype is not torch.float32:
+        if config.pack_weights:
+            rounded, dtype = dtype, torch.float32
+        else:
+            warnings.warn(SLOW_DTYPE.format(config.dtype), stacklevel=3)
+    _log.info("loading the target from %s", directory)
+    target = load_target(directory, dtype=dtype, device=device)
+    if rounded is not None:
+        _log.info("dtype %s on a CPU: weights are rounded to it, arithmetic is float32", config.dtype)
+        for weight in target.parameters():
+            if weight.dtype == torch.float32:  # and not of a format of its own
+                weight.data.copy_(weight.data.to(rounded))
+    return target
 
 
 def build_engine(

@@ -197,7 +197,7 @@ class VllmEngine:
     def prepare_drafter(self, model: str) -> NoReturn:
         raise SwapRefusedError(f"{model}: {self.info.device} cannot be given another drafter here; start it anew")
 
-    def exchange_drafter(self, new: Any, acceptance: Acceptance | None = None) -> None:
+    def exchange_drafter(self, new: Any, acceptance: Acceptance | None = None) -> None:  # noqa: ARG002
         raise AssertionError("nothing was prepared")
 
     def stats(self) -> EngineStats:

@@ -70,7 +70,7 @@ def test_a_lower_priority_goes_first_and_is_the_last_to_be_preempted() -> None:
     ask(scheduler, "c", 3, priority=-1)
     ask(scheduler, "d", 3, priority=5, parent="a")
     assert [request.id for request in scheduler.waiting] == ["c", "a", "b", "d"]
-    plan = scheduler.schedule(0)
+    plan = scheduler.schedule(Arm(0))
     assert spans(plan) == [("c", 0, 3, True), ("a", 0, 3, True)]
     read(plan)
     scheduler.check_integrity()
@@ -81,7 +81,7 @@ def test_a_lower_priority_goes_first_and_is_the_last_to_be_preempted() -> None:
     assert [request.id for request in scheduler.waiting] == ["a", "b", "d", "e"]  # the first of its priority again
     scheduler.check_integrity()
     ask(scheduler, "f", 3, priority=0)
-    assert [chunk.request.id for chunk in scheduler.schedule(0).chunks] == ["f"]
+    assert [chunk.request.id for chunk in scheduler.schedule(Arm(0)).chunks] == ["f"]
     assert scheduler._victim().id == "f"
 
 

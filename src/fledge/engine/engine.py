@@ -63,7 +63,7 @@ class LLMEngine:
         eos_ids: Sequence[int] = (),
         cost_cache: CostCache | None = None,
     ) -> None:
-        """`depth_policy`: by the config, if not given. `info` says `model` and `eos_ids`. `cost_cache`: of warming up."""
+        """`depth_policy`: by the config, if not given. `info` says `model`, `eos_ids`. `cost_cache`: of warming up."""
         assert (drafter is None) == (config.speculative_config is None), "a drafter comes with a speculative config"
         self.target, self.drafter = target, drafter  # as loaded: the device's state may give the drafter up
         if config.pack_weights:

@@ -33,7 +33,7 @@ from fledge.engine.request import Request
 from fledge.kernels.admit import CERTAIN
 
 REFIT_ROUNDS = 100  # after so many rounds of batches
-REFIT_OUTCOMES = 2048  # or of single requests, the model is fitted again
+REFIT_OUTCOMES = 8192  # or of single requests, the model is fitted again
 WINDOW = 4096  # drafts that it is fitted to, of each kind of request
 RIDGE = 2.0  # drafts that w = 1, b = 0 are worth
 NEWTON_STEPS = 4

@@ -34,7 +34,7 @@ WORTH_TRYING = 0.92  # arms with a rate further below the best one's are not tri
 WORTH_MEASURING = 0.6  # the same where their cost at such a batch is only a guess
 MEAN_ANSWER = 128.0  # tokens that an answer has still to come, until answers have ended
 OTHER_KIND_SHARE = 0.03  # of the rounds, in which a request drafts in the way that is not held to be the better one
-EVERY = 4  # steps between decisions, which take a tenth of a millisecond or two, unless the batch has changed
+EVERY = 4  # steps between decisions for up to 32 requests, unless the batch has changed; each request takes time
 
 _SAMPLED = {True: RequestKind.SAMPLED_DRAFTS, False: RequestKind.SAMPLED}
 
@@ -182,7 +182,7 @@ class AdaptiveDepth:
 
     def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:
         """The way that promises more tokens a second if all that leave it open draft so; for a few, the other."""
-        if self._steps >= self._judged_at + EVERY or self._judged_at == 0:
+        if self._steps >= self._judged_at + _every(len(others)) or self._judged_at == 0:
             self._judged_at, self._drawn_is_better = self._steps, self._judge_drawn(request, others, costs)
         better = self._drawn_is_better
         is_alone = self._other_kind is None or self._other_kind.phase is Phase.FINISHED
@@ -209,7 +209,7 @@ class AdaptiveDepth:
         batch = min(len(requests), self._max_num_seqs)
         self._steps += 1
         has_changed = not 0.8 * self._batch <= batch <= 1.25 * self._batch
-        if has_changed or self._steps % EVERY == 0 or self.choice is None:
+        if has_changed or self._steps % _every(batch) == 0 or self.choice is None:
             self._batch = batch
             arms = [arm for arm in self.arms if arm.is_tree or arm.depth <= wanted]
             self._decide(list(itertools.islice(requests, batch)), costs, arms, at_once=has_changed)
@@ -317,6 +317,10 @@ class AdaptiveDepth:
         """What it costs to let the drafter read what it has missed: a pass over these tokens, the target's too."""
         missed = sum(len(r.tokens) - 1 - r.settled for r in requests if r.phase is Phase.DECODE and r.draft_until)
         return plain + max(missed, 0) * (costs.seconds_per_row() or plain) if missed > 0 else 0.0
+
+
+def _every(batch: int) -> int:
+    return EVERY * max(1, batch // 32)
 
 
 def make_policy(config: SpeculativeConfig | None, max_num_seqs: int) -> DepthPolicy:

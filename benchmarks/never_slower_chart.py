@@ -1,6 +1,6 @@
 """Draw what `never_slower.py` measured: for every cell the fixed arms, and the controller, over no drafting.
 
-    python benchmarks/never_slower_chart.py never-slower.svg "8B"=ns8.json "1B"=ns1.json
+`python benchmarks/never_slower_chart.py never-slower.svg "8B"=ns8.json "1B"=ns1.json`
 """
 
 import json

@@ -111,7 +111,10 @@ def _attend_chunks(
         if out is None:
             out = mixed.new_zeros(len(query), *mixed.shape[1:])
         out[start:stop] = mixed
-    return torch.zeros_like(query) if out is None else out
+    if out is not None:
+        return out
+    width = query.shape[-1] if read is None else read(key_cache[:1, :1], value_cache[:1, :1])[1].shape[-1]
+    return query.new_zeros(*query.shape[:-1], width)
 
 
 def choose_launch(*, rows: int, head_dim: int, element_size: int) -> dict[str, int]:

@@ -176,6 +176,7 @@ class ChunkPass(PagedPass):
                 scale=spec.scale,
                 max_context=self.max_context,
                 sliding_window=spec.sliding_window,
+                chunked=spec.chunked,
                 sinks=heads.sinks,
                 query_starts=self.query_starts,
                 max_queries=self.max_chunk,

@@ -51,6 +51,7 @@ def ragged_attention(
     *,
     block_size: int = 16,
     window: int | None = None,
+    chunked: bool = False,
     with_sinks: bool = False,
     launch: SplitLaunch | None = None,
 ) -> None:
@@ -76,6 +77,7 @@ def ragged_attention(
         scale=scale,
         max_context=max(context for context, _ in chunks),
         sliding_window=window,
+        chunked=chunked,
         sinks=sinks,
         query_starts=starts,
         max_queries=max(counts) + 1,
@@ -91,6 +93,7 @@ def ragged_attention(
         max(counts),
         scale=scale,
         sliding_window=window,
+        chunked=chunked,
         sinks=None if sinks is None else sinks.float(),
     )
     close(actual, expected.to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))

@@ -39,7 +39,11 @@ def test_the_likeliest_are_admitted_and_a_request_has_the_first_of_its_own() -> 
 
 @needs_triton
 @pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["", "many splits"])
-@pytest.mark.parametrize("options", [{}, {"window": 20, "with_sinks": True}], ids=["", "window and sinks"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 20, "with_sinks": True}, {"window": 20, "chunked": True}],
+    ids=["", "window and sinks", "chunked"],
+)
 def test_attention_to_ragged_queries(options: dict[str, int], launch: SplitLaunch | None) -> None:
     chunks = [(37, 1), (0, 4), (90, 2), (5, 1)]
     admit_cases.ragged_attention(chunks, 6, 2, 24, torch.float32, "cpu", launch=launch, **options)

@@ -28,6 +28,7 @@ from fledge.errors import ConfigError
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.1
+_PARTING_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,18 @@ class Processes:
             time.sleep(_POLL_SECONDS)
         shared: _T = json.loads(self.store.get(name))
         return shared
+
+    def part(self) -> None:
+        """Wait, in the first process, until the others have read all that it shared: its store ends with it."""
+        if self.world == 1:
+            return
+        if self.rank > 0:
+            self.store.set(f"parted-{self.rank}", "")
+            return
+        others = [f"parted-{rank}" for rank in range(1, self.world)]
+        deadline = time.monotonic() + _PARTING_SECONDS  # one that has failed never tells
+        while not self.store.check(others) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)

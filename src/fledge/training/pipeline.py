@@ -181,6 +181,7 @@ class Pipeline:
             states = self.states() if processes.is_first else {}
             evaluated, manifest = states.get("eval", (Path(), None))
             drafter = None if manifest is None else publish(self.output, evaluated / "drafter", manifest.run)
+            processes.part()
             return RunReport(tuple(decided), states, drafter)
 
     def _stages_to_run(self, selected: Sequence[str], force: Sequence[str]) -> list[str]:

@@ -38,7 +38,7 @@ def _true_rate(confidence: np.ndarray) -> np.ndarray:
 
 def test_the_model_learns_how_often_drafts_stand() -> None:
     source, model = np.random.default_rng(0), AcceptanceModel(DEPTH)
-    changed = [model.observe(_outcomes(source, 40, width=DEPTH if i % 2 else 2)) for i in range(5 * REFIT_ROUNDS)]
+    changed = [model.observe(_outcomes(source, 40, width=DEPTH if i % 2 else 2)) for i in range(10 * REFIT_ROUNDS)]
     assert 5 <= sum(changed) < 50
     confidence = np.array([[0.2, 0.5, 0.9], [0.9, 0.5, 0.2]], dtype=np.float32)
     found = model.probabilities(confidence, np.array([True, True]))

@@ -19,7 +19,7 @@ test: $(VENV)/.ready
 # `worksteal` leaves the tests of a file together, so that what they share is made once. One worker more than there are
 # cores: some tests wait for processes, browsers and timeouts.
 pytest: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
+	$(BIN)/python -m pytest -m 'not vllm' -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist worksteal
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests recipes benchmarks tools setup.py
@@ -27,9 +27,10 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The same pairs decoded by Fledge and by real vLLM, which lives in an environment of its own.
+# The same pairs decoded by Fledge and by real vLLM, which lives in an environment of its own; vLLM as an engine, with a
+# stand-in too.
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
-	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm_parity
+	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests
 
 # What people call such servers with, against `fledge serve` of the bundled pair.
 test-clients: $(VENV)/.ready $(CLIENTS_VENV)/.ready

@@ -11,6 +11,8 @@ from tests.command_line import fledge
 from tests.fake_vllm import install
 from tests.serving import pair_directory
 
+pytestmark = pytest.mark.vllm  # with a stand-in, beside those with the real one
+
 
 def points(speeds: dict[int, dict[int, float]]) -> list[TunePoint]:
     """By concurrency and depth."""

@@ -20,6 +20,8 @@ from tests.command_line import fledge
 from tests.fake_vllm import install
 from tests.serving import pair_directory
 
+pytestmark = pytest.mark.vllm  # with a stand-in, beside those with the real one
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 

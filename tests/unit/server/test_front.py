@@ -18,6 +18,8 @@ from fledge.vllm_process.process import VllmProcess
 from tests.fake_vllm import install
 from tests.serving import Serving
 
+pytestmark = pytest.mark.vllm  # with a stand-in, beside those with the real one
+
 OWN = Template("default", "abc")
 WORDS = ["--served-model-name", "tiny", "--speculative-config", '{"num_speculative_tokens": 3}']
 DETAILED = ["--per-request-spec-decode-metrics", "detailed"]

@@ -29,6 +29,8 @@ from tests.fit_cases import TARGET, context, final_weights, make_inputs, offline
 from tests.tiny_models import TARGET_CONFIGS
 from tests.unit.test_files import full_disk
 
+pytestmark = pytest.mark.vllm  # with a stand-in, beside those with the real one
+
 KEY = "0123456789abcdef"
 
 

@@ -16,6 +16,8 @@ from fledge.vllm_process.finding import OLDEST, VERSIONS, VllmInstallation, find
 from fledge.vllm_process.process import VllmProcess, error_line, option_words
 from tests.fake_vllm import install
 
+pytestmark = pytest.mark.vllm  # with a stand-in, beside those with the real one
+
 
 def is_running(pid: int) -> bool:
     try:

@@ -248,8 +248,9 @@ class GivenCosts(AdaptiveDepth):
         return arm
 
     def samples_drafts(self, request: Request, others: Collection[Request], costs: RoundCosts) -> bool:
-        costs.tables = dict.fromkeys(costs.tables, self._given)
-        return super().samples_drafts(request, others, costs)
+        given = RoundCosts()  # not the engine's own, to which it adds what rounds take here
+        given.tables = dict.fromkeys(costs.tables, self._given)
+        return super().samples_drafts(request, others, given)
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
         super().observe_round(arm=arm, seconds=self._given.estimate(1, arm) or 0.0)

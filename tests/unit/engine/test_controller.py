@@ -5,10 +5,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 from fledge.decoding.params import SamplingParams
+from fledge.engine import controller
 from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, FixedDepth, make_policy
@@ -254,3 +256,24 @@ def test_the_speed_up_is_that_of_the_arm_that_is_chosen() -> None:
     assert choice.shown == choice.arm != PLAIN
     assert choice.cost == pytest.approx(costs.ratio(1, choice.arm))
     assert choice.speed_up == pytest.approx(choice.tokens / choice.cost)
+
+
+def test_greedy_answers_are_the_references_whichever_arms_it_chooses() -> None:
+    """Costs that change at random make every arm the best by turns: chains of all depths, the tree and nothing."""
+    source, asks = random.Random(0), [engine_cases.greedy([2 + i % 3, 3, 4], 40) for i in range(4)]
+    policy = engine_cases.GivenCosts(4, 4, tree=True)
+    engine = engine_cases.make_engine(
+        drafts=engine_cases.drafter(), max_depth=4, tree=engine_cases.TREE, policy=policy, max_num_seqs=4
+    )
+    with mock.patch.multiple(controller, EVERY=1, DWELL=0):
+        for turn in range(6):
+            requests = [ask.submit(engine, f"{turn}-{i}") for i, ask in enumerate(asks)]
+            while engine.has_unfinished:
+                if source.random() < 0.25:
+                    cheap = source.choice(policy.arms)
+                    policy.set_costs([0.5 if arm == cheap else 9.0 for arm in policy.arms])
+                engine.step()
+                engine.check_integrity()
+            for ask, request in zip(asks, requests, strict=True):
+                assert request.output == engine_cases.answer_of(ask)[0]
+    assert min(policy.chosen[arm] for arm in policy.arms) > 5, policy.chosen

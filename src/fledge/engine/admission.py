@@ -88,7 +88,7 @@ def budgets_for(speculation: SpeculativeConfig | None, on_gpu: bool) -> Budgets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class DraftCalibration:
     """How often drafts stood by how likely they were held to be, and by how sure the drafter was. Can be pickled."""
 
     # [depths, BINS, 2]: drafts whose predecessors all stood, by depth and by the tenth that the predicted probability
@@ -108,7 +108,9 @@ class AcceptanceModel:
         self.coefficients[:, 0] = 1.0
         self._kinds = [_Fit(max_depth) for _ in range(2)]
         nothing = np.zeros((max_depth, BINS, 2), dtype=np.int64)
-        self.calibration = Calibration(counts=nothing, by_confidence=np.zeros((2, BINS, 3)))  # replaced, never changed
+        self.calibration = DraftCalibration(
+            counts=nothing, by_confidence=np.zeros((2, BINS, 3))
+        )  # replaced, never changed
         self._pending: list[DraftOutcomes] = []
         self._waiting = 0  # requests in these
 
@@ -157,7 +159,7 @@ class AcceptanceModel:
         tenth = outcomes.is_greedy[row] * BINS + np.minimum((sure * BINS).astype(int), BINS - 1)
         by_confidence = [np.bincount(tenth, of, 2 * BINS) for of in (None, sure, stood)]
         before = self.calibration
-        self.calibration = Calibration(
+        self.calibration = DraftCalibration(
             counts=before.counts + np.stack(counts, axis=-1).astype(np.int64).reshape(before.counts.shape),
             by_confidence=before.by_confidence + np.stack(by_confidence, axis=-1).reshape(2, BINS, 3),
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from fledge.decoding.drafter_statistics import StateGrowth
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
-from fledge.engine.admission import Calibration
+from fledge.engine.admission import DraftCalibration
 from fledge.engine.arms import Acceptance, Arm
 from fledge.engine.constraint import TokenConstraint
 from fledge.engine.controller import DepthChoice
@@ -105,7 +105,7 @@ class EngineStats:
     prefix_hits: int = 0  # tokens found there
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     state_growth: StateGrowth = field(default_factory=StateGrowth)
-    calibration: Calibration | None = None  # None: no chains are drafted, or nothing is new to whom it is told
+    calibration: DraftCalibration | None = None  # None: no chains are drafted, or nothing is new to whom it is told
     drafter_failure: str | None = None  # why the engine goes on without its drafter
     num_rounds: int = 0  # of batches
     rounds: tuple[RoundReport, ...] = ()  # the latest few

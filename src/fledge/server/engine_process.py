@@ -31,7 +31,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 
 from fledge.checkpoints.source import resolve
-from fledge.engine.admission import Calibration
+from fledge.engine.admission import DraftCalibration
 from fledge.engine.arms import Acceptance, RequestKind
 from fledge.engine.config import MAX_DEPTH
 from fledge.engine.constraint import with_token_rules
@@ -176,7 +176,7 @@ class EngineWorker:
         self._writing, self._making_compiler = threading.Lock(), threading.Lock()
         self._updates: list[RequestUpdate] = []
         self._told_rounds = 0
-        self._told_calibration: Calibration | None = None
+        self._told_calibration: DraftCalibration | None = None
         self._compiler: GrammarCompiler | None = None
         self._drafter: Any = None  # that is loaded and not in use yet
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")

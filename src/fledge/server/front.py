@@ -160,7 +160,7 @@ def _whole(answer: PassedAnswer, content: bytes, **more: str) -> Response:
     return response
 
 
-class Asked(NamedTuple):
+class PassedRequest(NamedTuple):
     """A request as it goes to vLLM, and what is known of it from reading it."""
 
     body: bytes
@@ -171,14 +171,14 @@ class Asked(NamedTuple):
     traits: Traits = Traits()
 
 
-def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> Asked:
+def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> PassedRequest:
     """Read what there is to know of a request; what cannot be read is vLLM's to refuse."""
     try:
         asked = jiter.from_json(body)
     except ValueError:
-        return Asked(body)
+        return PassedRequest(body)
     if not isinstance(asked, dict):
-        return Asked(body)
+        return PassedRequest(body)
     stream = asked.get("stream") is True
     hides_usage = stream and tells_rounds and path in (CHAT, COMPLETION) and "stream_options" not in asked
     if hides_usage:
@@ -189,7 +189,7 @@ def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bo
         script=script_of(_last_text(asked)),
         temperature=temperature if isinstance(temperature, int | float) else 1.0,
     )
-    return Asked(
+    return PassedRequest(
         body,
         stream=stream,
         hides_usage=hides_usage,
@@ -241,7 +241,13 @@ class PassedResponse(Response):
     """An answer on its way from vLLM to a client, who may go. Logged and counted when it has ended."""
 
     def __init__(
-        self, front: Front, asked: Asked, entry: RequestLogEntry, method: str, target: bytes, headers: HeaderList
+        self,
+        front: Front,
+        asked: PassedRequest,
+        entry: RequestLogEntry,
+        method: str,
+        target: bytes,
+        headers: HeaderList,
     ) -> None:
         super().__init__()
         self._front = front
@@ -314,7 +320,7 @@ def _too_slow(timeout: float) -> RequestError:
 class AnswerReader:
     """Reads along: when the first token came, how the answer ended, what it used, how its rounds went."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: PassedRequest) -> None:
         self.finish_reasons: list[str] = []
         self.rest = b""  # of an event that has not ended yet, and has not been sent on
         self._hides_usage = asked.hides_usage

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fledge.server.front import AnswerReader, Asked, Front, read_request
+from fledge.server.front import AnswerReader, Front, PassedRequest, read_request
 from fledge.server.options import ServeOptions
 from fledge.server.prompts import NO_TEMPLATE, Template
 from fledge.vllm_process.finding import find_vllm
@@ -192,17 +192,17 @@ def test_only_the_event_that_we_asked_for_is_kept(cut: int) -> None:
     ]
     whole = b"".join(events)
     parts = [whole[i : i + cut] for i in range(0, len(whole), cut)]
-    reader = AnswerReader(Asked(b"", hides_usage=True))
+    reader = AnswerReader(PassedRequest(b"", hides_usage=True))
     assert b"".join([*map(reader.read_part, parts), reader.rest]) == b"".join((*events[:2], events[3]))
     assert reader.finish_reasons == ["stop"]
     assert [tuple(record) for record in reader.metrics.rounds] == [(4, 3, 1), (6, 2, 0)]
-    plain = AnswerReader(Asked(b""))
+    plain = AnswerReader(PassedRequest(b""))
     assert b"".join(map(plain.read_part, parts)) == whole
     assert plain.output_tokens == 2
 
 
 def test_requests_are_read_but_not_changed() -> None:
-    def read(body: bytes, path: str = "/v1/completions", *, tells_rounds: bool = True) -> Asked:
+    def read(body: bytes, path: str = "/v1/completions", *, tells_rounds: bool = True) -> PassedRequest:
         return read_request(path, body, template=OWN, tells_rounds=tells_rounds)
 
     for body in (b"{", b"[]", b'{"stream": 3}', b'{"stream": true, "stream_options": null}', b'{"n": 2}'):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fledge.decoding.drafter_statistics import BINS, StateGrowth
-from fledge.engine.admission import Calibration
+from fledge.engine.admission import DraftCalibration
 from fledge.evaluation.baseline import Baseline, BaselineCell
 from fledge.server.dashboard import snapshot
 from fledge.server.metrics import Metrics
@@ -43,7 +43,7 @@ class Live:
             self.growth = self.growth.plus(norms)
         drafts = 2.0 * rounds
         self.counts[1, int(confidence * BINS)] += drafts, drafts * confidence, drafts * accepted
-        calibration = Calibration(counts=np.zeros((3, BINS, 2), dtype=np.int64), by_confidence=self.counts.copy())
+        calibration = DraftCalibration(counts=np.zeros((3, BINS, 2), dtype=np.int64), by_confidence=self.counts.copy())
         self.feed.step(state_growth=self.growth, calibration=calibration)
         self.feed.tell(calibration=None)  # nothing is new
         self.look()

@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from fledge.decoding.drafter_statistics import BINS, StateGrowth
-from fledge.engine.admission import Calibration
+from fledge.engine.admission import DraftCalibration
 from fledge.engine.arms import Arm
 from fledge.engine.controller import DepthChoice
 from fledge.evaluation.baseline import Baseline, BaselineCell
@@ -33,7 +33,7 @@ def _exposed_names() -> set[str]:
         feed.step(depth=0, accepted=0)
     feed.tell(choice=DepthChoice(arm=Arm(3), batch=4, tokens=2.0, cost=1.5, shown=Arm(3), reason="best"))
     drafts = np.full((2, BINS, 3), 1.0)
-    calibration = Calibration(counts=np.zeros((3, BINS, 2), dtype=np.int64), by_confidence=drafts)
+    calibration = DraftCalibration(counts=np.zeros((3, BINS, 2), dtype=np.int64), by_confidence=drafts)
     feed.tell(state_growth=StateGrowth().plus([1.0, 1.1, 1.2]), calibration=calibration)
     feed.finished()
     metrics.on_rejected("queue_full")

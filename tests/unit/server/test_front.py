@@ -134,7 +134,7 @@ def test_a_client_that_goes_ends_the_request_at_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("fledge").propagate = True
-    front = make_front(monkeypatch, tmp_path, token_seconds=0.05, max_queue=0, request_timeout=1.0)
+    front = make_front(monkeypatch, tmp_path, token_seconds=0.05, max_queue=0, request_timeout=4.0)
     long = {"prompt": [1], "max_tokens": 400, "stream": True}
     with Serving(front) as serving, caplog.at_level(logging.INFO, "fledge.request"):
         path = serving.url + "/v1/completions"

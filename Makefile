@@ -6,6 +6,8 @@ CLIENTS_VENV := .venv-clients
 BIN := $(VENV)/bin
 # Most of what is installed is never imported: bytecode is made as it is needed, not for all of it in advance.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+# Nor made anew by each of the many processes that the tests start, as where the environment says that none is to be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint pytest test-vllm test-clients format clean
 

@@ -7,6 +7,7 @@ mask, so none of them can be wrong.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -49,8 +50,9 @@ class FromScratch:
         positions = torch.arange(len(known))
         storage = DenseCache(target.config.num_layers).extend(positions)
         self.features = drafter.fuse(target(known, positions, storage, drafter.aux_layer_ids))
+        self.states = cache(self._states)  # a path asks for those of all its beginnings
 
-    def states(self, path: Path) -> DraftStates:
+    def _states(self, path: Path) -> DraftStates:
         features = self.features
         for i in range(len(path)):
             features = torch.cat([features, self.states(path[:i]).feature[-1:]])

@@ -5,10 +5,12 @@
 attend, in two kernels a layer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,15 @@ from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.tree_ends import move_rows
 from fledge.layers.attention import AttentionSpec, CachedHeads, Heads, ProjectedHeads
 from fledge.layers.config import KVCacheSpec
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU, pages of them that are never written take neither time nor memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + 63, dtype=np.uint8))  # `torch.zeros` would write them all
+    return memory[-memory.data_ptr() % 64 :][:size].view(dtype).view(shape)
 
 
 class PagedCache:
@@ -37,8 +48,8 @@ class PagedCache:
         rows = (num_layers, num_blocks, block_size, spec.num_kv_heads)
         self.spec, self.num_layers, self.block_size = spec, num_layers, block_size
         # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
-        self.keys = torch.zeros(*rows, spec.key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*rows, spec.value_dim, dtype=dtype, device=device)
+        self.keys = _zeros((*rows, spec.key_dim), dtype, device)
+        self.values = _zeros((*rows, spec.value_dim), dtype, device)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Move rows of all layers, from slots to slots [batch, n], as `move_rows` does."""

@@ -1,5 +1,7 @@
 import gc
 import os
+from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -23,3 +25,16 @@ def _only_new_objects_are_searched_for_garbage() -> None:
     """Modules and tests are a million objects: `gc.collect` in what is tested would walk through them each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def _blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is beside the pictures of a report. They are made, but not drawn, which takes longest."""
+
+    def savefig(_figure: object, file: IO[str] | Path, **_: object) -> None:
+        if isinstance(file, Path):
+            file.touch()
+        else:
+            file.write('<svg viewBox="0 0 1 1"></svg>')
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)

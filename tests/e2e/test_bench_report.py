@@ -52,6 +52,7 @@ def test_the_page_has_both_parts_and_the_notes(page: Path):
         assert wanted in text
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_files_of_one_title_and_who_is_spoken_of_can_be_told(files: Path):
     done = fledge("bench", "report", "b.json", "slow.json", "eval.json", "--out", "x.html", cwd=files)
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ def test_files_of_one_title_and_who_is_spoken_of_can_be_told(files: Path):
     assert text.count(" (b.json)</a>") == text.count(" (slow.json)</a>") == 1
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_markdown_goes_to_a_file_or_is_printed_alone(files: Path):
     done = fledge("bench", "report", "eval.json", "--out", "eval.html", "--markdown", "-", cwd=files)
     assert done.stdout.startswith("| acceptance length | coding | chat | maths |")
@@ -84,6 +86,7 @@ def test_markdown_goes_to_a_file_or_is_printed_alone(files: Path):
         (("a.json", "--out", "notes.txt/page.html"), "cannot be written"),
     ],
 )
+@pytest.mark.usefixtures("_blank_pictures")
 def test_what_cannot_be_done_is_one_line(files: Path, arguments: tuple[str, ...], message: str):
     done = fledge("bench", "report", *arguments, cwd=files)
     assert done.returncode == 2

@@ -63,6 +63,7 @@ def test_a_report_of_two_drafters(pair: Path) -> None:
     assert values["suite"]["perturbations"] == ["unperturbed", "template:llama3", "pad:1k:before", "temperature:0.8"]
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_conditions_decide_the_exit_status_and_finished_cells_are_not_run_again(pair: Path) -> None:
     command = (*ONE, *SMALL, "--suite", "none", "--out", "conditions", "--json", "--quiet")
     first = drift(pair, *command, "--fail-if", "al<1", "--fail-if", "own_attention_last>1")
@@ -80,6 +81,7 @@ def test_conditions_decide_the_exit_status_and_finished_cells_are_not_run_again(
     assert lines[0].startswith("violated by EAGLE-3.1: al>=1 (al is ")
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_an_interrupted_run_goes_on(pair: Path) -> None:
     command = (
         *ONE,
@@ -148,6 +150,7 @@ def test_without_models_the_bundled_ones_are_taken_or_missed(pair: Path) -> None
     assert re.search(r"error: fledgling: .* no bundled models; name your own", done.stderr)
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_a_condition_on_what_was_not_measured_fails_after_the_report_is_written(pair: Path) -> None:
     done = drift(pair, *ONE, *SMALL, "--perturb", "pad:1k", "--out", "unmeasured", "--fail-if", "al_drop>0.5")
     assert done.returncode == 2

@@ -154,6 +154,7 @@ def test_a_drafter_has_one_colour_and_two_are_told_apart_in_grey(speeds: dict[st
 
 
 @pytest.mark.parametrize("baseline", ["EAGLE-3 K=3", "EAGLE-3.1 K=3"])
+@pytest.mark.usefixtures("_blank_pictures")
 def test_a_baseline_that_drafts_is_drawn_in_ink(tmp_path: Path, baseline: str):
     for results in (many_depths(), make_results(concurrencies=(1,), repeats=2, prompts=4)):
         (part,) = summaries([results], baseline)
@@ -196,6 +197,7 @@ def test_those_who_gave_the_same_answers_are_not_blamed():
     assert line.startswith("8 of 96")
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_the_section_on_answers_has_the_count_of_each_contender(tmp_path: Path):
     part = part_of(many_depths(different={"EAGLE-3 K=2": 3, "EAGLE-3 K=5": 1}))
     BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")
@@ -230,6 +232,7 @@ def test_some_inflated_contenders_are_named():
     assert "| EAGLE-3 K=5 | " in text
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_the_best_depth_of_each_drafter_has_a_card_and_the_others_are_folded(tmp_path: Path):
     part = part_of(many_depths())
     assert leaders(part) == ["EAGLE-3.1 K=3", "EAGLE-3 K=2"]  # over all loads
@@ -242,6 +245,7 @@ def test_the_best_depth_of_each_drafter_has_a_card_and_the_others_are_folded(tmp
     assert folded.count("<article") == 4
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_with_few_depths_the_four_fastest_have_cards(tmp_path: Path):
     part = part_of(many_depths(SHALLOW))
     BenchReport(summaries=(part,), title="x").write(tmp_path / "page.html")

@@ -127,6 +127,7 @@ def test_files_are_whole_small_and_no_others(written):
     assert {"attention-1.png", "attention-2.png", "acceptance.png", "perturbations.png"} <= pictures
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_pictures_of_an_earlier_run_do_not_stay(tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "attention-9.png").write_bytes(b"old")
@@ -151,6 +152,7 @@ def test_a_drift_that_never_comes_is_null_in_json_and_infinite_on_the_page():
     assert "∞" in Page(render(report, results, ())).text
 
 
+@pytest.mark.usefixtures("_blank_pictures")
 def test_broken_text_does_not_break_the_file(tmp_path):
     suite, results = made_up()
     key = ("drafter", UNPERTURBED)

@@ -239,7 +239,7 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=EXPLORE or 60,
+            max_examples=EXPLORE or 45,
             stateful_step_count=25,
             derandomize=not EXPLORE,
             database=None,

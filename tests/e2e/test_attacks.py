@@ -80,7 +80,7 @@ def test_a_server_under_attack_serves_and_can_be_stopped() -> None:
             assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 4}).status_code == 200
             for bomb in bombs:
                 assert refusal(bomb.result(), 400)["code"] == "invalid_grammar"
-            assert time.monotonic() - started < COMPILE_SECONDS + 3
+            assert time.monotonic() - started < COMPILE_SECONDS  # their CPU time was over long before
             body = {"messages": HELLO, "max_tokens": 8, "guided_regex": "[ab]{5}"}
             assert set(http.post(CHAT, json=body).json()["choices"][0]["message"]["content"]) <= {"a", "b"}
             assert process.memory() < 2 * 2**30

@@ -1,10 +1,11 @@
-"""Grammars are tried first where they can do no harm: in a process that has little memory and is killed in time.
+"""Grammars are tried first where they can do no harm: in a process that has little memory and little CPU time.
 
     GrammarSandbox (the engine's process)       `main`, in a process of its own, which holds the tokenizer
     a grammar's text  ---------------------->   forks: the fork compiles it under limits, says how it went, and ends;
     null, or what is wrong with it  <--------   or it was killed, which `main` says
 
-The limits are the kernel's: code that never comes back to Python is stopped too, and nobody waits for it at exit.
+The limits are the kernel's: code that never comes back to Python is stopped too, and nobody waits for it at exit. The
+time is the processor's: what a grammar costs, however busy the machine is.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-TRIAL_SECONDS = 2.5
+TRIAL_SECONDS = 2.5  # of CPU
 TRIAL_MIB = 128  # beside what the tokenizer takes
 
 
@@ -89,14 +90,14 @@ def main() -> None:
             os._exit(1)
         _, status = os.waitpid(child, 0)
         if status:
-            is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+            is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             why = f"takes longer than {seconds:g} s" if is_late else f"needs more than {mib} MiB"
             print(json.dumps(f"the grammar {why} to compile"), flush=True)
 
 
 def _limit(seconds: float, mib: int) -> None:
     """Limit this process, for good."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)  # nobody handles the signal: it ends the process
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles the signal: it ends the process
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it aborts
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # no /proc: only the time is limited

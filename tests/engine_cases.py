@@ -30,7 +30,7 @@ from fledge.engine.request import Request
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
-from fledge.models.target.decoder import TargetModel
+from fledge.models.target.decoder import TargetModel, TargetStates
 from tests.tiny_models import TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 T = TypeVar("T")
@@ -312,6 +312,15 @@ Drafts = tuple[tuple[int, ...], tuple[int, ...]]  # tokens, and the parents of a
 
 
 @functools.cache
+def _states_of(text: tuple[int, ...], aux_layer_ids: tuple[int, ...]) -> TargetStates:
+    """The target's, after each token. Most drafters ask for those of the same texts."""
+    positions = torch.arange(len(text))
+    storage = reference.DenseCache(TARGET.num_layers, positions.device).extend(positions)
+    states: TargetStates = target()(torch.tensor(text), positions, storage, aux_layer_ids)
+    return states
+
+
+@functools.cache
 @torch.inference_mode()
 def drafts_after(
     name: str, text: tuple[int, ...], depth: int, tree: TreeShape | None = None, sampled_by: Ask | None = None
@@ -332,9 +341,8 @@ def drafts_after(
     speculation = Speculation(drafter=drafter(name), depth=depth, tree=tree, sample_drafts=sampling)
     tokens = torch.tensor(text)
     positions = torch.arange(len(text) - 1)
-    cache = reference.DenseCache(TARGET.num_layers, tokens.device)
-    states = target()(tokens[:-1], positions, cache.extend(positions), speculation.drafter.aux_layer_ids)
-    settled = reference.SettledRows(tokens=tokens[1:], features=speculation.drafter.fuse(states), positions=positions)
+    features = speculation.drafter.fuse(_states_of(text[:-1], speculation.drafter.aux_layer_ids))
+    settled = reference.SettledRows(tokens=tokens[1:], features=features, positions=positions)
     draft = reference._propose(
         speculation, reference.DenseCache(speculation.drafter.config.num_layers, tokens.device), settled, sequence
     )

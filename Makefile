@@ -30,9 +30,9 @@ lint: $(VENV)/.ready
 	$(BIN)/lint-imports
 
 # The same pairs decoded by Fledge and by real vLLM, which lives in an environment of its own; vLLM as an engine, with a
-# stand-in too. Two files at a time: much of it is one process that waits for another to start.
+# stand-in too.
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
-	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm -n 2 --dist loadfile tests
+	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests
 
 # What people call such servers with, against `fledge serve` of the bundled pair.
 test-clients: $(VENV)/.ready $(CLIENTS_VENV)/.ready

@@ -25,7 +25,7 @@ from fledge.engine.outputs import RequestMetrics, RequestUpdate
 from fledge.engine.vllm_rounds import request_metrics
 from fledge.errors import FledgeError
 from fledge.server.api import CLIENT_GONE, SLOW_CLIENT_SECONDS, check_json, error_response, read_body, until_gone
-from fledge.server.async_vllm import AsyncVllm, HeaderList, PassedAnswer
+from fledge.server.async_vllm import AsyncVllm
 from fledge.server.errors import RequestError
 from fledge.server.live_drift import Traits, script_of
 from fledge.server.metrics import Metrics
@@ -34,6 +34,7 @@ from fledge.server.prompts import NO_TEMPLATE, Template
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, event
 from fledge.server.service import baseline_of
+from fledge.server.vllm_connection import HeaderList, VllmConnection
 from fledge.vllm_process.process import VllmProcess
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -150,11 +151,9 @@ def _headers(request: Request, body: bytes, request_id: str | None = None) -> He
     return [(b"host", b"vllm"), *kept, (b"content-length", str(len(body)).encode())]
 
 
-def _whole(answer: PassedAnswer, content: bytes, **more: str) -> Response:
+def _whole(answer: VllmConnection, content: bytes, **more: str) -> Response:
     response = Response(content, status_code=answer.status)
-    response.raw_headers += [
-        (name.lower(), value) for name, value in answer.headers if name.lower() not in _OWN_ANSWER_HEADERS
-    ]
+    response.raw_headers += [(name, value) for name, value in answer.headers if name not in _OWN_ANSWER_HEADERS]
     for name, value in more.items():
         response.headers.setdefault(name.replace("_", "-"), value)
     return response
@@ -273,7 +272,7 @@ class PassedResponse(Response):
         try:
             with engine.reserve():
                 async with asyncio.timeout(timeout), engine.send(*self._sent, self._asked.body) as answer:
-                    kind = next((value for name, value in answer.headers if name.lower() == b"content-type"), b"")
+                    kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
                     if not kind.startswith(b"text/event-stream"):
                         content = b"".join([part async for part in answer.parts()])
                         self._answer.read_whole(content)

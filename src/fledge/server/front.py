@@ -94,14 +94,30 @@ class Front:
             raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
 
-def router(front: Front) -> APIRouter:
-    """Return all routes but those of the page. What is not ours is vLLM's."""
+def asking_router(front: Front) -> APIRouter:
+    """Return the routes of all POST requests. To be the first of an application: each route before costs time."""
     routes = APIRouter(include_in_schema=False)
 
-    @routes.api_route("/health", methods=["GET"])
-    @routes.api_route("/ping", methods=["GET", "POST"])
+    async def ping(_request: Request) -> Response:
+        return _health(front)
+
+    async def ask(request: Request) -> Response:
+        return await _ask(front, request)
+
+    # Starlette's own kind of route, which has no dependencies: it is quicker
+    routes.add_route("/ping", ping, methods=["POST"])
+    routes.add_route("/{path:path}", ask, methods=["POST"])
+    return routes
+
+
+def router(front: Front) -> APIRouter:
+    """Return the routes of other requests, but for those of the page. What is not ours is vLLM's."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/health")
+    @routes.get("/ping")
     async def health() -> Response:
-        return JSONResponse({"status": front.status}, status_code=200 if front.status == "ok" else 503)
+        return _health(front)
 
     @routes.get("/load")
     async def load() -> Response:
@@ -119,13 +135,6 @@ def router(front: Front) -> APIRouter:
         theirs = "".join(line for line in lines if line.removeprefix("# HELP ").removeprefix("# TYPE ")[:5] == "vllm:")
         return Response(front.metrics.render() + theirs.encode(), media_type=CONTENT_TYPE_LATEST)
 
-    async def ask(request: Request) -> Response:
-        return await _ask(front, request)
-
-    routes.add_route(
-        "/{path:path}", ask, methods=["POST"]
-    )  # Starlette's, which asks for no dependencies: it is quicker
-
     @routes.api_route(
         "/{path:path}", methods=["GET", "HEAD", "PUT", "PATCH", "DELETE"], dependencies=[Depends(front.keys.check)]
     )
@@ -136,6 +145,10 @@ def router(front: Front) -> APIRouter:
         return _whole(answer, content)
 
     return routes
+
+
+def _health(front: Front) -> Response:
+    return JSONResponse({"status": front.status}, status_code=200 if front.status == "ok" else 503)
 
 
 def _target(front: Front, request: Request) -> bytes:

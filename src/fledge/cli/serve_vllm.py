@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from fledge.checkpoints.source import DRAFTERS, bundled_directory
 from fledge.cli.vllm_command import vllm_speculation, vllm_values, without
 from fledge.errors import ConfigError
 from fledge.files import read_json
+from fledge.vllm_process import extension
 from fledge.vllm_process.finding import find_vllm
 from fledge.vllm_process.process import VllmProcess
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 BUNDLED_DEPTH = 5
 MAX_NUM_SEQS = 256  # vLLM's own on most machines; for our limit of requests only
 _REQUEST_METRICS = "--per-request-spec-decode-metrics"
+_EXTENSION = "--worker-extension-cls"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +57,8 @@ def open_front(
 
     `directory` is the target's, or that of its config and tokenizer alone.
     """
-    from fledge.engine.vllm_pair import check_pair  # noqa: PLC0415 - torch takes seconds
-    from fledge.server.front import Front  # noqa: PLC0415
+    from fledge.engine.vllm_pair import check_exchange, check_pair  # noqa: PLC0415 - torch takes seconds
+    from fledge.server.front import Exchange, Front  # noqa: PLC0415
 
     installation = find_vllm(options.python)
     if installation.warning:
@@ -69,7 +73,13 @@ def open_front(
     if speculation is not None and not vllm_values(words, _REQUEST_METRICS) and installation.has_request_metrics:
         words += [_REQUEST_METRICS, "detailed"]
     asked = "".join(vllm_values(words, "--max-num-seqs"))
-    process = VllmProcess(installation, str(bundled_directory(source) or source), words, log_file=options.log_file)
+    exchange, environment = None, {}
+    if settings.admin_api_keys and speculation is not None and not vllm_values(words, _EXTENSION):
+        exchange = Exchange(secrets.token_hex(16), partial(check_exchange, directory, speculation))
+        words += [_EXTENSION, "fledge_drafter.DrafterWorker", "--middleware", "fledge_drafter.DrafterRoute"]
+        environment = extension.environment(exchange.token)
+    model = str(bundled_directory(source) or source)
+    process = VllmProcess(installation, model, words, environment=environment, log_file=options.log_file)
     try:
         process.wait_until_ready(options.start_timeout)
         drafter = None if speculation is None else str(speculation.get("model") or speculation["method"])
@@ -80,6 +90,7 @@ def open_front(
             drafter=drafter,
             template=_template(directory, words),
             tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
+            exchange=exchange,
         )
     except BaseException:
         process.stop()

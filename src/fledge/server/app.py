@@ -88,6 +88,7 @@ def _front_app(service: Servable) -> FastAPI:
     """The page, and vLLM's endpoints, which it describes itself."""
     assert isinstance(service, Front)
     app = _app(service, openapi_url=None)
+    app.include_router(admin.router(service))
     app.include_router(front.asking_router(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
     app.include_router(front.router(service))  # the last: it takes all that is left

@@ -4,17 +4,24 @@ Ends a request by closing its connection, which is how vLLM knows. Reads what vL
 """
 
 import asyncio
+import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
+from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.vllm_rounds import engine_stats
+from fledge.errors import SwapRefusedError
 from fledge.server.errors import RequestError
 from fledge.server.metrics import Metrics
 from fledge.server.vllm_connection import DEAD, HeaderList, VllmConnection
+from fledge.vllm_process.client import error_message
 from fledge.vllm_process.counters import VllmCounters
+from fledge.vllm_process.extension.fledge_drafter import HEADER, PATH
 from fledge.vllm_process.process import VllmProcess
 
 _log = logging.getLogger("fledge.server")
@@ -26,14 +33,16 @@ SHUTTING_DOWN = RequestError("the server is shutting down", status=503, code="sh
 class AsyncVllm:
     """Asks a vLLM that is ready. `start` in the loop that will use it; `close` ends both."""
 
-    def __init__(self, process: VllmProcess, *, max_requests: int, metrics: Metrics) -> None:
-        """More than `max_requests` at once are refused."""
+    def __init__(self, process: VllmProcess, *, max_requests: int, metrics: Metrics, swap_token: str = "") -> None:
+        """More than `max_requests` at once are refused. `swap_token`: that the process was given (`extension`)."""
         self.process = process
         self.max_requests = max_requests
         self.counters_text = ""  # the latest that vLLM said of itself
         self.death: str | None = None
         self.on_death: Callable[[], None] = lambda: None
         self._metrics = metrics
+        self._swap_token = swap_token
+        self._earlier: Counter[tuple[int, int]] = Counter()  # rounds of drafters before this one
         self._asked: set[VllmConnection] = set()
         self._idle: list[VllmConnection] = []  # for the next requests
         self._reserved = 0
@@ -155,4 +164,18 @@ class AsyncVllm:
             text = b"".join([part async for part in answer.parts()]).decode("utf-8", "replace")
         if answer.status == 200:
             self.counters_text = text
-            self._metrics.on_stats(engine_stats(VllmCounters.read(text)))
+            stats = engine_stats(VllmCounters.read(text))
+            stats.acceptance = AcceptanceStatistics(tally=stats.acceptance.tally - self._earlier)
+            self._metrics.on_stats(stats)
+
+    async def load_drafter(self, directory: Path) -> None:
+        """Have vLLM load weights over those of its drafter; requests wait for it. Raises SwapRefusedError."""
+        body = json.dumps({"directory": str(directory.resolve())}).encode()
+        headers = [(b"host", b"vllm"), (b"content-length", str(len(body)).encode())]
+        headers.append((HEADER.encode(), self._swap_token.encode()))
+        async with self.send("POST", PATH.encode(), headers, body) as answer:
+            content = b"".join([part async for part in answer.parts()])
+        if answer.status != 200:
+            raise SwapRefusedError(f"vLLM did not load it: {error_message(content)}; start the server with it instead")
+        await self.read_counters()
+        self._earlier = VllmCounters.read(self.counters_text).tally

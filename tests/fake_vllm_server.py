@@ -23,7 +23,7 @@ DETAILED = OPTIONS.get("--per-request-spec-decode-metrics") == "detailed" and DE
 NAME = OPTIONS.get("--served-model-name", OPTIONS.get("--model"))
 LOCK = threading.Lock()
 LOADED = []  # drafters, after that of the start
-COUNTS = {"drafts": 0, "accepted": [0] * DEPTH, "prompt": 0, "output": 0, "running": 0, "aborted": 0}
+COUNTS = {"drafts": 0, "accepted": [0] * DEPTH, "prompt": 0, "output": 0, "running": 0, "aborted": 0, "steps": 0}
 
 
 def steps(prompt: list[int], max_tokens: int):
@@ -70,6 +70,7 @@ class Handler(BaseHTTPRequestHandler):
                 f"vllm:generation_tokens_total {COUNTS['output']}",
                 f"vllm:prompt_tokens_total {COUNTS['prompt']}",
             ]
+            lines += [f"vllm:iteration_tokens_total_count {COUNTS['steps']}.0"]
             lines += [f"vllm:num_requests_running {COUNTS['running']}", "python_info 1", "# HELP vllm:x X."]
         return "\n".join(lines) + "\n"
 
@@ -128,6 +129,7 @@ class Handler(BaseHTTPRequestHandler):
                 rounds.append(accepted)
             with LOCK:
                 COUNTS["output"] += len(tokens)
+                COUNTS["steps"] += 1
                 if accepted is not None:
                     COUNTS["drafts"] += 1
                     for depth in range(accepted):

@@ -4,14 +4,14 @@ import hashlib
 import json
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fledge.checkpoints.source import DRAFTERS, bundled_directory
-from fledge.cli.vllm_command import vllm_speculation, vllm_values, without
+from fledge.checkpoints.source import DRAFTERS, bundled_directory, resolve
+from fledge.cli.vllm_command import speed_options, vllm_speculation, vllm_values, without
 from fledge.errors import ConfigError
 from fledge.files import read_json
 from fledge.vllm_process import extension
@@ -19,6 +19,7 @@ from fledge.vllm_process.finding import find_vllm
 from fledge.vllm_process.process import VllmProcess
 
 if TYPE_CHECKING:
+    from fledge.engine.vllm_tuning import VllmTuning
     from fledge.server.front import Front
     from fledge.server.options import ServeOptions
     from fledge.server.prompts import Template
@@ -64,9 +65,11 @@ def open_front(
     if installation.warning:
         print(f"warning: {installation.warning}", file=sys.stderr)
     words = list(options.words)
-    speculation = vllm_speculation(words)
+    speculation, tuning = vllm_speculation(words), None
     if speculation is not None:
         speculation = check_pair(directory, speculation)
+        tuning = recall_tuning(directory, speculation, words, installation.version)
+        speculation = with_measured_depths(speculation, tuning, words)
         words = [*without(words, "--speculative-config"), "--speculative-config", json.dumps(speculation)]
     if not vllm_values(words, "--served-model-name"):
         words += ["--served-model-name", source]
@@ -91,6 +94,8 @@ def open_front(
             template=_template(directory, words),
             tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
             exchange=exchange,
+            speculation=speculation,
+            tuning=tuning,
         )
     except BaseException:
         process.stop()
@@ -99,6 +104,33 @@ def open_front(
     if speculation is not None:
         pair = f"{source} with {drafter}, {speculation.get('num_speculative_tokens', 'some')} drafts deep"
     return front, (pair, f"by vLLM {installation.version}")
+
+
+def recall_tuning(
+    directory: Path, speculation: Mapping[str, Any], words: Sequence[str], version: str
+) -> "VllmTuning | None":
+    """What `fledge bench serve --tune` measured of this pair; None: it was not asked."""
+    from fledge.engine.vllm_tuning import VllmTuning  # noqa: PLC0415
+
+    if speculation.get("method") not in ("eagle", "eagle3"):
+        return None
+    return VllmTuning.recall(VllmTuning.file(directory, resolve(speculation["model"]), version, speed_options(words)))
+
+
+def with_measured_depths(
+    speculation: dict[str, Any], tuning: "VllmTuning | None", words: Sequence[str]
+) -> dict[str, Any]:
+    """The config with the depths that were measured to pay, where nobody has said how deep to draft at which size."""
+    key, deepest = "num_speculative_tokens_per_batch_size", speculation.get("num_speculative_tokens")
+    replicas = "".join(vllm_values(words, "--data-parallel-size")) or "1"  # with several, vLLM has no such table
+    if tuning is None or key in speculation or not isinstance(deepest, int) or replicas != "1":
+        return speculation
+    rows = tuning.table(deepest)
+    if rows is None:
+        return speculation
+    said = f"{json.dumps(rows)}, which `fledge bench serve --tune` measured to pay on {tuning.date}"
+    print(f"note: drafting by batch size as {said} (or give {key})", file=sys.stderr)
+    return {**speculation, key: rows}
 
 
 def _template(directory: Path, words: Sequence[str]) -> "Template":

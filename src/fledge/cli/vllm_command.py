@@ -26,6 +26,24 @@ _JSON = frozenset(
 )
 
 
+# What a measurement of vLLM holds for.
+_SPEED = frozenset(
+    f"--{name}"
+    for name in (
+        "attention-backend",
+        "compilation-config",
+        "data-parallel-size",
+        "decode-context-parallel-size",
+        "dtype",
+        "enable-expert-parallel",
+        "enforce-eager",
+        "kv-cache-dtype",
+        "max-num-batched-tokens",
+        "pipeline-parallel-size",
+        "quantization",
+        "tensor-parallel-size",
+    )
+)
 _LEVELS = ("-O0", "-O1", "-O2", "-O3")
 
 
@@ -154,6 +172,12 @@ def vllm_values(words: Sequence[str], name: str) -> list[str]:
             following = list(itertools.takewhile(lambda one: not one.startswith("-"), words[i + 1 :]))
             found = [value] if equals else following
     return found
+
+
+def speed_options(words: Sequence[str]) -> dict[str, list[str]]:
+    """Those of vLLM's options that change how fast it is on the same machine, however they are spelled."""
+    given = {_spelled(word.partition("=")[0]) for word in words if word.startswith("-")}
+    return {name: vllm_values(words, name) for name in sorted(_SPEED & given)}
 
 
 def without(words: Sequence[str], name: str) -> list[str]:

@@ -9,12 +9,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import Arm
+from fledge.engine.costs import CostTable
 from fledge.engine.vllm_rounds import engine_stats
+from fledge.engine.vllm_tuning import depth_at
 from fledge.errors import SwapRefusedError
 from fledge.server.errors import RequestError
 from fledge.server.metrics import Metrics
@@ -33,8 +37,20 @@ SHUTTING_DOWN = RequestError("the server is shutting down", status=503, code="sh
 class AsyncVllm:
     """Asks a vLLM that is ready. `start` in the loop that will use it; `close` ends both."""
 
-    def __init__(self, process: VllmProcess, *, max_requests: int, metrics: Metrics, swap_token: str = "") -> None:
-        """More than `max_requests` at once are refused. `swap_token`: that the process was given (`extension`)."""
+    def __init__(
+        self,
+        process: VllmProcess,
+        *,
+        max_requests: int,
+        metrics: Metrics,
+        swap_token: str = "",
+        speculation: Mapping[str, Any] | None = None,
+        costs: CostTable | None = None,
+    ) -> None:
+        """More than `max_requests` at once are refused. `swap_token`: that the process was given (`extension`).
+
+        `speculation`: its config; `costs`: what its rounds were measured to take.
+        """
         self.process = process
         self.max_requests = max_requests
         self.counters_text = ""  # the latest that vLLM said of itself
@@ -42,6 +58,9 @@ class AsyncVllm:
         self.on_death: Callable[[], None] = lambda: None
         self._metrics = metrics
         self._swap_token = swap_token
+        self._speculation, self._costs = speculation or {}, costs or CostTable()
+        self._batch = 0  # requests in a round of late
+        self._counters = VllmCounters(values={})  # the latest
         self._earlier: Counter[tuple[int, int]] = Counter()  # rounds of drafters before this one
         self._asked: set[VllmConnection] = set()
         self._idle: list[VllmConnection] = []  # for the next requests
@@ -164,8 +183,13 @@ class AsyncVllm:
             text = b"".join([part async for part in answer.parts()]).decode("utf-8", "replace")
         if answer.status == 200:
             self.counters_text = text
-            stats = engine_stats(VllmCounters.read(text))
+            before, self._counters = self._counters, VllmCounters.read(text)
+            self._batch = self._counters.mean_batch(before) or self._batch
+            stats = engine_stats(self._counters)
             stats.acceptance = AcceptanceStatistics(tally=stats.acceptance.tally - self._earlier)
+            if self._batch:
+                depth = depth_at(self._speculation, self._batch)
+                stats.typical_round, stats.costs = (self._batch, Arm(depth)), self._costs
             self._metrics.on_stats(stats)
 
     async def load_drafter(self, directory: Path) -> None:
@@ -178,4 +202,4 @@ class AsyncVllm:
         if answer.status != 200:
             raise SwapRefusedError(f"vLLM did not load it: {error_message(content)}; start the server with it instead")
         await self.read_counters()
-        self._earlier = VllmCounters.read(self.counters_text).tally
+        self._earlier = self._counters.tally

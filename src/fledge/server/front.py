@@ -7,9 +7,9 @@ did not ask for usage, that last event is kept. With that option set to `none` n
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from fledge import __version__
 from fledge.engine.outputs import RequestUpdate
+from fledge.engine.vllm_tuning import VllmTuning
 from fledge.errors import FledgeError, SwapRefusedError
 from fledge.server.api import CLIENT_GONE, SLOW_CLIENT_SECONDS, check_json, error_response, read_body, until_gone
 from fledge.server.async_vllm import AsyncVllm
@@ -63,10 +64,13 @@ class Front:
         template: Template,
         tells_rounds: bool,
         exchange: Exchange | None = None,
+        speculation: Mapping[str, Any] | None = None,
+        tuning: VllmTuning | None = None,
     ) -> None:
         """`process` is ready. `template`: that of conversations. `tells_rounds`: it was told to, request by request.
 
-        `exchange`: how its drafter is; None: it cannot be.
+        `exchange`: how its drafter is; None: it cannot be. `speculation`: its config, `tuning`: what it was measured
+        at.
         """
         self.options = options
         self.keys = ApiKeys(options.api_keys)
@@ -84,7 +88,14 @@ class Front:
             baseline=baseline_of(drafter),
         )
         most, token = max_num_seqs + options.max_queue, "" if exchange is None else exchange.token
-        self.engine = AsyncVllm(process, max_requests=most, metrics=self.metrics, swap_token=token)
+        self.engine = AsyncVllm(
+            process,
+            max_requests=most,
+            metrics=self.metrics,
+            swap_token=token,
+            speculation=speculation,
+            costs=None if tuning is None else tuning.costs(),
+        )
         self.swap = DrafterSwap(self.metrics, self._exchange_drafter)
         self._exchange = exchange
 

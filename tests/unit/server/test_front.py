@@ -3,13 +3,14 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from fledge.engine.vllm_tuning import TunePoint, VllmTuning
 from fledge.errors import SwapRefusedError
 from fledge.server.front import Exchange, Front
 from fledge.server.front_reading import AnswerReader, PassedRequest, read_request
@@ -34,9 +35,11 @@ def make_front(
     directory: Path,
     *,
     detailed: bool = True,
-    exchange: Exchange | None = None,
+    more: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Front:
+    """`more`: of the front; `settings` of the service, and of the stand-in."""
+    exchange = (more or {}).get("exchange")
     names = ServeOptions.__dataclass_fields__
     options = {name: settings.pop(name) for name in list(settings) if name in names}
     install(monkeypatch, directory, **settings)
@@ -45,8 +48,8 @@ def make_front(
     process = VllmProcess(find_vllm(), "model", words, environment=environment)
     process.wait_until_ready(30, lambda _line: None)
     made = ServeOptions(served_model_names=("tiny",), **options)
-    more: Any = {"max_num_seqs": 1, "drafter": "nowhere", "template": OWN, "tells_rounds": detailed}
-    return Front(process, made, exchange=exchange, **more)
+    own: Any = {"max_num_seqs": 1, "drafter": "nowhere", "template": OWN, "tells_rounds": detailed, **(more or {})}
+    return Front(process, made, **own)
 
 
 def until(what: Callable[[], object], seconds: float = 10.0) -> None:
@@ -162,7 +165,8 @@ def test_another_drafter_is_checked_loaded_by_vllm_and_counted_from_then_on(
             raise SwapRefusedError("wrong: it is another target's")
         return tmp_path / model
 
-    front = make_front(monkeypatch, tmp_path, exchange=Exchange("secret", check), admin_api_keys=("admin",))
+    more = {"exchange": Exchange("secret", check)}
+    front = make_front(monkeypatch, tmp_path, more=more, admin_api_keys=("admin",))
     with Serving(front) as serving:
         assert swap(serving, "new", "nobody").status_code == 401
         refused = swap(serving, "wrong")
@@ -188,6 +192,26 @@ def test_a_drafter_that_cannot_be_exchanged_is_a_409_in_words(serving: Serving) 
     answer = swap(serving, "new")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "drafter_refused")
     assert answer.json()["error"]["message"].startswith("vLLM was started without a drafter")
+
+
+def test_the_speed_up_is_estimated_by_what_was_measured_of_the_pair(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    points = [
+        TunePoint(concurrency=1, depth=0, tokens_per_second=100.0, acceptance_length=None),
+        TunePoint(concurrency=1, depth=3, tokens_per_second=200.0, acceptance_length=3.0),
+    ]
+    more = {"speculation": {"num_speculative_tokens": 3}, "tuning": VllmTuning(points=points)}
+    front = make_front(monkeypatch, tmp_path, more=more)
+    with Serving(front) as serving:
+        httpx.post(serving.url + "/v1/completions", json={"prompt": [1], "max_tokens": 31})
+        httpx.get(serving.url + "/metrics")
+        data = httpx.get(serving.url + "/dashboard/data").json()
+        length = front.metrics.stats.acceptance.acceptance_length
+        assert length is not None
+        assert 2 < length < 4
+        assert data["tiles"]["speed_up"] == pytest.approx(length / 1.5)  # a round costs 15 ms, a plain step 10
+        assert f"{length / 1.5:.2f}x as fast as without" in data["findings"][0]["text"]
 
 
 def test_a_client_that_goes_ends_the_request_at_vllm(

@@ -28,6 +28,7 @@ BUNDLED_DEPTH = 5
 MAX_NUM_SEQS = 256  # vLLM's own on most machines; for our limit of requests only
 _REQUEST_METRICS = "--per-request-spec-decode-metrics"
 _EXTENSION = "--worker-extension-cls"
+_REPLICAS = "--data-parallel-size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def open_front(
 
     `directory` is the target's, or that of its config and tokenizer alone.
     """
-    from fledge.engine.vllm_pair import check_exchange, check_pair  # noqa: PLC0415 - torch takes seconds
+    from fledge.engine.vllm_pair import check_exchange, check_pair, is_eagle  # noqa: PLC0415 - torch takes seconds
     from fledge.server.front import Exchange, Front  # noqa: PLC0415
 
     installation = find_vllm(options.python)
@@ -75,9 +76,8 @@ def open_front(
         words += ["--served-model-name", source]
     if speculation is not None and not vllm_values(words, _REQUEST_METRICS) and installation.has_request_metrics:
         words += [_REQUEST_METRICS, "detailed"]
-    asked = "".join(vllm_values(words, "--max-num-seqs"))
     exchange, environment = None, {}
-    if settings.admin_api_keys and speculation is not None and not vllm_values(words, _EXTENSION):
+    if settings.admin_api_keys and speculation and is_eagle(speculation) and not vllm_values(words, _EXTENSION):
         exchange = Exchange(secrets.token_hex(16), partial(check_exchange, directory, speculation))
         words += [_EXTENSION, "fledge_drafter.DrafterWorker", "--middleware", "fledge_drafter.DrafterRoute"]
         environment = extension.environment(exchange.token)
@@ -89,7 +89,7 @@ def open_front(
         front = Front(
             process,
             settings,
-            max_num_seqs=int(asked) if asked.isdecimal() else MAX_NUM_SEQS,
+            max_num_seqs=_number(words, "--max-num-seqs", MAX_NUM_SEQS) * _number(words, _REPLICAS, 1),
             drafter=drafter,
             template=_template(directory, words),
             tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
@@ -106,13 +106,20 @@ def open_front(
     return front, (pair, f"by vLLM {installation.version}")
 
 
+def _number(words: Sequence[str], name: str, default: int) -> int:
+    """The number that an option of vLLM's was given; what is none, vLLM refuses."""
+    given = "".join(vllm_values(words, name))
+    return int(given) if given.isdecimal() else default
+
+
 def recall_tuning(
     directory: Path, speculation: Mapping[str, Any], words: Sequence[str], version: str
 ) -> "VllmTuning | None":
     """What `fledge bench serve --tune` measured of this pair; None: it was not asked."""
+    from fledge.engine.vllm_pair import is_eagle  # noqa: PLC0415
     from fledge.engine.vllm_tuning import VllmTuning  # noqa: PLC0415
 
-    if speculation.get("method") not in ("eagle", "eagle3"):
+    if not is_eagle(speculation):
         return None
     return VllmTuning.recall(VllmTuning.file(directory, resolve(speculation["model"]), version, speed_options(words)))
 
@@ -122,8 +129,8 @@ def with_measured_depths(
 ) -> dict[str, Any]:
     """The config with the depths that were measured to pay, where nobody has said how deep to draft at which size."""
     key, deepest = "num_speculative_tokens_per_batch_size", speculation.get("num_speculative_tokens")
-    replicas = "".join(vllm_values(words, "--data-parallel-size")) or "1"  # with several, vLLM has no such table
-    if tuning is None or key in speculation or not isinstance(deepest, int) or replicas != "1":
+    has_table = _number(words, _REPLICAS, 1) == 1  # with several, vLLM does without one
+    if tuning is None or key in speculation or not isinstance(deepest, int) or not has_table:
         return speculation
     rows = tuning.table(deepest)
     if rows is None:

@@ -47,13 +47,18 @@ def check_pair(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
     return {**speculation, "model": str(bundled_directory(name) or name), "method": found}
 
 
+def is_eagle(speculation: Mapping[str, Any]) -> bool:
+    """Whether a checked config has a drafter of the kind that Fledge knows."""
+    return speculation.get("method") in ("eagle", "eagle3") and isinstance(speculation.get("model"), str)
+
+
 def check_exchange(target: Path, speculation: Mapping[str, Any], model: str) -> Path:
     """Return the directory of a drafter whose weights may take the place of those that a vLLM was started with.
 
     Raises FledgeError for one that breaks its contract, SwapRefusedError for one of another build: what vLLM made of
     the config, of tensors and of what it shares with the target stays as it is.
     """
-    if speculation.get("method") not in ("eagle", "eagle3"):
+    if not is_eagle(speculation):
         raise SwapRefusedError("vLLM exchanges EAGLE drafters only; start the server with the other one")
     check_pair(target, {**speculation, "model": model})
     old, new = read_drafter(resolve(speculation["model"])), read_drafter(resolve(model))

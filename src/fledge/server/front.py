@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fledge import __version__
 from fledge.engine.outputs import RequestUpdate
@@ -104,7 +104,7 @@ class Front:
 
     async def _exchange_drafter(self, model: str) -> None:
         if self._exchange is None:
-            what = "vLLM was started without a drafter of its own, or with a --worker-extension-cls of yours"
+            what = "this vLLM has no EAGLE drafter to exchange, or a --worker-extension-cls of yours"
             raise SwapRefusedError(f"{what}; start the server with the other drafter")
         directory = await asyncio.to_thread(self._exchange.check, model)
         await self.engine.load_drafter(directory)
@@ -121,30 +121,30 @@ class Front:
             raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
 
-def asking_router(front: Front) -> APIRouter:
-    """Return the routes of all POST requests. To be the first of an application: each route before costs time."""
-    routes = APIRouter(include_in_schema=False)
+class AskFirst:
+    """Passes what is asked (POST) on to vLLM before any route is looked at: each layer on the way costs time."""
 
-    async def ping(_request: Request) -> Response:
-        return _health(front)
+    OWN = frozenset(("/ping", "/admin/drafter"))
 
-    async def ask(request: Request) -> Response:
-        return await _ask(front, request)
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self._app, self._front = app, front
 
-    # Starlette's own kind of route, which has no dependencies: it is quicker
-    routes.add_route("/ping", ping, methods=["POST"])
-    routes.add_route("/{path:path}", ask, methods=["POST"])
-    return routes
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or _path(self._front, scope) in self.OWN:
+            await self._app(scope, receive, send)
+            return
+        response = await _ask(self._front, Request(scope, receive))
+        await response(scope, receive, send)
 
 
 def router(front: Front) -> APIRouter:
-    """Return the routes of other requests, but for those of the page. What is not ours is vLLM's."""
+    """Return the routes of all but what is asked, and those of the page. What is not ours is vLLM's."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/health")
-    @routes.get("/ping")
+    @routes.api_route("/ping", methods=["GET", "POST"])
     async def health() -> Response:
-        return _health(front)
+        return JSONResponse({"status": front.status}, status_code=200 if front.status == "ok" else 503)
 
     @routes.get("/load")
     async def load() -> Response:
@@ -174,8 +174,9 @@ def router(front: Front) -> APIRouter:
     return routes
 
 
-def _health(front: Front) -> Response:
-    return JSONResponse({"status": front.status}, status_code=200 if front.status == "ok" else 503)
+def _path(front: Front, scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(front.options.root_path)
 
 
 def _target(front: Front, request: Request) -> bytes:
@@ -203,7 +204,7 @@ def _whole(answer: VllmConnection, content: bytes, **more: str) -> Response:
 
 
 async def _ask(front: Front, request: Request) -> Response:
-    path = request.url.path.removeprefix(front.options.root_path)
+    path = _path(front, request.scope)
     number = uuid.uuid4().hex
     entry = RequestLogEntry(id=f"{_PREFIXES.get(path, 'req')}-{number}", path=path)
     try:

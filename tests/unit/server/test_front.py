@@ -191,7 +191,7 @@ def test_another_drafter_is_checked_loaded_by_vllm_and_counted_from_then_on(
 def test_a_drafter_that_cannot_be_exchanged_is_a_409_in_words(serving: Serving) -> None:
     answer = swap(serving, "new")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "drafter_refused")
-    assert answer.json()["error"]["message"].startswith("vLLM was started without a drafter")
+    assert answer.json()["error"]["message"].startswith("this vLLM has no EAGLE drafter to exchange")
 
 
 def test_the_speed_up_is_estimated_by_what_was_measured_of_the_pair(

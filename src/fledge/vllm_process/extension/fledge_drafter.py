@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 PATH = "/fledge/drafter"
 HEADER = "x-fledge-token"
@@ -31,19 +29,29 @@ class DrafterRoute:
         self._app, self._token = app, os.environ[VARIABLE]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        if not hmac.compare_digest(request.headers.get(HEADER, "").encode(), self._token.encode()):
+        given = dict(scope.get("headers") or ()).get(HEADER.encode(), b"")
+        is_ours = scope["type"] == "http" and scope["path"] == PATH
+        if not is_ours or not hmac.compare_digest(given, self._token.encode()):
             await self._app(scope, receive, send)  # which knows no such path
             return
         status, told = 200, {}
         try:
-            await _exchange(scope["app"].state.engine_client, json.loads(await request.body())["directory"])
+            await _exchange(scope["app"].state.engine_client, json.loads(await _body(receive))["directory"])
         except Exception as error:  # whatever it is, whoever asked is to know
             status, told = 500, {"error": {"message": f"{type(error).__name__}: {error}"}}
-        await JSONResponse(told, status_code=status)(scope, receive, send)
+        content = json.dumps(told).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+
+async def _body(receive: Any) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
 
 
 async def _exchange(engine: Any, directory: str) -> None:

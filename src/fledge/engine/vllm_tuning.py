@@ -138,8 +138,13 @@ def speculative_config(drafter: str, depths: Mapping[int, int]) -> dict[str, Any
     return {"model": drafter, "num_speculative_tokens": deepest, **table}
 
 
-def depth_at(speculation: Mapping[str, Any], batch: int) -> int:
-    """How deep a vLLM with this config drafts for so many requests; outside of its table as deep as it may."""
-    rows = speculation.get("num_speculative_tokens_per_batch_size") or ()
-    deepest = int(speculation.get("num_speculative_tokens") or 0)
-    return next((depth for first, last, depth in rows if first <= batch <= last), deepest)
+def drafted_round(speculation: Mapping[str, Any], batch: int) -> tuple[int, int]:
+    """Batch size and depth of rounds with drafts, where about so many requests had one in a step.
+
+    A table may draft at some sizes only: rounds were of the nearest of these.
+    """
+    table = speculation.get("num_speculative_tokens_per_batch_size") or ()
+    whole = [1, LARGEST_BATCH, int(speculation.get("num_speculative_tokens") or 0)]
+    rows = [row for row in table if row[2] > 0] or [whole]
+    first, last, depth = min(rows, key=lambda row: max(row[0] - batch, batch - row[1], 0))
+    return min(max(batch, first), last), depth

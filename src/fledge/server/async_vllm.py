@@ -18,7 +18,7 @@ from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.arms import Arm
 from fledge.engine.costs import CostTable
 from fledge.engine.vllm_rounds import engine_stats
-from fledge.engine.vllm_tuning import depth_at
+from fledge.engine.vllm_tuning import drafted_round
 from fledge.errors import SwapRefusedError
 from fledge.server.errors import RequestError
 from fledge.server.metrics import Metrics
@@ -188,8 +188,8 @@ class AsyncVllm:
             stats = engine_stats(self._counters)
             stats.acceptance = AcceptanceStatistics(tally=stats.acceptance.tally - self._earlier)
             if self._batch:
-                depth = depth_at(self._speculation, self._batch)
-                stats.typical_round, stats.costs = (self._batch, Arm(depth)), self._costs
+                batch, depth = drafted_round(self._speculation, self._batch)
+                stats.typical_round, stats.costs = (batch, Arm(depth)), self._costs
             self._metrics.on_stats(stats)
 
     async def load_drafter(self, directory: Path) -> None:

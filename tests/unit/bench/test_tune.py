@@ -10,7 +10,7 @@ import pytest
 
 from fledge.cli.serve_vllm import recall_tuning, with_measured_depths
 from fledge.engine.config import SpeculativeConfig
-from fledge.engine.vllm_tuning import TunePoint, VllmTuning, best_depths, depth_at, schedule, speculative_config
+from fledge.engine.vllm_tuning import TunePoint, VllmTuning, best_depths, drafted_round, schedule, speculative_config
 from tests.command_line import fledge
 from tests.fake_vllm import install
 from tests.serving import pair_directory
@@ -45,7 +45,8 @@ def test_rows_cover_every_batch_size_once() -> None:
     ours = SpeculativeConfig.from_dict(config)  # which our engine reads too
     assert [ours.depth_at(size) for size in (1, 8, 9, 32, 33, 500)] == [5, 5, 3, 3, 0, 0]
     assert speculative_config("drafter", {1: 3, 4: 3}) == {"model": "drafter", "num_speculative_tokens": 3}
-    assert [depth_at(config, size) for size in (1, 8, 9, 32, 33, 5000)] == [5, 5, 3, 3, 0, 5]
+    assert [drafted_round(config, size) for size in (1, 8, 20, 50)] == [(1, 5), (8, 5), (20, 3), (32, 3)]
+    assert drafted_round({"num_speculative_tokens": 3}, 7) == (7, 3)
     assert speculative_config("drafter", {1: 0, 4: 0}) is None
 
 

@@ -22,7 +22,7 @@ from fledge.engine.vllm_tuning import drafted_round
 from fledge.errors import SwapRefusedError
 from fledge.server.errors import RequestError
 from fledge.server.metrics import Metrics
-from fledge.server.vllm_connection import DEAD, HeaderList, VllmConnection
+from fledge.server.vllm_connection import DEAD, HeaderList, VllmConnection, WholeAnswer
 from fledge.vllm_process.client import error_message
 from fledge.vllm_process.counters import VllmCounters
 from fledge.vllm_process.extension.fledge_drafter import HEADER, PATH
@@ -155,6 +155,11 @@ class AsyncVllm:
                 else:
                     connection.abort()
 
+    async def fetch(self, method: str, target: bytes, headers: HeaderList, body: bytes = b"") -> WholeAnswer:
+        """Send a request; return its answer as a whole."""
+        async with self.send(method, target, headers, body) as answer:
+            return await answer.whole()
+
     def _kept_connection(self) -> VllmConnection | None:
         """One that is free: that which was used last, as vLLM closes those that wait for long."""
         while self._idle:
@@ -179,11 +184,10 @@ class AsyncVllm:
 
     async def read_counters(self) -> None:
         """Ask vLLM what it counts, now."""
-        async with self.send("GET", b"/metrics", [(b"host", b"vllm")], b"") as answer:
-            text = b"".join([part async for part in answer.parts()]).decode("utf-8", "replace")
+        answer = await self.fetch("GET", b"/metrics", [(b"host", b"vllm")])
         if answer.status == 200:
-            self.counters_text = text
-            before, self._counters = self._counters, VllmCounters.read(text)
+            self.counters_text = answer.content.decode("utf-8", "replace")
+            before, self._counters = self._counters, VllmCounters.read(self.counters_text)
             self._batch = self._counters.mean_batch(before) or self._batch
             stats = engine_stats(self._counters)
             stats.acceptance = AcceptanceStatistics(tally=stats.acceptance.tally - self._earlier)
@@ -197,9 +201,9 @@ class AsyncVllm:
         body = json.dumps({"directory": str(directory.resolve())}).encode()
         headers = [(b"host", b"vllm"), (b"content-length", str(len(body)).encode())]
         headers.append((HEADER.encode(), self._swap_token.encode()))
-        async with self.send("POST", PATH.encode(), headers, body) as answer:
-            content = b"".join([part async for part in answer.parts()])
+        answer = await self.fetch("POST", PATH.encode(), headers, body)
         if answer.status != 200:
-            raise SwapRefusedError(f"vLLM did not load it: {error_message(content)}; start the server with it instead")
+            reason = error_message(answer.content) or f"status {answer.status}"
+            raise SwapRefusedError(f"vLLM did not load it: {reason}; start the server with it instead")
         await self.read_counters()
         self._earlier = self._counters.tally

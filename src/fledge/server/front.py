@@ -32,7 +32,7 @@ from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, event
 from fledge.server.service import baseline_of
 from fledge.server.swap import DrafterSwap
-from fledge.server.vllm_connection import HeaderList, VllmConnection
+from fledge.server.vllm_connection import HeaderList, WholeAnswer
 from fledge.vllm_process.process import VllmProcess
 
 _PREFIXES = {CHAT: "chatcmpl", COMPLETION: "cmpl", "/v1/responses": "resp"}  # of vLLM's own ids
@@ -167,9 +167,8 @@ def router(front: Front) -> APIRouter:
     )
     async def look_up(request: Request) -> Response:
         body = await read_body(front, request)
-        async with front.engine.send(request.method, _target(front, request), _headers(request, body), body) as answer:
-            content = b"".join([part async for part in answer.parts()])
-        return _whole(answer, content)
+        target, headers = _target(front, request), _headers(request, body)
+        return _response(await front.engine.fetch(request.method, target, headers, body))
 
     return routes
 
@@ -192,8 +191,9 @@ def _headers(request: Request, body: bytes, request_id: str | None = None) -> He
     return [(b"host", b"vllm"), *kept, (b"content-length", str(len(body)).encode())]
 
 
-def _whole(answer: VllmConnection, content: bytes, **more: str) -> Response:
-    response = Response(content, status_code=answer.status)
+def _response(answer: WholeAnswer, **more: str) -> Response:
+    """`more`: headers that are added where it has none of the name."""
+    response = Response(answer.content, status_code=answer.status)
     response.raw_headers += [(name, value) for name, value in answer.headers if name not in _OWN_ANSWER_HEADERS]
     for name, value in more.items():
         response.headers.setdefault(name.replace("_", "-"), value)
@@ -262,12 +262,13 @@ class PassedResponse(Response):
                 async with asyncio.timeout(timeout), engine.send(*self._sent, self._asked.body) as answer:
                     kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
                     if not kind.startswith(b"text/event-stream"):
-                        content = b"".join([part async for part in answer.parts()])
-                        self._answer.read_whole(content)
-                        entry.status = answer.status
-                        await _whole(answer, content, X_Request_Id=entry.id)(scope, receive, send)
+                        whole = await answer.whole()
+                        self._answer.read_whole(whole.content)
+                        entry.status = whole.status
+                        await _response(whole, X_Request_Id=entry.id)(scope, receive, send)
                         return
-                    head = _whole(answer, b"", X_Request_Id=entry.id, Cache_Control="no-cache", X_Accel_Buffering="no")
+                    more = {"X_Request_Id": entry.id, "Cache_Control": "no-cache", "X_Accel_Buffering": "no"}
+                    head = _response(WholeAnswer(answer.status, answer.headers, b""), **more)
                     raw = [(name, value) for name, value in head.raw_headers if name != b"content-length"]
                     await send({"type": "http.response.start", "status": answer.status, "headers": raw})
                     started = True

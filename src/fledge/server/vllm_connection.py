@@ -6,6 +6,7 @@ Knows what vLLM's own server sends and no more: a length, chunks, or a body that
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
 from fledge.server.errors import RequestError
 
@@ -82,6 +83,14 @@ class ChunkedBody:
             self._is_trailer = True
 
 
+class WholeAnswer(NamedTuple):
+    """An answer that was read to its end."""
+
+    status: int
+    headers: HeaderList
+    content: bytes
+
+
 class VllmConnection:
     """A connection: one request at a time, and vLLM's answer to it in the making. Used by one reader."""
 
@@ -149,6 +158,11 @@ class VllmConnection:
                 raise self._failure() from None
             if part:
                 yield part
+
+    async def whole(self) -> WholeAnswer:
+        """The answer when all of it has come: the connection may then have another's."""
+        content = b"".join([part async for part in self.parts()])
+        return WholeAnswer(self.status, self.headers, content)
 
     def abort(self, error: RequestError | None = None) -> None:
         """Close it at once: vLLM ends what it was asked for, and whoever still reads gets the error."""

@@ -53,8 +53,8 @@ def with_server(path: Path, behaviour: Behaviour, work: Callable[[AsyncVllm], Aw
 
 
 async def answer(vllm: AsyncVllm, body: bytes = b"") -> tuple[int, bytes]:
-    async with vllm.send("POST", b"/x", [(b"content-length", b"%d" % len(body))], body) as answered:
-        return answered.status, b"".join([part async for part in answered.parts()])
+    found = await vllm.fetch("POST", b"/x", [(b"content-length", b"%d" % len(body))], body)
+    return found.status, found.content
 
 
 def test_a_connection_is_kept_until_vllm_closes_it_and_a_request_is_never_lost(tmp_path: Path) -> None:

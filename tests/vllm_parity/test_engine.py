@@ -63,7 +63,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subpr
         marked = {**os.environ, **ENVIRONMENT, MARK: str(log)}
         server = subprocess.Popen(command, stderr=errors, text=True, env=marked)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600  # two replicas on a busy machine
         while not (found := re.search(r"serving .* at (http://[\d.:]+) ", log.read_text())):
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()

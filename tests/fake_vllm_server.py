@@ -22,7 +22,8 @@ DEPTH = (SPECULATION or {}).get("num_speculative_tokens", 0)
 DETAILED = OPTIONS.get("--per-request-spec-decode-metrics") == "detailed" and DEPTH
 NAME = OPTIONS.get("--served-model-name", OPTIONS.get("--model"))
 LOCK = threading.Lock()
-COUNTS = {"drafts": 0, "accepted": [0] * DEPTH, "prompt": 0, "output": 0, "running": 0, "aborted": 0}
+LOADED = []  # drafters, after that of the start
+COUNTS = {"drafts": 0, "accepted": [0] * DEPTH, "prompt": 0, "output": 0, "running": 0, "aborted": 0, "steps": 0}
 
 
 def steps(prompt: list[int], max_tokens: int):
@@ -51,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.send({"object": "list", "data": [{"id": NAME, "object": "model", "max_model_len": 512}]})
         elif self.path == "/argv":
-            self.send({"argv": sys.argv[1:], "key": os.environ.get("VLLM_API_KEY")})
+            told = {"argv": sys.argv[1:], "key": os.environ.get("VLLM_API_KEY")}
+            self.send({**told, "drafter": LOADED[-1]} if LOADED else told)
         elif self.path in ("/health", "/version"):
             self.send({"version": "0.32.0"})
         else:
@@ -68,11 +70,15 @@ class Handler(BaseHTTPRequestHandler):
                 f"vllm:generation_tokens_total {COUNTS['output']}",
                 f"vllm:prompt_tokens_total {COUNTS['prompt']}",
             ]
+            lines += [f"vllm:iteration_tokens_total_count {COUNTS['steps']}.0"]
             lines += [f"vllm:num_requests_running {COUNTS['running']}", "python_info 1", "# HELP vllm:x X."]
         return "\n".join(lines) + "\n"
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/fledge/drafter":
+            self.load_drafter(body)
+            return
         self.asked = {"body": body, "headers": dict(self.headers.items())}
         if body.get("model") not in (None, NAME):
             self.send({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, status=404)
@@ -91,6 +97,16 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with LOCK:
                 COUNTS["running"] -= 1
+
+    def load_drafter(self, body):
+        """As vllm_process/extension does."""
+        if self.headers.get("x-fledge-token") != os.environ.get("FLEDGE_DRAFTER_TOKEN", "none"):
+            self.send({"error": {"message": "Not Found"}}, status=404)
+        elif body["directory"].endswith("damaged"):
+            self.send({"error": {"message": "ValueError: damaged"}}, status=500)
+        else:
+            LOADED.append(body["directory"])
+            self.send({})
 
     def answer(self, body, is_chat, prompt):
         made, rounds, told = [], [], 0
@@ -113,6 +129,7 @@ class Handler(BaseHTTPRequestHandler):
                 rounds.append(accepted)
             with LOCK:
                 COUNTS["output"] += len(tokens)
+                COUNTS["steps"] += 1
                 if accepted is not None:
                     COUNTS["drafts"] += 1
                     for depth in range(accepted):

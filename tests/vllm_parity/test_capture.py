@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from fledge.drift.probe import Prober, ProbeSettings
 from fledge.drift.prompts import ProbePrompt
 from fledge.drift.sources import VllmServers
 from fledge.errors import FledgeError
+from fledge.layers.config import ExpertsConfig, LatentConfig, RopeConfig
 from fledge.progress import Progress
 from fledge.training.capture import FledgeCapture
 from fledge.training.data.examples import TokenStore, collate
@@ -58,12 +60,13 @@ pytestmark = [
 ]
 
 
-def write_recipe(root: Path) -> Path:
+def write_recipe(root: Path, options: str = OPTIONS, **target: Any) -> Path:
     """The tiny run of other tests, with a target that vLLM's CPU attention can read, and vLLM for all its work."""
     layer = replace(TINY_LAYER, hidden_size=64, head_dim=32)
     config = replace(TINY_TARGET, layer=layer, vocab_size=VOCAB_SIZE, max_positions=192, eos_ids=(VOCAB_SIZE - 1,))
+    config = replace(config, **target)
     engine = {"engine": "vllm"}
-    path = write_run(root, capture=engine, regenerate=engine, eval={"enabled": False}, vllm={"options": OPTIONS})
+    path = write_run(root, capture=engine, regenerate=engine, eval={"enabled": False}, vllm={"options": options})
     save_target(make_target(config), root / "split")
     save_tokenizer(root / "split")
     recipe = yaml.safe_load(path.read_text())
@@ -93,9 +96,12 @@ def elsewhere(hosts: VllmHosts, path: Path, output: str) -> list[str]:
     return [f"output={run / output}", f"vllm.urls=[{hosts.addresses[0]}]", f"vllm.storage={run / 'run' / 'states'}"]
 
 
-def test_answers_and_states_of_one_pass_are_ours(path: Path, hosts: VllmHosts) -> None:
-    """Prompts longer than a chunk; the second half of them begins as the first does, and is found in the cache."""
-    recipe = Recipe.load(path)
+def check_one_pass(path: Path, hosts: VllmHosts, *overrides: str, tolerance: float = TOLERANCE) -> None:
+    """Answers are what our own target chooses, and their states what it computes.
+
+    Prompts are longer than a chunk; the second half of them begins as the first does, and is found in the cache.
+    """
+    recipe = Recipe.load(path, overrides)
     target = load_target(resolve(recipe.target.path))
     files = StateFiles(storage(recipe), captured_layers(recipe))
     random = torch.Generator().manual_seed(0)
@@ -121,10 +127,32 @@ def test_answers_and_states_of_one_pass_are_ours(path: Path, hosts: VllmHosts) -
             time.sleep(0.05)
         assert states is not None
         expected = ours.aux[0, :-1].view(len(ids) - 1, len(layers.layer_ids), -1)
-        torch.testing.assert_close(states, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(states, expected, atol=tolerance, rtol=tolerance)
         with torch.no_grad():
-            torch.testing.assert_close(target.norm(states[:, -1]), ours.final[0, :-1], atol=TOLERANCE, rtol=TOLERANCE)
+            torch.testing.assert_close(target.norm(states[:, -1]), ours.final[0, :-1], atol=tolerance, rtol=tolerance)
     files.clean([])
+
+
+def test_answers_and_states_of_one_pass_are_ours(path: Path, hosts: VllmHosts) -> None:
+    check_one_pass(path, hosts)
+
+
+def test_states_of_a_target_with_latent_attention_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One size of latents is all that vLLM's CPU build has, without chunks; its own rotary kernel is wrong for them."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    latent = LatentConfig(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
+    experts = ExpertsConfig(num_experts=2, num_experts_per_token=1, intermediate_size=64, normalised=False)
+    rope = RopeConfig(theta=10000.0, interleaved=True)
+    plain = {"mlp_bias": False, "qkv_bias": False, "output_bias": False}
+    layer = replace(TINY_LAYER, hidden_size=64, head_dim=64, num_kv_heads=4, latent=latent, rope=rope, **plain)
+    dense = (layer,) * TINY_TARGET.num_layers
+    options = """--enforce-eager --max-num-seqs 4 --compilation-config '{"custom_ops": ["-rotary_embedding"]}'"""
+    path = write_recipe(tmp_path, options, family="deepseek_v2", layer=replace(layer, experts=experts), layers=dense)
+    (tmp_path / "run").mkdir()
+    aux = "drafter.aux_layer_ids=[1,2,3]"
+    with open_hosts(Recipe.load(path, [aux]), Progress(quiet=True)) as hosts:
+        check_one_pass(path, hosts, aux, tolerance=10 * TOLERANCE)  # of values up to 30
 
 
 def test_two_processes_train_with_fsdp2_on_states_that_vllm_writes_meanwhile(path: Path, hosts: VllmHosts) -> None:

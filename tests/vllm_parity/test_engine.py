@@ -6,6 +6,7 @@ The tokens are those of our own engine, and so are the rounds. Run by `make test
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fledge import LLM, SamplingParams
 from fledge.checkpoints.drafter import save_drafter
-from fledge.checkpoints.source import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET, bundled_directory
 from fledge.checkpoints.target import save_target
 from fledge.models.drafter.variants import EAGLE_3_1
 from tests.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
@@ -49,17 +52,18 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`fledge serve` of the bundled pair by vLLM, with a key."""
+    """`fledge serve` of the bundled pair by two replicas of vLLM (data parallel), with keys."""
     words = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
     speculation = json.dumps({"model": DRAFTERS["EAGLE-3.1"], "num_speculative_tokens": DEPTH})
     words += ["--speculative-config", speculation, "--engine", "vllm", "--port", "0", "--api-key", "key"]
+    words += ["--data-parallel-size", "2", "--admin-api-key", "admin"]
     log = tmp_path_factory.mktemp("front") / "log"
     command = [sys.executable, "-m", "fledge", "serve", TARGET, *words]
     with log.open("w") as errors:
         marked = {**os.environ, **ENVIRONMENT, MARK: str(log)}
         server = subprocess.Popen(command, stderr=errors, text=True, env=marked)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600  # two replicas on a busy machine
         while not (found := re.search(r"serving .* at (http://[\d.:]+) ", log.read_text())):
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
@@ -98,12 +102,56 @@ def test_streams_through_the_front_have_our_tokens_and_their_rounds_are_known(
         data = client.get("/dashboard/data").json()
         lengths = {one["name"]: one["acceptance_length"] for one in data["templates"]}
         assert lengths["none"] == lengths["default"] == expected.metrics.acceptance.acceptance_length
-        metrics = httpx.get(url + "/metrics").text
-        (drafts,) = re.findall(r"^vllm:spec_decode_num_drafts_total\{.*\} ([\d.]+)$", metrics, re.M)
-        assert float(drafts) == 2 * expected.metrics.acceptance.rounds
+        assert _drafts(url) == 2 * expected.metrics.acceptance.rounds
         refused = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": "x"})
         assert refused.status_code == 400  # in vLLM's own words
         assert "max_tokens" in refused.text
+
+
+def test_another_drafter_drafts_in_both_replicas_and_a_stream_goes_on(
+    front: tuple[str, subprocess.Popen[str]], ours: LLM, tmp_path: Path
+) -> None:
+    """One of random weights takes over in the middle: the same tokens in more rounds, and the first one comes back."""
+    url, _ = front
+    own = bundled_directory(DRAFTERS["EAGLE-3.1"])
+    assert own is not None
+    shutil.copytree(own, tmp_path / "random")
+    weights = load_file(tmp_path / "random" / "model.safetensors")
+    weights["fc.weight"] = torch.randn_like(weights["fc.weight"])
+    save_file(weights, tmp_path / "random" / "model.safetensors")
+    prompt = ours.encode_chat(MESSAGES)
+    with httpx.Client(base_url=url, headers={"Authorization": "Bearer key"}, timeout=120) as client:
+
+        def swap(model: str) -> httpx.Response:
+            admin = {"Authorization": "Bearer admin"}
+            return client.post("/admin/drafter", json={"model": model}, headers=admin)
+
+        def rounds() -> int:
+            """Of two requests at once, one for each replica."""
+            body = {"prompt": [prompt] * 2, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+            before = _drafts(url)
+            client.post("/v1/completions", json=body)
+            return _drafts(url) - before
+
+        body = {"prompt": prompt, "max_tokens": 96, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        whole = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+        few = rounds()
+        tokens: list[int] = []
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            for i, line in enumerate(line for line in stream.iter_lines() if line.startswith("data: {")):
+                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+                if i == 3:
+                    assert swap(str(tmp_path / "random")).json()["drafter"] == str(tmp_path / "random")
+        assert tokens == whole
+        assert rounds() > 1.3 * few
+        assert swap(DRAFTERS["EAGLE-3.1"]).status_code == 200
+        assert rounds() == few
+        assert swap(DRAFTERS["EAGLE-3"]).status_code == 409
+
+
+def _drafts(url: str) -> int:
+    text = httpx.get(url + "/metrics").text
+    return int(sum(map(float, re.findall(r"^vllm:spec_decode_num_drafts_total\{.*\} ([\d.]+)$", text, re.M))))
 
 
 def test_sigterm_lets_a_stream_end_and_leaves_nothing(front: tuple[str, subprocess.Popen[str]], ours: LLM) -> None:

@@ -1,35 +1,22 @@
 """How deep vLLM should draft at each batch size: measured, not modelled.
 
-vLLM is started once for each depth, 0 being without a drafter, and asked at each concurrency. The deepest drafting
-that pays at a concurrency is what its table `num_speculative_tokens_per_batch_size` gets there; where none does, 0.
+vLLM is started once for each depth, 0 being without a drafter, and asked at each concurrency. What follows from the
+points is in `engine/vllm_tuning.py`.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fledge.bench.offline import ClosedLoop, cycled
 from fledge.decoding.params import SamplingParams
 from fledge.engine.vllm_engine import VllmEngine
+from fledge.engine.vllm_tuning import TunePoint
 from fledge.errors import ConfigError, FledgeError
 from fledge.evaluation.results import statistics_of
 from fledge.evaluation.workloads import Prompt
 from fledge.progress import Progress
 
-MARGIN = 1.02  # more drafts must be faster by this: what is less may be chance
-LARGEST_BATCH = 4096  # the last row is for all that is larger, too
 WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class TunePoint:
-    """One depth at one concurrency."""
-
-    concurrency: int
-    depth: int  # 0: without a drafter
-    tokens_per_second: float
-    acceptance_length: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,37 +88,3 @@ def _point(engine: VllmEngine, settings: TuneSettings, depth: int, concurrency: 
         tokens_per_second=sum(record.output_tokens for record in timed.records) / timed.seconds,
         acceptance_length=seen.acceptance_length,
     )
-
-
-def best_depths(points: Sequence[TunePoint]) -> dict[int, int]:
-    """The depth for each concurrency: the fastest, but a deeper one only where it is clearly faster."""
-    chosen: dict[int, int] = {}
-    for concurrency in sorted({point.concurrency for point in points}):
-        speeds = {point.depth: point.tokens_per_second for point in points if point.concurrency == concurrency}
-        best = 0
-        for depth in sorted(speeds):
-            best = depth if speeds[depth] >= MARGIN * speeds[best] else best
-        chosen[concurrency] = best
-    return chosen
-
-
-def schedule(depths: Mapping[int, int]) -> list[list[int]]:
-    """Rows [first, last, depth] for vLLM's table; between two concurrencies the limit is half way, as ratios go."""
-    rows: list[list[int]] = []
-    sizes = sorted(depths)
-    for size, following in zip(sizes, [*sizes[1:], None], strict=True):
-        last = LARGEST_BATCH if following is None else max(size, math.isqrt(size * following))
-        if rows and rows[-1][2] == depths[size]:
-            rows[-1][1] = last
-        else:
-            rows.append([rows[-1][1] + 1 if rows else 1, last, depths[size]])
-    return rows
-
-
-def speculative_config(drafter: str, depths: Mapping[int, int]) -> dict[str, Any] | None:
-    """What to give vLLM; None: no drafter, as none pays anywhere."""
-    rows, deepest = schedule(depths), max(depths.values())
-    if deepest == 0:
-        return None
-    table = {} if len(rows) == 1 else {"num_speculative_tokens_per_batch_size": rows}
-    return {"model": drafter, "num_speculative_tokens": deepest, **table}

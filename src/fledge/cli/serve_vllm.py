@@ -2,20 +2,24 @@
 
 import hashlib
 import json
+import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fledge.checkpoints.source import DRAFTERS, bundled_directory
-from fledge.cli.vllm_command import vllm_speculation, vllm_values, without
+from fledge.checkpoints.source import DRAFTERS, bundled_directory, resolve
+from fledge.cli.vllm_command import speed_options, vllm_speculation, vllm_values, without
 from fledge.errors import ConfigError
 from fledge.files import read_json
+from fledge.vllm_process import extension
 from fledge.vllm_process.finding import find_vllm
 from fledge.vllm_process.process import VllmProcess
 
 if TYPE_CHECKING:
+    from fledge.engine.vllm_tuning import VllmTuning
     from fledge.server.front import Front
     from fledge.server.options import ServeOptions
     from fledge.server.prompts import Template
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 BUNDLED_DEPTH = 5
 MAX_NUM_SEQS = 256  # vLLM's own on most machines; for our limit of requests only
 _REQUEST_METRICS = "--per-request-spec-decode-metrics"
+_EXTENSION = "--worker-extension-cls"
+_REPLICAS = "--data-parallel-size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,33 +59,43 @@ def open_front(
 
     `directory` is the target's, or that of its config and tokenizer alone.
     """
-    from fledge.engine.vllm_pair import check_pair  # noqa: PLC0415 - torch takes seconds
-    from fledge.server.front import Front  # noqa: PLC0415
+    from fledge.engine.vllm_pair import check_exchange, check_pair, is_eagle  # noqa: PLC0415 - torch takes seconds
+    from fledge.server.front import Exchange, Front  # noqa: PLC0415
 
     installation = find_vllm(options.python)
     if installation.warning:
         print(f"warning: {installation.warning}", file=sys.stderr)
     words = list(options.words)
-    speculation = vllm_speculation(words)
+    speculation, tuning = vllm_speculation(words), None
     if speculation is not None:
         speculation = check_pair(directory, speculation)
+        tuning = recall_tuning(directory, speculation, words, installation.version)
+        speculation = with_measured_depths(speculation, tuning, words)
         words = [*without(words, "--speculative-config"), "--speculative-config", json.dumps(speculation)]
     if not vllm_values(words, "--served-model-name"):
         words += ["--served-model-name", source]
     if speculation is not None and not vllm_values(words, _REQUEST_METRICS) and installation.has_request_metrics:
         words += [_REQUEST_METRICS, "detailed"]
-    asked = "".join(vllm_values(words, "--max-num-seqs"))
-    process = VllmProcess(installation, str(bundled_directory(source) or source), words, log_file=options.log_file)
+    exchange, environment = None, {}
+    if settings.admin_api_keys and speculation and is_eagle(speculation) and not vllm_values(words, _EXTENSION):
+        exchange = Exchange(secrets.token_hex(16), partial(check_exchange, directory, speculation))
+        words += [_EXTENSION, "fledge_drafter.DrafterWorker", "--middleware", "fledge_drafter.DrafterRoute"]
+        environment = extension.environment(exchange.token)
+    model = str(bundled_directory(source) or source)
+    process = VllmProcess(installation, model, words, environment=environment, log_file=options.log_file)
     try:
         process.wait_until_ready(options.start_timeout)
         drafter = None if speculation is None else str(speculation.get("model") or speculation["method"])
         front = Front(
             process,
             settings,
-            max_num_seqs=int(asked) if asked.isdecimal() else MAX_NUM_SEQS,
+            max_num_seqs=_number(words, "--max-num-seqs", MAX_NUM_SEQS) * _number(words, _REPLICAS, 1),
             drafter=drafter,
             template=_template(directory, words),
             tells_rounds=vllm_values(words, _REQUEST_METRICS) not in ([], ["none"]),
+            exchange=exchange,
+            speculation=speculation,
+            tuning=tuning,
         )
     except BaseException:
         process.stop()
@@ -88,6 +104,40 @@ def open_front(
     if speculation is not None:
         pair = f"{source} with {drafter}, {speculation.get('num_speculative_tokens', 'some')} drafts deep"
     return front, (pair, f"by vLLM {installation.version}")
+
+
+def _number(words: Sequence[str], name: str, default: int) -> int:
+    """The number that an option of vLLM's was given; what is none, vLLM refuses."""
+    given = "".join(vllm_values(words, name))
+    return int(given) if given.isdecimal() else default
+
+
+def recall_tuning(
+    directory: Path, speculation: Mapping[str, Any], words: Sequence[str], version: str
+) -> "VllmTuning | None":
+    """What `fledge bench serve --tune` measured of this pair; None: it was not asked."""
+    from fledge.engine.vllm_pair import is_eagle  # noqa: PLC0415
+    from fledge.engine.vllm_tuning import VllmTuning  # noqa: PLC0415
+
+    if not is_eagle(speculation):
+        return None
+    return VllmTuning.recall(VllmTuning.file(directory, resolve(speculation["model"]), version, speed_options(words)))
+
+
+def with_measured_depths(
+    speculation: dict[str, Any], tuning: "VllmTuning | None", words: Sequence[str]
+) -> dict[str, Any]:
+    """The config with the depths that were measured to pay, where nobody has said how deep to draft at which size."""
+    key, deepest = "num_speculative_tokens_per_batch_size", speculation.get("num_speculative_tokens")
+    has_table = _number(words, _REPLICAS, 1) == 1  # with several, vLLM does without one
+    if tuning is None or key in speculation or not isinstance(deepest, int) or not has_table:
+        return speculation
+    rows = tuning.table(deepest)
+    if rows is None:
+        return speculation
+    said = f"{json.dumps(rows)}, which `fledge bench serve --tune` measured to pay on {tuning.date}"
+    print(f"note: drafting by batch size as {said} (or give {key})", file=sys.stderr)
+    return {**speculation, key: rows}
 
 
 def _template(directory: Path, words: Sequence[str]) -> "Template":

@@ -9,11 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from fledge.checkpoints.source import DRAFTERS, TARGET
+from fledge.checkpoints.source import DRAFTERS, TARGET, resolve
 from fledge.cli.command import numbers, settings_of
+from fledge.cli.vllm_command import speed_options
 from fledge.engine.config import MAX_DEPTH
 from fledge.errors import ConfigError
 from fledge.progress import Progress
+from fledge.vllm_process.finding import find_vllm
 
 
 def run_tune(given: Mapping[str, Any]) -> None:
@@ -25,7 +27,8 @@ def run_tune(given: Mapping[str, Any]) -> None:
         raise ConfigError("--tune starts vLLM by itself, at each depth; leave out --url")
     target, drafter = target or TARGET, drafter or DRAFTERS["EAGLE-3.1"]
 
-    from fledge.bench.tune import TuneSettings, best_depths, measure, speculative_config  # noqa: PLC0415
+    from fledge.bench.tune import TuneSettings, measure  # noqa: PLC0415
+    from fledge.engine.vllm_tuning import VllmTuning, best_depths, speculative_config  # noqa: PLC0415
     from fledge.evaluation.workloads import load_workloads, tokenised  # noqa: PLC0415
     from fledge.report.tables import Table  # noqa: PLC0415
 
@@ -46,7 +49,22 @@ def run_tune(given: Mapping[str, Any]) -> None:
         python=given["vllm_python"],
         words=tuple(given["vllm_option"] or ()),
     )
-    points = measure(settings, Progress(quiet=given["quiet"]))
+    kept = VllmTuning.file(
+        resolve(target, weights=False),
+        resolve(drafter),
+        find_vllm(settings.python).version,
+        speed_options(settings.words),
+    )
+    progress = Progress(quiet=given["quiet"])
+    points = measure(settings, progress)
+    if kept is not None:
+        try:
+            VllmTuning(points=points).keep(kept)
+            progress.say(
+                "kept: `fledge serve --engine vllm` of this pair drafts by it, and its page knows the speed-up"
+            )
+        except OSError as error:
+            progress.say(f"{kept}: not kept: {error.strerror}")
     depths = best_depths(points)
     config = speculative_config(drafter, depths)
     if given["as_json"]:

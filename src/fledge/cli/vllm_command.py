@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from typer.core import TyperCommand
 
@@ -26,6 +26,24 @@ _JSON = frozenset(
 )
 
 
+# What a measurement of vLLM holds for.
+_SPEED = frozenset(
+    f"--{name}"
+    for name in (
+        "attention-backend",
+        "compilation-config",
+        "data-parallel-size",
+        "decode-context-parallel-size",
+        "dtype",
+        "enable-expert-parallel",
+        "enforce-eager",
+        "kv-cache-dtype",
+        "max-num-batched-tokens",
+        "pipeline-parallel-size",
+        "quantization",
+        "tensor-parallel-size",
+    )
+)
 _LEVELS = ("-O0", "-O1", "-O2", "-O3")
 
 
@@ -44,10 +62,11 @@ class ServeCommand(TyperCommand):
         flags = {name for is_flag, name in names if is_flag} | {"--help"}
         values = {name for is_flag, name in names if not is_flag} | {"--model"}
         args, model = _with_config(args, flags)
-        front, theirs = split(args, FRONT, flags)
+        given, rest = read_words(args, flags)
+        front, theirs = split(given, FRONT)
         engine = _last_value(front, "--engine")
         try:
-            ours, notes = (front, []) if engine == "vllm" else translate(args, values, flags)
+            ours, notes = (front, []) if engine == "vllm" else translate(given, values, flags)
         except NeedsVllmError as error:
             if engine != "auto":
                 raise self._advised(error) from None
@@ -58,10 +77,10 @@ class ServeCommand(TyperCommand):
             del ours[at : at + 2]
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        rest = super().parse_args(ctx, [*(f"--vllm-option={word}" for word in theirs), *ours])
+        left: list[str] = super().parse_args(ctx, [*(f"--vllm-option={word}" for word in theirs), *ours, *rest])
         if model is not None and ctx.params["model"] is None:
             ctx.params["model"] = str(model)
-        return rest
+        return left
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -80,11 +99,10 @@ class EngineCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = [parameter for parameter in self.params if parameter.param_type_name == "option"]
         names = {name: option.is_flag for option in options for name in (*option.opts, *option.secondary_opts)}
-        ours, theirs = split(
-            args, [*names, "--help"], [name for name, is_flag in names.items() if is_flag] + ["--help"]
-        )
+        given, rest = read_words(args, [name for name, is_flag in names.items() if is_flag] + ["--help"])
+        ours, theirs = split(given, [*names, "--help"])
         if _last_value(ours, "--engine") in ("vllm", "auto") or "--tune" in ours:
-            args = [*(f"--vllm-option={word}" for word in theirs), *ours]
+            args = [*(f"--vllm-option={word}" for word in theirs), *ours, *rest]
         elif "--engine" in names and theirs and _spelled(theirs[0].partition("=")[0]) in FOREIGN:
             group = [] if ctx.parent is None or ctx.parent.parent is None else [ctx.parent.info_name]
             command = shlex.join(["fledge", *group, ctx.info_name, *args, "--engine", "vllm"])
@@ -110,34 +128,53 @@ def _with_config(args: Sequence[str], flags: Collection[str]) -> tuple[list[str]
     return [*_as_words(settings, given, flags), *rest], model
 
 
-def split(arguments: Sequence[str], own: Collection[str], own_flags: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments that are `own`, those that are no options among them, and those for vLLM, as they are.
+class GivenOption(NamedTuple):
+    """An option as it was given, or a word that is none."""
+
+    words: Sequence[str]  # as they were written
+    name: str = ""  # as it is listed; empty: it is no option
+    key: str = ""  # --name.key
+    values: Sequence[str] = ()
+
+
+def read_words(arguments: Sequence[str], own_flags: Collection[str]) -> tuple[list[GivenOption], list[str]]:
+    """Take a command line apart; return what is given, and all from a `--` on.
 
     What follows an option that nobody knows here is taken for its value.
     """
-    ours: list[str] = []
-    theirs: list[str] = []
+    found: list[GivenOption] = []
     rest = list(arguments)
     while rest and rest[0] != "--":
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
-            ours.append(word)
+            found.append(GivenOption([word]))
             continue
-        name, equals, value = word.partition("=")
-        spelled = _spelled(name.partition(".")[0])
-        is_negated = name.startswith("--no-")
-        is_flag = spelled in own_flags or is_negated or FOREIGN.get(spelled, {}).get("flag", False)
+        written, equals, value = word.partition("=")
+        name, dot, key = written.partition(".")
+        name = _spelled(name)
+        if not dot:  # some stand for a key: --spec-model
+            name, _, key = name.partition(".")
+        is_flag = name in own_flags or name.startswith("--no-") or FOREIGN.get(name, {}).get("flag", False)
         values = [value] if equals else []
-        most = 0 if equals or is_flag or word in _LEVELS else sys.maxsize if spelled in SEVERAL_VALUES else 1
-        while len(values) < most and rest and (not values or not rest[0].startswith("-")):
-            if rest[0].startswith("--"):  # the value is missing; whoever reads the option says so
-                break
-            values.append(rest.pop(0))
-        if spelled in own:
-            ours += [part for one in values for part in (spelled, one)] if values else [spelled]
+        most = 0 if equals or is_flag or word in _LEVELS else sys.maxsize if name in SEVERAL_VALUES else 1
+        while len(values) < most and rest and not rest[0].startswith("-" if values else "--"):
+            values.append(rest.pop(0))  # none where it is missing; whoever reads the option says so
+        found.append(GivenOption([word] if equals else [word, *values], name, key, values))
+    return found, rest
+
+
+def split(given: Sequence[GivenOption], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the options that are `own`, words that are no options among them, and those for vLLM, as they are."""
+    ours: list[str] = []
+    theirs: list[str] = []
+    for one in given:
+        if one.name and (one.name not in own or one.key):
+            theirs += one.words
+        elif one.values:
+            ours += [part for value in one.values for part in (one.name, value)]
         else:
-            theirs += [word] if equals else [word, *values]
-    return [*ours, *rest], theirs
+            ours += [one.name] if one.name else one.words
+    return ours, theirs
 
 
 def _last_value(words: Sequence[str], name: str) -> str | None:
@@ -154,6 +191,12 @@ def vllm_values(words: Sequence[str], name: str) -> list[str]:
             following = list(itertools.takewhile(lambda one: not one.startswith("-"), words[i + 1 :]))
             found = [value] if equals else following
     return found
+
+
+def speed_options(words: Sequence[str]) -> dict[str, list[str]]:
+    """Those of vLLM's options that change how fast it is on the same machine, however they are spelled."""
+    given = {_spelled(word.partition("=")[0]) for word in words if word.startswith("-")}
+    return {name: vllm_values(words, name) for name in sorted(_SPEED & given)}
 
 
 def without(words: Sequence[str], name: str) -> list[str]:
@@ -229,9 +272,9 @@ def _set(values: dict[str, Any], path: str, text: str) -> None:
 
 
 def translate(
-    arguments: Sequence[str], own_values: Collection[str], own_flags: Collection[str]
+    given: Sequence[GivenOption], own_values: Collection[str], own_flags: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the arguments that are ours, and notes on those that are vLLM's and do no harm.
+    """Return the words that are ours, and notes on options that are vLLM's and do no harm.
 
     `own_values` and `own_flags` are our options with and without a value. Raises ConfigError for an option that needs
     another engine, and for one that nobody has.
@@ -239,52 +282,36 @@ def translate(
     ours: list[str] = []
     notes: list[str] = []
     dotted: dict[str, list[tuple[str, str]]] = {}
-    rest = list(arguments)
-    while rest and rest[0] != "--":
-        word = rest.pop(0)
-        if not word.startswith("-") or word == "-":
-            ours.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        name, dot, path = name.partition(".")
-        name = _spelled(name)
-        if not dot:  # some stand for a key: --spec-model
-            name, dot, path = name.partition(".")
-        if (negated := _negated(name, own_flags)) is not None:
+    for words, name, key, values in given:
+        foreign = FOREIGN.get(name)
+        if not name:
+            ours += words
+        elif (negated := _negated(name, own_flags)) is not None:
             ours = [one for one in ours if one != negated]
             said = FOREIGN.get(negated, {}).get("note")
             notes += [] if said is None else [f"{name}: {said}"]
-            continue
-        foreign = FOREIGN.get(name)
-        is_flag = name in own_flags or word in _LEVELS or (foreign or {}).get("flag", False)
-        if not equals and not is_flag and rest:
-            equals, value = "=", rest.pop(0)
-        if dot and name in _JSON & set(own_values) and equals:
-            dotted.setdefault(name, []).append((path, value))
-        elif dot and foreign is None:
-            raise ConfigError(f"unknown option '{name}.{path}'. See fledge serve --help.")
+        elif key and name in _JSON & set(own_values) and values:
+            dotted.setdefault(name, []).append((key, values[0]))
+        elif key and foreign is None:
+            raise ConfigError(f"unknown option '{name}.{key}'. See fledge serve --help.")
         elif name in own_flags:
-            ours.append(name + equals + value)
+            ours.append("=".join([name, *values]))
         elif name in own_values:
-            ours += [name, value] if equals else [name]
-            while name in SEVERAL_VALUES and rest and not rest[0].startswith("-"):
-                ours += [name, rest.pop(0)]
+            ours += [part for value in values for part in (name, value)] or [name]
         elif foreign is not None:
-            while name in SEVERAL_VALUES and rest and not rest[0].startswith("-"):
-                value = f"{value} {rest.pop(0)}"
-            value = "" if is_flag else value
+            value = "" if foreign.get("flag", False) or words[0] in _LEVELS else " ".join(values)
             note = note_on(name, value, f"{name} {value}".strip())
             notes += [] if note is None else [f"{name}: {note}"]
         else:
             hint = nearest_name_hint(name, [*own_values, *own_flags, *FOREIGN])
             raise ConfigError(f"unknown option '{name}'.{hint if 'Did you' in hint else ' See fledge serve --help.'}")
     for name, keys in dotted.items():
-        whole = next((ours[i + 1] for i in range(len(ours) - 2, -1, -1) if ours[i] == name), "{}")
+        whole = _last_value(ours, name) or "{}"
         try:
-            values = json.loads(whole)
-            for path, value in keys:
-                _set(values, path, value)
+            config = json.loads(whole)
+            for key, value in keys:
+                _set(config, key, value)
         except (ValueError, TypeError, AttributeError):
-            raise ConfigError(f"{name}.{path}: what is above it is no JSON object") from None
-        ours += [name, json.dumps(values)]
-    return [*ours, *rest], notes
+            raise ConfigError(f"{name}.{key}: what is above it is no JSON object") from None
+        ours += [name, json.dumps(config)]
+    return ours, notes

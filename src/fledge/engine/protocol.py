@@ -109,6 +109,7 @@ class EngineStats:
     drafter_failure: str | None = None  # why the engine goes on without its drafter
     num_rounds: int = 0  # of batches
     rounds: tuple[RoundReport, ...] = ()  # the latest few
+    typical_round: tuple[int, Arm] | None = None  # batch and what is drafted, where rounds are not told one by one
     costs: CostTable = field(default_factory=CostTable)
     choice: DepthChoice | None = None  # of the controller, the latest
     schedule_seconds: float = 0.0  # planning

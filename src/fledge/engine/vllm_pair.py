@@ -10,7 +10,7 @@ from fledge.checkpoints.drafter import raise_errors
 from fledge.checkpoints.reading import is_drafter, read_drafter
 from fledge.checkpoints.source import bundled_directory, resolve
 from fledge.checkpoints.target import sketch_target_config
-from fledge.errors import CheckpointWarning, ConfigError
+from fledge.errors import CheckpointWarning, ConfigError, SwapRefusedError
 from fledge.models.config import Architecture
 
 _OURS = ("adaptive", "tree_width", "tree_budget")  # keys of a speculative config that vLLM does not have
@@ -45,3 +45,26 @@ def check_pair(target: Path, speculation: Mapping[str, Any]) -> dict[str, Any]:
     if method not in (None, found):
         raise ConfigError(f"method: found '{method}', but {name} is a drafter for method '{found}'")
     return {**speculation, "model": str(bundled_directory(name) or name), "method": found}
+
+
+def is_eagle(speculation: Mapping[str, Any]) -> bool:
+    """Whether a checked config has a drafter of the kind that Fledge knows."""
+    return speculation.get("method") in ("eagle", "eagle3") and isinstance(speculation.get("model"), str)
+
+
+def check_exchange(target: Path, speculation: Mapping[str, Any], model: str) -> Path:
+    """Return the directory of a drafter whose weights may take the place of those that a vLLM was started with.
+
+    Raises FledgeError for one that breaks its contract, SwapRefusedError for one of another build: what vLLM made of
+    the config, of tensors and of what it shares with the target stays as it is.
+    """
+    if not is_eagle(speculation):
+        raise SwapRefusedError("vLLM exchanges EAGLE drafters only; start the server with the other one")
+    check_pair(target, {**speculation, "model": model})
+    old, new = read_drafter(resolve(speculation["model"])), read_drafter(resolve(model))
+    stored = [{name: (info.shape, info.dtype) for name, info in one.files.infos.items()} for one in (old, new)]
+    differs = "config" if old.config != new.config else "tensors" if stored[0] != stored[1] else None
+    if differs is not None:
+        message = f"{model}: its {differs} differ from those of the drafter that vLLM was started with"
+        raise SwapRefusedError(f"{message}, and vLLM exchanges weights only; start the server with it instead")
+    return new.directory

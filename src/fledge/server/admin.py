@@ -1,15 +1,28 @@
 """What changes the server while it runs: for those with an admin key, and off without one."""
 
+from typing import Protocol
+
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from fledge.errors import SwapRefusedError
-from fledge.server.api import json_body, read_json
+from fledge.server.api import BodyLimits, json_body, read_json
+from fledge.server.options import AdminKeys
 from fledge.server.protocol import DrafterRequest, parse
-from fledge.server.service import Service
+from fledge.server.swap import DrafterSwap
 
 
-def router(service: Service) -> APIRouter:
+class Administered(BodyLimits, Protocol):
+    """What these endpoints ask of a service."""
+
+    @property
+    def admin_keys(self) -> AdminKeys: ...
+    @property
+    def swap(self) -> DrafterSwap: ...
+
+    def admit(self) -> None: ...
+
+
+def router(service: Administered) -> APIRouter:
     routes = APIRouter(prefix="/admin", tags=["operation"], dependencies=[Depends(service.admin_keys.check)])
 
     @routes.post("/drafter", **json_body(DrafterRequest))
@@ -17,11 +30,6 @@ def router(service: Service) -> APIRouter:
         """Draft with another drafter from now on; streams go on. Needs an admin key."""
         service.admit()
         asked = parse(DrafterRequest, await read_json(service, request))
-        return JSONResponse(await service.swap_drafter(asked.model))
+        return JSONResponse(await service.swap.run(asked.model))
 
     return routes
-
-
-def cannot_swap(engine: str) -> SwapRefusedError:
-    """What to raise where another engine serves, such as a version of vLLM that takes no new draft weights."""
-    return SwapRefusedError(f"{engine} cannot exchange its drafter while it runs; start the server with the other one")

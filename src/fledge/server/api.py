@@ -296,7 +296,7 @@ class EventStream(StreamingResponse):
 # Bodies
 
 
-async def read_json(service: Service, request: Request) -> dict[str, Any]:
+async def read_json(service: BodyLimits, request: Request) -> dict[str, Any]:
     """Return the JSON object in a request's body. Raises RequestError for anything else."""
     check_json(request)
     return _parse_json(await read_body(service, request))

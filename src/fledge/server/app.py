@@ -21,6 +21,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 
 from fledge import __version__
 from fledge.errors import FledgeError
@@ -88,6 +89,8 @@ def _front_app(service: Servable) -> FastAPI:
     """The page, and vLLM's endpoints, which it describes itself."""
     assert isinstance(service, Front)
     app = _app(service, openapi_url=None)
+    app.user_middleware.append(Middleware(front.AskFirst, front=service))  # inside of those that refuse
+    app.include_router(admin.router(service))
     app.include_router(dashboard.router(service.metrics, authorize=service.keys.check))
     app.include_router(front.router(service))  # the last: it takes all that is left
     return app

@@ -1,94 +1,69 @@
-"""A vLLM for an event loop: requests go to it as bytes and come back as bytes, over one connection each.
+"""A vLLM for an event loop: requests go to it as bytes and come back as bytes, over connections that are kept.
 
 Ends a request by closing its connection, which is how vLLM knows. Reads what vLLM counts every few seconds.
 """
 
 import asyncio
+import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-import h11
-
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.engine.arms import Arm
+from fledge.engine.costs import CostTable
 from fledge.engine.vllm_rounds import engine_stats
+from fledge.engine.vllm_tuning import drafted_round
+from fledge.errors import SwapRefusedError
 from fledge.server.errors import RequestError
 from fledge.server.metrics import Metrics
+from fledge.server.vllm_connection import DEAD, HeaderList, VllmConnection, WholeAnswer
+from fledge.vllm_process.client import error_message
 from fledge.vllm_process.counters import VllmCounters
+from fledge.vllm_process.extension.fledge_drafter import HEADER, PATH
 from fledge.vllm_process.process import VllmProcess
 
 _log = logging.getLogger("fledge.server")
 
 COUNTERS_SECONDS = 2.0  # an interval of the page's history
-READ_BYTES = 1 << 18
-HeaderList = Sequence[tuple[bytes, bytes]]
-DEAD = "vLLM has stopped working; see the server's log"
 SHUTTING_DOWN = RequestError("the server is shutting down", status=503, code="shutting_down")
-
-
-class PassedAnswer:
-    """What vLLM sends back for one request, in the making. Used by one reader."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.status = 0
-        self.headers: HeaderList = ()
-        self._http = h11.Connection(h11.CLIENT)
-        self._reader = reader
-        self._writer = writer
-        self._error: RequestError | None = None
-
-    async def begin(self, method: str, target: bytes, headers: HeaderList, body: bytes) -> None:
-        """Send the request; wait for the head of the answer."""
-        asked = h11.Request(method=method, target=target, headers=list(headers))
-        whole = [self._http.send(event) or b"" for event in (asked, h11.Data(data=body), h11.EndOfMessage())]
-        self._writer.write(b"".join(whole))  # at once: a system call less
-        while self.status < 200:
-            head = await self._next()
-            if isinstance(head, h11.Response | h11.InformationalResponse):
-                self.status, self.headers = head.status_code, head.headers.raw_items()
-
-    async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes: whatever is there, at once. Raises RequestError where it breaks off."""
-        while True:
-            event = await self._next()
-            found = bytearray()
-            while isinstance(event, h11.Data):
-                found += event.data
-                event = self._http.next_event()
-            if found:
-                yield bytes(found)
-            if isinstance(event, h11.EndOfMessage):
-                return
-
-    async def _next(self) -> object:
-        while True:
-            try:
-                event = self._http.next_event()
-                if event is not h11.NEED_DATA:
-                    return event
-                self._http.receive_data(await self._reader.read(READ_BYTES))
-            except (OSError, h11.ProtocolError):
-                raise self._error or RequestError(DEAD, status=500, code="generation_failed") from None
-
-    def abort(self, error: RequestError | None = None) -> None:
-        """End it, at vLLM too. Whoever still reads it gets the error."""
-        self._error = self._error or error
-        self._writer.transport.abort()
 
 
 class AsyncVllm:
     """Asks a vLLM that is ready. `start` in the loop that will use it; `close` ends both."""
 
-    def __init__(self, process: VllmProcess, *, max_requests: int, metrics: Metrics) -> None:
-        """More than `max_requests` at once are refused."""
+    def __init__(
+        self,
+        process: VllmProcess,
+        *,
+        max_requests: int,
+        metrics: Metrics,
+        swap_token: str = "",
+        speculation: Mapping[str, Any] | None = None,
+        costs: CostTable | None = None,
+    ) -> None:
+        """More than `max_requests` at once are refused. `swap_token`: that the process was given (`extension`).
+
+        `speculation`: its config; `costs`: what its rounds were measured to take.
+        """
         self.process = process
         self.max_requests = max_requests
         self.counters_text = ""  # the latest that vLLM said of itself
         self.death: str | None = None
         self.on_death: Callable[[], None] = lambda: None
         self._metrics = metrics
-        self._answers: set[PassedAnswer] = set()
+        self._swap_token = swap_token
+        self._speculation, self._costs = speculation or {}, costs or CostTable()
+        self._batch = 0  # requests in a round of late
+        self._counters = VllmCounters(values={})  # the latest
+        self._earlier: Counter[tuple[int, int]] = Counter()  # rounds of drafters before this one
+        self._asked: set[VllmConnection] = set()
+        self._idle: list[VllmConnection] = []  # for the next requests
         self._reserved = 0
         self._counting: asyncio.Task[None] | None = None
 
@@ -109,6 +84,7 @@ class AsyncVllm:
         self.fail_all()
         if self._counting is not None:
             self._counting.cancel()
+        self._close_idle()
         await asyncio.to_thread(self.process.stop)
 
     def _on_died(self, reason: str) -> None:
@@ -136,8 +112,8 @@ class AsyncVllm:
 
     def fail_all(self, error: RequestError = SHUTTING_DOWN) -> None:
         """Tell all who wait that they wait in vain."""
-        for answer in list(self._answers):
-            answer.abort(error)
+        for connection in list(self._asked):
+            connection.abort(error)
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
@@ -156,32 +132,78 @@ class AsyncVllm:
             self._reserved -= 1
 
     @asynccontextmanager
-    async def send(self, method: str, target: bytes, headers: HeaderList, body: bytes) -> AsyncIterator[PassedAnswer]:
-        """Send a request, and close its connection at the end: what has not ended then ends."""
-        try:
-            reader, writer = await asyncio.open_unix_connection(self.process.socket, limit=2 * READ_BYTES)
-        except OSError:
-            raise RequestError(DEAD, status=503, code="engine_dead") from None
-        answer = PassedAnswer(reader, writer)
-        self._answers.add(answer)
-        try:
-            await answer.begin(method, target, headers, body)
-            yield answer
-        finally:
-            self._answers.discard(answer)
-            answer.abort()
+    async def send(self, method: str, target: bytes, headers: HeaderList, body: bytes) -> AsyncIterator[VllmConnection]:
+        """Send a request. Its connection is kept if the answer is read to its end; else closed, and it ends at vLLM."""
+        is_asked = False
+        while not is_asked:
+            kept = self._kept_connection()
+            try:
+                connection = kept or await VllmConnection.open(self.process.socket)
+            except OSError:
+                raise RequestError(DEAD, status=503, code="engine_dead") from None
+            self._asked.add(connection)
+            try:
+                is_asked = await connection.ask(method, target, headers, body)
+                if is_asked:
+                    yield connection
+                elif kept is None:
+                    raise RequestError(DEAD, status=500, code="generation_failed")
+            finally:
+                self._asked.discard(connection)
+                if connection.can_be_kept:
+                    self._idle.append(connection)
+                else:
+                    connection.abort()
+
+    async def fetch(self, method: str, target: bytes, headers: HeaderList, body: bytes = b"") -> WholeAnswer:
+        """Send a request; return its answer as a whole."""
+        async with self.send(method, target, headers, body) as answer:
+            return await answer.whole()
+
+    def _kept_connection(self) -> VllmConnection | None:
+        """One that is free: that which was used last, as vLLM closes those that wait for long."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.can_be_kept:
+                return connection
+            connection.abort()
+        return None
 
     async def _count(self) -> None:
         """Keep the metrics up to date with vLLM's own."""
         while True:
             with suppress(RequestError):  # it is busy or gone; whoever watches over it says so
                 await self.read_counters()
+            self._close_idle(lambda connection: not connection.can_be_kept)
             await asyncio.sleep(COUNTERS_SECONDS)
+
+    def _close_idle(self, choose: Callable[[VllmConnection], bool] = lambda _one: True) -> None:
+        for connection in [one for one in self._idle if choose(one)]:
+            self._idle.remove(connection)
+            connection.abort()
 
     async def read_counters(self) -> None:
         """Ask vLLM what it counts, now."""
-        async with self.send("GET", b"/metrics", [(b"host", b"vllm")], b"") as answer:
-            text = b"".join([part async for part in answer.parts()]).decode("utf-8", "replace")
+        answer = await self.fetch("GET", b"/metrics", [(b"host", b"vllm")])
         if answer.status == 200:
-            self.counters_text = text
-            self._metrics.on_stats(engine_stats(VllmCounters.read(text)))
+            self.counters_text = answer.content.decode("utf-8", "replace")
+            before, self._counters = self._counters, VllmCounters.read(self.counters_text)
+            self._batch = self._counters.mean_batch(before) or self._batch
+            stats = engine_stats(self._counters)
+            stats.acceptance = AcceptanceStatistics(tally=stats.acceptance.tally - self._earlier)
+            if self._batch:
+                batch, depth = drafted_round(self._speculation, self._batch)
+                stats.typical_round, stats.costs = (batch, Arm(depth)), self._costs
+            self._metrics.on_stats(stats)
+
+    async def load_drafter(self, directory: Path) -> None:
+        """Have vLLM load weights over those of its drafter; requests wait for it. Raises SwapRefusedError."""
+        body = json.dumps({"directory": str(directory.resolve())}).encode()
+        headers = [(b"host", b"vllm"), (b"content-length", str(len(body)).encode())]
+        headers.append((HEADER.encode(), self._swap_token.encode()))
+        answer = await self.fetch("POST", PATH.encode(), headers, body)
+        if answer.status != 200:
+            reason = error_message(answer.content) or f"status {answer.status}"
+            raise SwapRefusedError(f"vLLM did not load it: {reason}; start the server with it instead")
+        await self.read_counters()
+        self._earlier = self._counters.tally

@@ -93,8 +93,10 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = request_name(Headers(scope=scope).get("x-request-id"))
-                MutableHeaders(scope=message).setdefault("X-Request-Id", given or uuid.uuid4().hex)
+                headers = MutableHeaders(scope=message)
+                if "x-request-id" not in headers:
+                    given = request_name(Headers(scope=scope).get("x-request-id"))
+                    headers["X-Request-Id"] = given or uuid.uuid4().hex
             await send(message)
 
         await self._app(scope, receive, send_with_id if scope["type"] == "http" else send)

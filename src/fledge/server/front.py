@@ -6,37 +6,35 @@ did not ask for usage, that last event is kept. With that option set to `none` n
 """
 
 import asyncio
-import hashlib
-import re
-import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import jiter
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fledge import __version__
-from fledge.engine.outputs import RequestMetrics, RequestUpdate
-from fledge.engine.vllm_rounds import request_metrics
-from fledge.errors import FledgeError
+from fledge.engine.outputs import RequestUpdate
+from fledge.engine.vllm_tuning import VllmTuning
+from fledge.errors import FledgeError, SwapRefusedError
 from fledge.server.api import CLIENT_GONE, SLOW_CLIENT_SECONDS, check_json, error_response, read_body, until_gone
-from fledge.server.async_vllm import AsyncVllm, HeaderList, PassedAnswer
+from fledge.server.async_vllm import AsyncVllm
 from fledge.server.errors import RequestError
-from fledge.server.live_drift import Traits, script_of
+from fledge.server.front_reading import CHAT, COMPLETION, AnswerReader, PassedRequest, read_request
 from fledge.server.metrics import Metrics
-from fledge.server.options import ApiKeys, ServeOptions
-from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.server.options import AdminKeys, ApiKeys, ServeOptions
+from fledge.server.prompts import Template
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import DONE, event
 from fledge.server.service import baseline_of
+from fledge.server.swap import DrafterSwap
+from fledge.server.vllm_connection import HeaderList, WholeAnswer
 from fledge.vllm_process.process import VllmProcess
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _PREFIXES = {CHAT: "chatcmpl", COMPLETION: "cmpl", "/v1/responses": "resp"}  # of vLLM's own ids
 # Between two neighbours and not for those behind them; or for us (keys, origins, names); or written anew.
 _OWN_HEADERS = frozenset(
@@ -44,10 +42,13 @@ _OWN_HEADERS = frozenset(
     upgrade host content-length authorization origin expect""".split()
 )
 _OWN_ANSWER_HEADERS = _OWN_HEADERS | {b"date", b"server"}
-_TELLING = re.compile(
-    rb'"usage"|"finish_reason": ?"'
-)  # events that are worth reading; in text, quotes have a backslash
-_WITH_USAGE = b',"stream_options":{"include_usage":true}}'
+
+
+class Exchange(NamedTuple):
+    """How a vLLM's drafter is exchanged, see `vllm_process/extension`."""
+
+    token: str  # that the process was given
+    check: Callable[[str], Path]  # the directory of a drafter that may take its place; raises FledgeError
 
 
 class Front:
@@ -62,10 +63,18 @@ class Front:
         drafter: str | None,
         template: Template,
         tells_rounds: bool,
+        exchange: Exchange | None = None,
+        speculation: Mapping[str, Any] | None = None,
+        tuning: VllmTuning | None = None,
     ) -> None:
-        """`process` is ready. `template`: that of conversations. `tells_rounds`: it was told to, request by request."""
+        """`process` is ready. `template`: that of conversations. `tells_rounds`: it was told to, request by request.
+
+        `exchange`: how its drafter is; None: it cannot be. `speculation`: its config, `tuning`: what it was measured
+        at.
+        """
         self.options = options
         self.keys = ApiKeys(options.api_keys)
+        self.admin_keys = AdminKeys(options.admin_api_keys)
         self.is_draining = False
         self.body_bytes = 0
         self.template = template
@@ -75,12 +84,31 @@ class Front:
             has_drafter=drafter is not None,
             switchable=False,
             version=f"{__version__} with vLLM {process.installation.version}",
+            drafter=drafter,
             baseline=baseline_of(drafter),
         )
-        self.engine = AsyncVllm(process, max_requests=max_num_seqs + options.max_queue, metrics=self.metrics)
+        most, token = max_num_seqs + options.max_queue, "" if exchange is None else exchange.token
+        self.engine = AsyncVllm(
+            process,
+            max_requests=most,
+            metrics=self.metrics,
+            swap_token=token,
+            speculation=speculation,
+            costs=None if tuning is None else tuning.costs(),
+        )
+        self.swap = DrafterSwap(self.metrics, self._exchange_drafter)
+        self._exchange = exchange
 
     async def close(self) -> None:
         await self.engine.close()
+
+    async def _exchange_drafter(self, model: str) -> None:
+        if self._exchange is None:
+            what = "this vLLM has no EAGLE drafter to exchange, or a --worker-extension-cls of yours"
+            raise SwapRefusedError(f"{what}; start the server with the other drafter")
+        directory = await asyncio.to_thread(self._exchange.check, model)
+        await self.engine.load_drafter(directory)
+        self.metrics.on_drafter(model, await asyncio.to_thread(baseline_of, model))
 
     @property
     def status(self) -> str:
@@ -93,11 +121,27 @@ class Front:
             raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
 
+class AskFirst:
+    """Passes what is asked (POST) on to vLLM before any route is looked at: each layer on the way costs time."""
+
+    OWN = frozenset(("/ping", "/admin/drafter"))
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self._app, self._front = app, front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or _path(self._front, scope) in self.OWN:
+            await self._app(scope, receive, send)
+            return
+        response = await _ask(self._front, Request(scope, receive))
+        await response(scope, receive, send)
+
+
 def router(front: Front) -> APIRouter:
-    """Return all routes but those of the page. What is not ours is vLLM's."""
+    """Return the routes of all but what is asked, and those of the page. What is not ours is vLLM's."""
     routes = APIRouter(include_in_schema=False)
 
-    @routes.api_route("/health", methods=["GET"])
+    @routes.get("/health")
     @routes.api_route("/ping", methods=["GET", "POST"])
     async def health() -> Response:
         return JSONResponse({"status": front.status}, status_code=200 if front.status == "ok" else 503)
@@ -118,23 +162,20 @@ def router(front: Front) -> APIRouter:
         theirs = "".join(line for line in lines if line.removeprefix("# HELP ").removeprefix("# TYPE ")[:5] == "vllm:")
         return Response(front.metrics.render() + theirs.encode(), media_type=CONTENT_TYPE_LATEST)
 
-    async def ask(request: Request) -> Response:
-        return await _ask(front, request)
-
-    routes.add_route(
-        "/{path:path}", ask, methods=["POST"]
-    )  # Starlette's, which asks for no dependencies: it is quicker
-
     @routes.api_route(
         "/{path:path}", methods=["GET", "HEAD", "PUT", "PATCH", "DELETE"], dependencies=[Depends(front.keys.check)]
     )
     async def look_up(request: Request) -> Response:
         body = await read_body(front, request)
-        async with front.engine.send(request.method, _target(front, request), _headers(request, body), body) as answer:
-            content = b"".join([part async for part in answer.parts()])
-        return _whole(answer, content)
+        target, headers = _target(front, request), _headers(request, body)
+        return _response(await front.engine.fetch(request.method, target, headers, body))
 
     return routes
+
+
+def _path(front: Front, scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(front.options.root_path)
 
 
 def _target(front: Front, request: Request) -> bytes:
@@ -150,74 +191,20 @@ def _headers(request: Request, body: bytes, request_id: str | None = None) -> He
     return [(b"host", b"vllm"), *kept, (b"content-length", str(len(body)).encode())]
 
 
-def _whole(answer: PassedAnswer, content: bytes, **more: str) -> Response:
-    response = Response(content, status_code=answer.status)
-    response.raw_headers += [
-        (name.lower(), value) for name, value in answer.headers if name.lower() not in _OWN_ANSWER_HEADERS
-    ]
+def _response(answer: WholeAnswer, **more: str) -> Response:
+    """`more`: headers that are added where it has none of the name."""
+    response = Response(answer.content, status_code=answer.status)
+    response.raw_headers += [(name, value) for name, value in answer.headers if name not in _OWN_ANSWER_HEADERS]
     for name, value in more.items():
         response.headers.setdefault(name.replace("_", "-"), value)
     return response
-
-
-class PassedRequest(NamedTuple):
-    """A request as it goes to vLLM, and what is known of it from reading it."""
-
-    body: bytes
-    stream: bool = False
-    hides_usage: bool = False  # it was we who asked for the usage at the end of the stream
-    model: str | None = None
-    answers: int = 1
-    traits: Traits = Traits()
-
-
-def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> PassedRequest:
-    """Read what there is to know of a request; what cannot be read is vLLM's to refuse."""
-    try:
-        asked = jiter.from_json(body)
-    except ValueError:
-        return PassedRequest(body)
-    if not isinstance(asked, dict):
-        return PassedRequest(body)
-    stream = asked.get("stream") is True
-    hides_usage = stream and tells_rounds and path in (CHAT, COMPLETION) and "stream_options" not in asked
-    if hides_usage:
-        body = body.rstrip()[:-1] + (_WITH_USAGE if asked else _WITH_USAGE[1:])
-    temperature, model, answers = asked.get("temperature"), asked.get("model"), asked.get("n")
-    traits = Traits(
-        template=_template(asked.get("chat_template"), template) if path == CHAT else NO_TEMPLATE,
-        script=script_of(_last_text(asked)),
-        temperature=temperature if isinstance(temperature, int | float) else 1.0,
-    )
-    return PassedRequest(
-        body,
-        stream=stream,
-        hides_usage=hides_usage,
-        model=model[:200] if isinstance(model, str) else None,
-        answers=answers if isinstance(answers, int) else 1,
-        traits=traits,
-    )
-
-
-def _template(asked_for: object, own: Template) -> Template:
-    if not isinstance(asked_for, str):
-        return own
-    return Template("client", hashlib.sha256(asked_for.encode("utf-8", "surrogatepass")).hexdigest()[:12])
-
-
-def _last_text(asked: Mapping[str, Any]) -> str:
-    """The end of what is asked, where it is text."""
-    messages = asked.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    text = last.get("content") if isinstance(last, dict) else asked.get("prompt")
-    return text if isinstance(text, str) else ""
 
 
 # Answers
 
 
 async def _ask(front: Front, request: Request) -> Response:
-    path = request.url.path.removeprefix(front.options.root_path)
+    path = _path(front, request.scope)
     number = uuid.uuid4().hex
     entry = RequestLogEntry(id=f"{_PREFIXES.get(path, 'req')}-{number}", path=path)
     try:
@@ -273,14 +260,15 @@ class PassedResponse(Response):
         try:
             with engine.reserve():
                 async with asyncio.timeout(timeout), engine.send(*self._sent, self._asked.body) as answer:
-                    kind = next((value for name, value in answer.headers if name.lower() == b"content-type"), b"")
+                    kind = next((value for name, value in answer.headers if name == b"content-type"), b"")
                     if not kind.startswith(b"text/event-stream"):
-                        content = b"".join([part async for part in answer.parts()])
-                        self._answer.read_whole(content)
-                        entry.status = answer.status
-                        await _whole(answer, content, X_Request_Id=entry.id)(scope, receive, send)
+                        whole = await answer.whole()
+                        self._answer.read_whole(whole.content)
+                        entry.status = whole.status
+                        await _response(whole, X_Request_Id=entry.id)(scope, receive, send)
                         return
-                    head = _whole(answer, b"", X_Request_Id=entry.id, Cache_Control="no-cache", X_Accel_Buffering="no")
+                    more = {"X_Request_Id": entry.id, "Cache_Control": "no-cache", "X_Accel_Buffering": "no"}
+                    head = _response(WholeAnswer(answer.status, answer.headers, b""), **more)
                     raw = [(name, value) for name, value in head.raw_headers if name != b"content-length"]
                     await send({"type": "http.response.start", "status": answer.status, "headers": raw})
                     started = True
@@ -315,68 +303,3 @@ class PassedResponse(Response):
 
 def _too_slow(timeout: float) -> RequestError:
     return RequestError(f"the request took longer than {timeout:g} s", status=408, code="timeout")
-
-
-class AnswerReader:
-    """Reads along: when the first token came, how the answer ended, what it used, how its rounds went."""
-
-    def __init__(self, asked: PassedRequest) -> None:
-        self.finish_reasons: list[str] = []
-        self.rest = b""  # of an event that has not ended yet, and has not been sent on
-        self._hides_usage = asked.hides_usage
-        self._end: dict[str, Any] = {}  # what has the usage
-        self._began = time.perf_counter()
-        self._first: float | None = None
-        self._tail = b""
-
-    @property
-    def has_begun(self) -> bool:
-        return self._first is not None
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        first = None if self._first is None else self._first - self._began
-        seconds = time.perf_counter() - self._began
-        return request_metrics(self._end, arrived=self._began, time_to_first_token=first, seconds=seconds)
-
-    @property
-    def output_tokens(self) -> int:
-        return int((self._end.get("usage") or {}).get("completion_tokens") or 0)
-
-    def read_whole(self, content: bytes) -> None:
-        value = _json(content)
-        if "choices" in value or "output" in value:
-            self._first = time.perf_counter()
-            self._note(value)
-
-    def read_part(self, part: bytes) -> bytes:
-        """Take a part of a stream; return what is to be sent on of it, and of what was held back."""
-        self._first = self._first or time.perf_counter()
-        *events, self._tail = (self._tail + part).split(b"\n\n")
-        kept = [one for one in events if not self._read_event(one)]
-        if not self._hides_usage:
-            return part
-        self.rest = self._tail
-        return b"".join(one + b"\n\n" for one in kept)
-
-    def _read_event(self, one: bytes) -> bool:
-        """Whether it is the event that only we have asked for."""
-        if _TELLING.search(one) is None:
-            return False
-        value = _json(one.removeprefix(b"data: "))
-        self._note(value)
-        return self._hides_usage and value.get("choices") == [] and "usage" in value
-
-    def _note(self, value: dict[str, Any]) -> None:
-        choices = value.get("choices") or []
-        self.finish_reasons += [one["finish_reason"] for one in choices if one.get("finish_reason")]
-        if value.get("usage"):
-            self._end = value
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    try:
-        value = jiter.from_json(data)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

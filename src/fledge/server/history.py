@@ -161,7 +161,7 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
     total = sum(speculative.values())
     expected = SpeedUp() if choice is None else SpeedUp(value=choice.speed_up, break_even=choice.cost)
     if total == 0:
-        return expected
+        return expected if stats.typical_round is None else _typical(seen.acceptance, *stats.typical_round, costs)
     rows = sum(batch * count for (batch, _), count in speculative.items())
     tokens_per_round = sum(tokens[shape] for shape in speculative) / rows
     arm = max(speculative, key=lambda shape: speculative[shape])[1]
@@ -180,6 +180,15 @@ def speed_up(seen: HistoryInterval, stats: EngineStats) -> SpeedUp:
         return estimate._replace(value=expected.value, break_even=expected.break_even)
     undrafted = sum(n * (costs.cost(batch, PLAIN) or 0.0) for (batch, arm), n in seen["rounds"].items() if arm == PLAIN)
     return estimate._replace(value=(plain + undrafted) / (spent + undrafted), break_even=break_even / known_rows)
+
+
+def _typical(acceptance: AcceptanceStatistics, batch: int, arm: Arm, costs: CostTable) -> SpeedUp:
+    """The estimate by what a round gave on average, where rounds are not told one by one."""
+    length, step, cost = acceptance.acceptance_length, costs.cost(batch, PLAIN), costs.cost(batch, arm)
+    estimate = SpeedUp(tokens_per_round=length, batch=batch, arm=arm)
+    if length is None or not step or cost is None:
+        return estimate
+    return estimate._replace(value=length * step / cost, break_even=cost / step)
 
 
 class SpeculationNote(NamedTuple):
@@ -205,8 +214,8 @@ def explain(seen: HistoryInterval, stats: EngineStats, *, has_drafter: bool) -> 
         return [*dead, *(chosen or [note("only_plain" if num_rounds else "idle")])]
     estimate = speed_up(seen, stats)
     value, break_even = estimate.value, estimate.break_even
-    if not num_rounds:  # rounds that are not told one by one, of an engine that does not say what they cost
-        return [note("untold", length=length), *dead]
+    if not num_rounds and value is None:  # rounds that are not told one by one, of an engine that was not measured
+        return [note("untold", length=length, batch=estimate.batch or 1), *dead]
     if value is None or break_even is None:
         return [*(chosen or [note("unknown", length=length, batch=estimate.batch)]), *dead]
     share = seen.fallback_ratio or 0.0

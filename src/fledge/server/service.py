@@ -3,9 +3,7 @@
 import asyncio
 import itertools
 import logging
-import time
 from dataclasses import replace
-from typing import Any
 
 from fledge import __version__
 from fledge.checkpoints.source import resolve
@@ -33,6 +31,7 @@ from fledge.server.reasoning_parsers import reasoning_parser
 from fledge.server.request_log import RequestLogEntry
 from fledge.server.responses import ChatChoice, CompletionChoice, OpenAIResponse, TokenTexts, token_texts
 from fledge.server.structured import Grammar, call_grammar, read_format, read_tools
+from fledge.server.swap import DrafterSwap
 from fledge.server.tool_parsers import HermesParser, tool_parser
 
 _log = logging.getLogger("fledge.server")
@@ -48,7 +47,6 @@ class Service:
         self.admin_keys = AdminKeys(options.admin_api_keys)
         self.is_draining = False
         self._requests = itertools.count()
-        self._next_drafter: str | None = None  # that is being loaded
         self.body_bytes = 0  # of requests that are being read, all together
         self.tokenizer = process.tokenizer
         has_drafter = process.info.drafter is not None
@@ -60,6 +58,7 @@ class Service:
             baseline=baseline_of(process.info.drafter),
         )
         self.engine = AsyncEngine(process, max_queue=options.max_queue, metrics=self.metrics, seed=options.seed)
+        self.swap = DrafterSwap(self.metrics, self._exchange_drafter)
         self.prompts = Prompts(self.tokenizer, options, max_model_len=process.info.max_model_len)
         self._tool_parser = tool_parser(options.tool_call_parser, self.prompts.chat_template)
         self._reasoning = reasoning_parser(options.reasoning_parser, self.prompts.chat_template)
@@ -84,24 +83,9 @@ class Service:
             self.metrics.on_rejected("draining")
             raise RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
-    async def swap_drafter(self, model: str) -> dict[str, Any]:
-        """Draft with another drafter from now on; what to tell of it. Raises FledgeError, and the old one drafts on."""
-        began, before = time.monotonic(), self.engine.info.drafter
-        try:
-            if self._next_drafter is not None:
-                message = f"a drafter is being exchanged already, for {self._next_drafter[:100]}; try again later"
-                raise RequestError(message, status=409, code="swap_under_way", retry_after=5)
-            self._next_drafter = model
-            try:
-                await self.engine.load_drafter(model)
-                await self.engine.exchange_drafter(model, await asyncio.to_thread(baseline_of, model))
-            finally:
-                self._next_drafter = None
-        except FledgeError as error:
-            self.metrics.on_swap_refused()
-            _log.warning("drafting goes on with %s: %s", before, error)
-            raise
-        return {"drafter": model, "previous": before, "seconds": time.monotonic() - began}
+    async def _exchange_drafter(self, model: str) -> None:
+        await self.engine.load_drafter(model)
+        await self.engine.exchange_drafter(model, await asyncio.to_thread(baseline_of, model))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.served_model_names:

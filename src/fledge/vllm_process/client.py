@@ -112,12 +112,16 @@ class VllmClient:
         connection.request(method, path, data, headers)
         response = connection.getresponse()
         if response.status >= 400:
-            try:
-                message = _message(json.loads(response.read()))
-            except ValueError:
-                message = response.reason
-            raise VllmError(f"vLLM: {message}", response.status)
+            raise VllmError(f"vLLM: {error_message(response.read()) or response.reason}", response.status)
         return response
+
+
+def error_message(content: bytes) -> str:
+    """The words of a refusal, on one line; empty: there are none."""
+    try:
+        return _message(json.loads(content))
+    except ValueError:
+        return ""
 
 
 def _message(body: Any) -> str:

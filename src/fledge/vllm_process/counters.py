@@ -48,6 +48,12 @@ class VllmCounters:
     def rounds(self) -> int:
         return int(self["spec_decode_num_drafts"])
 
+    def mean_batch(self, before: "VllmCounters") -> int:
+        """How many requests had a round in a step since `before`, on average; 0: there was no round."""
+        name = "iteration_tokens_total_count"  # one observation for each step
+        rounds, steps = self.rounds - before.rounds, self[name] - before[name]
+        return max(round(rounds / steps), 1) if rounds > 0 and steps > 0 else 0
+
     @property
     def tally(self) -> Counter[tuple[int, int]]:
         """Rounds by (drafted, accepted), as `AcceptanceStatistics` counts them.

@@ -22,7 +22,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from fledge.devices import DTYPES
-from fledge.errors import DataError, FledgeError
+from fledge.errors import ConfigError, DataError, FledgeError
 from fledge.files import SEAL_BYTES, digest
 from fledge.models.config import TargetConfig
 
@@ -47,6 +47,10 @@ class CapturedLayers:
 
     @classmethod
     def of(cls, config: TargetConfig, weights: str, aux_layer_ids: tuple[int, ...]) -> "CapturedLayers":
+        """Raises ConfigError for a layer that vLLM dies of being asked for."""
+        if config.layer.latent is not None and 0 in aux_layer_ids:
+            what = "vLLM does not give the input of the first block of targets with latent attention (MLA)"
+            raise ConfigError(f"aux layers {list(aux_layer_ids)}: {what}; choose layers from 1 on")
         sizes = {"num_layers": config.num_layers, "hidden_size": config.hidden_size, "dtype": config.dtype}
         return cls(target=weights, aux_layer_ids=aux_layer_ids, **sizes)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.checkpoints.target import is_supported_target, read_target_config
+from fledge.checkpoints.target import is_supported_target
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -40,8 +40,6 @@ def missing_states(directory: Path) -> str | None:
     if not is_supported_target(directory):
         known = f"those of {', '.join(FAMILIES)}"
         return f"{directory}: the final norm of this target's family is not known here (known are {known})"
-    if read_target_config(directory).layer.latent is not None:
-        return f"{directory}: vLLM does not give the hidden states of targets with latent attention (MLA)"
     return None
 
 

@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ import typer
 
 from fledge import LLM
 from fledge.cli import serve as serve_module
+from fledge.cli import vllm_command
 from fledge.cli.command import token_count
 from fledge.cli.main import app
-from fledge.cli.vllm_command import translate
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.vllm_options import ALIASES, FOREIGN, FOREIGN_NOW, HONOURED, VLLM_VERSION
 from fledge.errors import ConfigError
@@ -39,6 +39,12 @@ ORIGINAL = ANNOUNCED.replace("mannequin", "model").replace("methodology", "metho
 
 VALUES = {"--host", "--port", "--speculative-config", "--tool-call-parser", "--reasoning-parser", "--max-model-len"}
 FLAGS = {"--enable-auto-tool-choice", "--enable-prefix-caching", "--no-enable-prefix-caching", "--help"}
+
+
+def translate(words: Sequence[str], values: Collection[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    given, rest = vllm_command.read_words(words, flags)
+    ours, notes = vllm_command.translate(given, values, flags)
+    return [*ours, *rest], notes
 
 
 @pytest.mark.parametrize("command", [ANNOUNCED, ORIGINAL])
@@ -106,7 +112,7 @@ def test_refusals(words: list[str], said: str) -> None:
         (["-O3", "m"], ["m"]),
         (["-O", "3", "m"], ["m"]),
         (["--", "--weird"], ["--", "--weird"]),
-        (["--speculative-config", "--x"], ["--speculative-config", "--x"]),
+        (["--speculative-config", "--port", "1"], ["--speculative-config", "--port", "1"]),  # without its value
     ],
 )
 def test_what_is_left_for_us(words: list[str], ours: list[str]) -> None:

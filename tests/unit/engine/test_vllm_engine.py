@@ -1,24 +1,32 @@
 """vLLM behind the engine's protocol, with a stand-in for vLLM: `LLM(..., engine="vllm")` and what it is built on."""
 
 import json
+import re
 import shutil
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fledge import LLM, SamplingParams
+from fledge.checkpoints.drafter import save_drafter
+from fledge.checkpoints.target import load_target
 from fledge.engine.protocol import DeadEngineError
 from fledge.engine.vllm_engine import VllmEngine
-from fledge.errors import CheckpointError, ConfigError
+from fledge.engine.vllm_pair import check_exchange
+from fledge.errors import CheckpointError, ConfigError, SwapRefusedError
 from fledge.evaluation.evaluate import EvalSettings, run_eval
 from fledge.evaluation.report import EvalReport
 from fledge.evaluation.workloads import Prompt, Workload
+from fledge.models.drafter.variants import EAGLE_3_1
 from fledge.progress import Progress
 from tests.checkpoint_fixtures import edit_config
 from tests.command_line import fledge
 from tests.fake_vllm import install
 from tests.serving import pair_directory
+from tests.tiny_models import make_drafter
 
 pytestmark = pytest.mark.vllm  # with a stand-in, beside those with the real one
 
@@ -116,6 +124,38 @@ def test_a_drafter_is_held_to_its_contract_before_anything_starts(
     assert done.stderr.splitlines()[-1] == (
         "error: vLLM did not start: it ended with status 1: vLLM was started"  # the stand-in's last words
     )
+
+
+def test_a_drafter_of_another_build_cannot_take_the_place_of_one_that_vllm_has(tmp_path: Path) -> None:
+    target, own = pair_directory() / "target", pair_directory() / "drafter"
+    served = {"model": str(own), "method": "eagle3", "num_speculative_tokens": 3}
+    config = load_target(target).config
+    save_drafter(make_drafter(EAGLE_3_1.config_for(config), load_target(target), seed=7), tmp_path / "alike")
+    assert check_exchange(target, served, str(tmp_path / "alike")) == tmp_path / "alike"
+    two_layers = replace(EAGLE_3_1.config_for(config), num_layers=2)
+    save_drafter(make_drafter(two_layers, load_target(target)), tmp_path / "deeper")
+    with pytest.raises(SwapRefusedError, match=r"deeper: its config differ.*; start the server with it instead"):
+        check_exchange(target, served, str(tmp_path / "deeper"))
+    edit_config(tmp_path / "alike", vocab_size=1000)
+    with pytest.raises(CheckpointError, match="vocab"):
+        check_exchange(target, served, str(tmp_path / "alike"))
+    with pytest.raises(SwapRefusedError, match="EAGLE drafters only"):
+        check_exchange(target, {"method": "ngram"}, str(own))
+
+
+def test_a_taken_port_and_a_wrong_version_are_one_line_and_vllm_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, version="0.9.1", fail="vLLM was started")
+    words = ("serve", str(pair_directory() / "target"), "--engine", "vllm", "--port")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = fledge(*words, str(other.getsockname()[1]), cwd=tmp_path)
+    old = fledge(*words, "0", cwd=tmp_path)
+    assert (taken.returncode, old.returncode) == (2, 2)
+    (said,) = taken.stderr.splitlines()
+    assert "Address already in use; see --host and --port" in said
+    said = old.stderr.splitlines()[-1]
+    assert re.fullmatch(r"error: vLLM 0\.9\.1 in .* is too old; known to work: 0\.32\.x, 0\.26\.x", said)
 
 
 def test_auto_is_ours_where_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,16 +3,20 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from fledge.server.front import AnswerReader, Front, PassedRequest, read_request
+from fledge.engine.vllm_tuning import TunePoint, VllmTuning
+from fledge.errors import SwapRefusedError
+from fledge.server.front import Exchange, Front
+from fledge.server.front_reading import AnswerReader, PassedRequest, read_request
 from fledge.server.options import ServeOptions
 from fledge.server.prompts import NO_TEMPLATE, Template
+from fledge.vllm_process import extension
 from fledge.vllm_process.finding import find_vllm
 from fledge.vllm_process.process import VllmProcess
 from tests.fake_vllm import install
@@ -26,14 +30,26 @@ DETAILED = ["--per-request-spec-decode-metrics", "detailed"]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10, "temperature": 0}
 
 
-def make_front(monkeypatch: pytest.MonkeyPatch, directory: Path, *, detailed: bool = True, **settings: Any) -> Front:
+def make_front(
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    *,
+    detailed: bool = True,
+    more: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Front:
+    """`more`: of the front; `settings` of the service, and of the stand-in."""
+    exchange = (more or {}).get("exchange")
     names = ServeOptions.__dataclass_fields__
     options = {name: settings.pop(name) for name in list(settings) if name in names}
     install(monkeypatch, directory, **settings)
-    process = VllmProcess(find_vllm(), "model", [*WORDS, *(DETAILED if detailed else [])])
+    environment = {} if exchange is None else extension.environment(exchange.token)
+    words = [*WORDS, *(DETAILED if detailed else [])]
+    process = VllmProcess(find_vllm(), "model", words, environment=environment)
     process.wait_until_ready(30, lambda _line: None)
     made = ServeOptions(served_model_names=("tiny",), **options)
-    return Front(process, made, max_num_seqs=1, drafter="nowhere", template=OWN, tells_rounds=detailed)
+    own: Any = {"max_num_seqs": 1, "drafter": "nowhere", "template": OWN, "tells_rounds": detailed, **(more or {})}
+    return Front(process, made, **own)
 
 
 def until(what: Callable[[], object], seconds: float = 10.0) -> None:
@@ -47,7 +63,13 @@ def until(what: Callable[[], object], seconds: float = 10.0) -> None:
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("fledge.server.front.baseline_of", lambda _drafter: None)
-        front = make_front(monkeypatch, tmp_path_factory.mktemp("vllm"), api_keys=("key",), max_body_bytes=4096)
+        front = make_front(
+            monkeypatch,
+            tmp_path_factory.mktemp("vllm"),
+            api_keys=("key",),
+            max_body_bytes=4096,
+            admin_api_keys=("admin",),
+        )
         with Serving(front) as running:
             yield running
 
@@ -128,6 +150,68 @@ def test_acceptance_by_template_and_context_is_known(
     assert not data["server"]["switchable"]  # the page's chat has no "off"
     assert "vLLM does not say what its rounds and its plain steps cost" in data["findings"][0]["text"]
     assert {one["name"] for one in data["contexts"]} == {"up to 512", "513 to 2048"}
+
+
+def swap(serving: Serving, model: str, key: str = "admin") -> httpx.Response:
+    path, headers = serving.url + "/admin/drafter", {"Authorization": f"Bearer {key}"}
+    return httpx.post(path, json={"model": model}, headers=headers, timeout=20)
+
+
+def test_another_drafter_is_checked_loaded_by_vllm_and_counted_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(model: str) -> Path:
+        if model == "wrong":
+            raise SwapRefusedError("wrong: it is another target's")
+        return tmp_path / model
+
+    more = {"exchange": Exchange("secret", check)}
+    front = make_front(monkeypatch, tmp_path, more=more, admin_api_keys=("admin",))
+    with Serving(front) as serving:
+        assert swap(serving, "new", "nobody").status_code == 401
+        refused = swap(serving, "wrong")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (409, "wrong: it is another target's")
+        httpx.post(serving.url + "/v1/completions", json={"prompt": [1], "max_tokens": 10})
+        until(lambda: front.metrics.stats.acceptance.rounds)
+        done = swap(serving, "new")
+        assert (done.status_code, done.json()["drafter"], done.json()["previous"]) == (200, "new", "nowhere")
+        asked = front.engine.process.client.get_json("/argv")
+        assert asked["drafter"] == str(tmp_path / "new")
+        httpx.get(serving.url + "/metrics")
+        assert front.metrics.stats.acceptance.rounds == 0  # those of the old one are not its own
+        damaged = swap(serving, "damaged")
+        assert (damaged.status_code, damaged.json()["error"]["code"]) == (409, "drafter_refused")
+        assert "vLLM did not load it: ValueError: damaged; start the server with it" in damaged.text
+        assert front.metrics.drafter == "new"
+        assert httpx.post(serving.url + "/fledge/drafter", json={"directory": "x"}).status_code == 404
+        text = httpx.get(serving.url + "/metrics").text
+        assert 'fledge_drafter_swaps_total{model_name="tiny",outcome="refused"} 2.0' in text
+
+
+def test_a_drafter_that_cannot_be_exchanged_is_a_409_in_words(serving: Serving) -> None:
+    answer = swap(serving, "new")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "drafter_refused")
+    assert answer.json()["error"]["message"].startswith("this vLLM has no EAGLE drafter to exchange")
+
+
+def test_the_speed_up_is_estimated_by_what_was_measured_of_the_pair(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    points = [
+        TunePoint(concurrency=1, depth=0, tokens_per_second=100.0, acceptance_length=None),
+        TunePoint(concurrency=1, depth=3, tokens_per_second=200.0, acceptance_length=3.0),
+    ]
+    more = {"speculation": {"num_speculative_tokens": 3}, "tuning": VllmTuning(points=points)}
+    front = make_front(monkeypatch, tmp_path, more=more)
+    with Serving(front) as serving:
+        httpx.post(serving.url + "/v1/completions", json={"prompt": [1], "max_tokens": 31})
+        httpx.get(serving.url + "/metrics")
+        data = httpx.get(serving.url + "/dashboard/data").json()
+        length = front.metrics.stats.acceptance.acceptance_length
+        assert length is not None
+        assert 2 < length < 4
+        assert data["tiles"]["speed_up"] == pytest.approx(length / 1.5)  # a round costs 15 ms, a plain step 10
+        assert f"{length / 1.5:.2f}x as fast as without" in data["findings"][0]["text"]
 
 
 def test_a_client_that_goes_ends_the_request_at_vllm(

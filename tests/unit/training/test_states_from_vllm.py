@@ -288,10 +288,15 @@ def test_answers_leave_their_states_while_there_is_room(recipe: Recipe, fake: Fa
     assert all(body["seed"] == 5 and body["stop_token_ids"] == [1] for body in posted)
 
 
-def test_targets_that_vllm_gives_no_states_of_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_layer_that_vllm_dies_of_is_refused_in_one_line(tmp_path: Path) -> None:
     recipe = make_inputs(tmp_path, target=replace(TARGET_CONFIGS["deepseek-v2"], vocab_size=TARGET.vocab_size))
-    with pytest.raises(ConfigError, match=r"latent attention \(MLA\); use capture\.engine=fledge$"):
-        vllm.server_command(replace(recipe, capture=CaptureSection(engine="vllm")))
+    recipe = replace(recipe, capture=CaptureSection(engine="vllm"))
+    assert '"eagle_aux_hidden_state_layer_ids": [2, ' in vllm.server_command(recipe)
+    first = replace(recipe, drafter=replace(recipe.drafter, aux_layer_ids=(0, 1, 2)))
+    with pytest.raises(
+        ConfigError, match=r"aux layers \[0, 1, 2\]: .*latent attention \(MLA\); choose layers from 1 on$"
+    ):
+        vllm.server_command(first)
 
 
 def test_no_vllm_is_said_before_anything_runs(recipe: Recipe) -> None:

@@ -89,8 +89,6 @@ class FledgeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         speculation = vllm_config.speculative_config
         if speculation is None or speculation.method != "extract_hidden_states":
             raise ValueError("FledgeConnector needs --speculative-config with method extract_hidden_states")
-        if vllm_config.model_config.use_mla:
-            raise ValueError("vLLM does not give the hidden states of targets with latent attention (MLA)")
         self._layer_ids = list(speculation.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._storage = Path(extra["shared_storage_path"])

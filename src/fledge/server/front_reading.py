@@ -1,0 +1,137 @@
+"""What is read of requests and answers that pass: nothing of them changes but what the front itself asks for."""
+
+import hashlib
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jiter
+
+from fledge.engine.outputs import RequestMetrics
+from fledge.engine.vllm_rounds import request_metrics
+from fledge.server.live_drift import Traits, script_of
+from fledge.server.prompts import NO_TEMPLATE, Template
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+# Events that are worth reading; in text, quotes have a backslash.
+_TELLING = re.compile(rb'"usage"|"finish_reason": ?"')
+_WITH_USAGE = b',"stream_options":{"include_usage":true}}'
+
+
+class PassedRequest(NamedTuple):
+    """A request as it goes to vLLM, and what is known of it from reading it."""
+
+    body: bytes
+    stream: bool = False
+    hides_usage: bool = False  # it was we who asked for the usage at the end of the stream
+    model: str | None = None
+    answers: int = 1
+    traits: Traits = Traits()
+
+
+def read_request(path: str, body: bytes, *, template: Template, tells_rounds: bool) -> PassedRequest:
+    """Read what there is to know of a request; what cannot be read is vLLM's to refuse."""
+    try:
+        asked = jiter.from_json(body)
+    except ValueError:
+        return PassedRequest(body)
+    if not isinstance(asked, dict):
+        return PassedRequest(body)
+    stream = asked.get("stream") is True
+    hides_usage = stream and tells_rounds and path in (CHAT, COMPLETION) and "stream_options" not in asked
+    if hides_usage:
+        body = body.rstrip()[:-1] + (_WITH_USAGE if asked else _WITH_USAGE[1:])
+    temperature, model, answers = asked.get("temperature"), asked.get("model"), asked.get("n")
+    traits = Traits(
+        template=_template(asked.get("chat_template"), template) if path == CHAT else NO_TEMPLATE,
+        script=script_of(_last_text(asked)),
+        temperature=temperature if isinstance(temperature, int | float) else 1.0,
+    )
+    return PassedRequest(
+        body,
+        stream=stream,
+        hides_usage=hides_usage,
+        model=model[:200] if isinstance(model, str) else None,
+        answers=answers if isinstance(answers, int) else 1,
+        traits=traits,
+    )
+
+
+def _template(asked_for: object, own: Template) -> Template:
+    if not isinstance(asked_for, str):
+        return own
+    return Template("client", hashlib.sha256(asked_for.encode("utf-8", "surrogatepass")).hexdigest()[:12])
+
+
+def _last_text(asked: Mapping[str, Any]) -> str:
+    """The end of what is asked, where it is text."""
+    messages = asked.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    text = last.get("content") if isinstance(last, dict) else asked.get("prompt")
+    return text if isinstance(text, str) else ""
+
+
+class AnswerReader:
+    """Reads along: when the first token came, how the answer ended, what it used, how its rounds went."""
+
+    def __init__(self, asked: PassedRequest) -> None:
+        self.finish_reasons: list[str] = []
+        self.rest = b""  # of an event that has not ended yet, and has not been sent on
+        self._hides_usage = asked.hides_usage
+        self._end: dict[str, Any] = {}  # what has the usage
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._tail = b""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._first is not None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        first = None if self._first is None else self._first - self._began
+        seconds = time.perf_counter() - self._began
+        return request_metrics(self._end, arrived=self._began, time_to_first_token=first, seconds=seconds)
+
+    @property
+    def output_tokens(self) -> int:
+        return int((self._end.get("usage") or {}).get("completion_tokens") or 0)
+
+    def read_whole(self, content: bytes) -> None:
+        value = _json(content)
+        if "choices" in value or "output" in value:
+            self._first = time.perf_counter()
+            self._note(value)
+
+    def read_part(self, part: bytes) -> bytes:
+        """Take a part of a stream; return what is to be sent on of it, and of what was held back."""
+        self._first = self._first or time.perf_counter()
+        *events, self._tail = (self._tail + part).split(b"\n\n")
+        kept = [one for one in events if not self._read_event(one)]
+        if not self._hides_usage:
+            return part
+        self.rest = self._tail
+        return b"".join(one + b"\n\n" for one in kept)
+
+    def _read_event(self, one: bytes) -> bool:
+        """Whether it is the event that only we have asked for."""
+        if _TELLING.search(one) is None:
+            return False
+        value = _json(one.removeprefix(b"data: "))
+        self._note(value)
+        return self._hides_usage and value.get("choices") == [] and "usage" in value
+
+    def _note(self, value: dict[str, Any]) -> None:
+        choices = value.get("choices") or []
+        self.finish_reasons += [one["finish_reason"] for one in choices if one.get("finish_reason")]
+        if value.get("usage"):
+            self._end = value
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = jiter.from_json(data)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

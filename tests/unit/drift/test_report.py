@@ -54,7 +54,7 @@ def test_all_sections_are_there(written):
     for verdict in report.verdicts:
         assert verdict.headline in page.text
         assert all(one.text.replace(" %", "\u00a0%") in page.text for one in verdict.sentences)
-    assert len([tag for tag, attrs in page.elements if tag == "svg" and attrs.get("class") == "chart"]) == 14
+    assert len([tag for tag, attrs in page.elements if tag == "svg" and attrs.get("class") == "chart"]) == 16
     assert "Head by head" in page.text
 
 
@@ -144,7 +144,7 @@ def test_a_run_without_perturbations_or_examples():
 
 
 def test_a_drift_that_never_comes_is_null_in_json_and_infinite_on_the_page():
-    suite, results = made_up(own={"drafter": (0.0, 0.1, 0.1)})
+    suite, results = made_up(recent={"drafter": (0.1, 0.1, 0.1)})
     report = make_report(suite, results, {})
     assert report.figures["drafter"]["drift_depth"] is None
     json.dumps(report.to_dict(), allow_nan=False)

@@ -193,17 +193,20 @@ def print_report(report: DriftReport, page: Path) -> None:
     """In a terminal: a table, what is said, and where the page is."""
     columns = {
         "drift": "{drift}",
-        "recent attention": "{recent_attention_depth_1:.0%} to {recent_attention_last:.0%}",
-        "sink": "{sink_attention_depth_1:.0%} to {sink_attention_last:.0%}",
+        "recent attention": "{recent[0]:.0f} → {recent[1]:.0f}%",
+        "sink": "{sink[0]:.0f} → {sink[1]:.0f}%",
         "state growth": "{hidden_growth:.2f}x",
-        "acceptance length": "{al:.2f}",
+        "AL": "{al:.2f}",
         "accepted / round": "{accepted_per_round:.2f}",
         "at worst": "{al_change:+.0%}",
     }
-    status = {"drifts": "from depth {:.0f}", "steady": "none", "unclear": "cannot be told", "few": "too few"}
+    status = {"drifts": "depth {:.0f}", "steady": "none", "unclear": "cannot be told", "few": "too few"}
     body = []
     for verdict in report.verdicts:
         found: dict[str, Any] = dict(report.figures[verdict.drafter])
+        for name in ("recent", "sink"):
+            shares = [found[key] for depth in ("depth_1", "last") if (key := f"{name}_attention_{depth}") in found]
+            found |= {name: [100 * share for share in shares]} if shares else {}
         if "al_drop" in found:
             found["al_change"] = -found["al_drop"]
         if verdict.status is not None:

@@ -77,6 +77,18 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
     )
 
 
+def accepted_in(judged: Judged, records: Sequence[RoundRecord], repeated: Sequence[bool] = ()) -> AcceptanceStatistics:
+    """What the rounds came to, but for those that begin in repetition.
+
+    `repeated` says of each token of the text whether it is repetition; a round begins where its first draft is for.
+    """
+    found = AcceptanceStatistics()
+    for (drafted, accepted), record in zip(judged.outcomes, records, strict=True):
+        if not any(repeated[record.start : record.start + 1]):
+            found.add(drafted=drafted, accepted=accepted)
+    return found
+
+
 @dataclass
 class DriftSums:
     """Sums over the rounds of many sequences. `add` changes them in place."""
@@ -98,17 +110,10 @@ class DriftSums:
         limit: int,
         repeated: Sequence[bool] = (),
     ) -> dict[str, Any]:
-        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them.
-
-        `repeated` says of each token whether it is repetition; rounds whose first draft is for such a one are not
-        fresh.
-        """
+        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them. `repeated`: see `accepted_in`."""
         judged = judge(replayed, tokens, records, limit)
-        acceptance, fresh = AcceptanceStatistics(), AcceptanceStatistics()
-        for (drafted, accepted), record in zip(judged.outcomes, records, strict=True):
-            acceptance.add(drafted=drafted, accepted=accepted)
-            if not any(repeated[record.start : record.start + 1]):
-                fresh.add(drafted=drafted, accepted=accepted)
+        acceptance, fresh = accepted_in(judged, records), accepted_in(judged, records, repeated)
+        for record in records:
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
         self.fresh_acceptance = AcceptanceStatistics.merge([self.fresh_acceptance, fresh])

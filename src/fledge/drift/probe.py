@@ -17,14 +17,24 @@ from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import repeated_tokens
-from fledge.drift.metrics import DriftSums
+from fledge.drift.metrics import DriftSums, accepted_in, judge
 from fledge.drift.perturb import Perturbation, PerturbationContext
 from fledge.drift.prompts import ProbePrompt, Segment, segmented, with_earlier_answers
-from fledge.drift.replay import MAX_SCORES, RECENT_TOKENS, Feeding, Replayed, fusion_parts, replay, rounds_taken
+from fledge.drift.replay import (
+    AS_IT_IS,
+    MAX_SCORES,
+    RECENT_TOKENS,
+    Feeding,
+    Replayed,
+    fusion_parts,
+    replay,
+    rounds_taken,
+)
 from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
 from fledge.drift.sources import CapturedSource, OwnSource, Source, VllmServers
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.outputs import CompletionOutput, RoundRecord
+from fledge.evaluation.results import tally_triples
 from fledge.files import read_json
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetStates
@@ -127,10 +137,14 @@ class Prober:
             drafts, records, measured = list[list[int]](), list[RoundRecord](), sums.unmeasured
             repeated = repeated_tokens(answer.token_ids)
             if has:
-                given = answer.rounds if tells_rounds else None
-                replayed, records = self._replay(next(states), read, text, given, feeding)
+                state, given = next(states), answer.rounds if tells_rounds else None
+                replayed, records = self._replay(state, read, text, given, feeding)
                 of_text = [*[False] * len(read.token_ids), *repeated]
                 drafts, measured = replayed.drafts.tolist(), sums.add(replayed, text, records, self._limit, of_text)
+                if perturbation.acts_on_drafting:
+                    untouched, taken = self._replay(state, read, text, None, AS_IT_IS)
+                    alone = accepted_in(judge(untouched, text, taken, self._limit), taken, of_text)
+                    measured["untouched_tally"] = tally_triples(alone)
             of_prompt: dict[str, Any] = {"id": read.id, "category": read.category}
             lengths: dict[str, Any] = {"prompt_tokens": len(read.token_ids), "output_tokens": len(answer.token_ids)}
             row = PromptRow(**of_prompt, **lengths, repeated_tokens=sum(repeated), **measured)

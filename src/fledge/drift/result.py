@@ -111,6 +111,7 @@ class PromptRow(Record):
     rounds_by_depth: tuple[int, ...]  # that drafted to each depth: what the curves are means over
     recent_attention: Curve
     sink_attention: Curve
+    untouched_tally: Tally | None = None  # where drafting is perturbed: as fresh_tally, of the drafter left alone
 
     @property
     def acceptance(self) -> AcceptanceStatistics:

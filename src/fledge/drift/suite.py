@@ -25,6 +25,7 @@ from fledge.drift.probe import Prober
 from fledge.drift.prompts import ProbePrompt, has_open_turns
 from fledge.drift.result import DriftResult, Results
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import statistics_of
 from fledge.evaluation.workloads import Workload
 from fledge.files import digest, distinct_names, json_line, read_json, write_json, write_text
 from fledge.progress import Advance, Progress
@@ -198,7 +199,7 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
             found["repeated_share"] = result.repeated_share
             found["attention"] = attention_change(bootstrap, result)
             if result is not first:
-                found["compared"] = bootstrap.compare(counts, acceptance_counts(first), offset=1.0)
+                found["compared"] = bootstrap.compare(counts, _base_counts(result, first), offset=1.0)
                 found["recent_compared"] = compare_changes(bootstrap, "recent", result, first)
         compared.append(replace(cell, **found))
     first = next(iter(base.values()))
@@ -245,6 +246,16 @@ def acceptance_counts(*results: DriftResult) -> Counts:
         (accepted, rounds), found = counts.get(row.id, (0, 0)), row.fresh_acceptance
         counts[row.id] = (accepted + sum(found.accepted_by_depth), rounds + found.rounds)
     return counts
+
+
+def _base_counts(result: DriftResult, unperturbed: DriftResult) -> Counts:
+    """What a perturbed run is compared with: the unperturbed run, or, where the engine's rounds are not the drafter's
+    own any more, the rounds that the drafter left alone takes through the same text.
+    """
+    tallies = {row.id: row.untouched_tally for row in result.prompt_rows if row.untouched_tally is not None}
+    alone = {name: statistics_of(tally) for name, tally in tallies.items()}
+    counts = {name: (sum(found.accepted_by_depth), found.rounds) for name, found in alone.items()}
+    return counts or acceptance_counts(unperturbed)
 
 
 def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:

@@ -147,7 +147,12 @@ def test_a_state_that_is_tampered_with_is_judged_by_the_text(ids_pair: Path) -> 
     for other in (noisy, pinned):
         assert other.output_tokens == plain.output_tokens
         assert other.replay_agreement is None
-        assert other.engine_tally == other.tally != plain.tally
+        assert other.by_depth[3].confidence != pytest.approx(plain.by_depth[3].confidence, rel=1e-4)
+    # What it is compared with is the drafter left alone, on the same text, its rounds decided in the same way.
+    barely = prober.probe(IDS, Perturbation(steps=("noise:0.000000001",)), lambda *_, **__: None)
+    assert [row.untouched_tally for row in barely.prompt_rows] == [row.fresh_tally for row in barely.prompt_rows]
+    assert [row.untouched_tally for row in noisy.prompt_rows] == [row.fresh_tally for row in barely.prompt_rows]
+    assert barely.by_depth[1].confidence == pytest.approx(plain.by_depth[1].confidence, rel=0.1)
     # The first draft of a round is as ever.
     assert noisy.by_depth[0].hidden_rms == pytest.approx(plain.by_depth[0].hidden_rms, rel=0.2)
     assert pinned.by_depth[-1].hidden_growth < plain.by_depth[-1].hidden_growth

@@ -247,6 +247,15 @@ def test_acceptance_leaves_repetition_out_and_gives_the_whole_beside_it():
     assert found["repetition"] == pytest.approx(0.4)
 
 
+def test_a_perturbed_drafter_is_compared_with_itself_left_alone_on_the_same_text():
+    plain, noisy = drift_result({"a": (16, 20), "b": (16, 20)}), drift_result({"a": (5, 20), "b": (5, 20)})
+    rows = tuple(replace(row, untouched_tally=((3, 0, 10), (3, 1, 10))) for row in noisy.prompt_rows)
+    results = {("one", UNPERTURBED): plain, ("one", "noise:0.5"): replace(noisy, prompt_rows=rows)}
+    cells = [SuiteCell(drafter="one", perturbation=n, kinds=(), left_out={}, skip=None) for _, n in results]
+    compared = summarise(cells, results, workload="made up", bootstrap=QUICK).cell("one", "noise:0.5").compared
+    assert (compared.base, compared.ratio.value) == (pytest.approx(1.5), pytest.approx(1.25 / 1.5))
+
+
 def test_eagle_1_has_no_layers_to_share():
     result = drift_result({"a": (1, 2)}, shares={"embedding": 0.4, "final state": 0.6})
     assert drift_figures(result)["top_layer_share"] is None

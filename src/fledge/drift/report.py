@@ -136,7 +136,7 @@ def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) ->
         return bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
 
     places = [("On the unperturbed workload", "acceptance", lengths([UNPERTURBED]))]
-    for group in ("template", "long_context"):
+    for group in ("template", "long_context", "state"):
         compared = lengths([cell.perturbation for cell in suite.perturbed(one, group)])
         places.append((f"Under {GROUPS[group]['name']}", "perturbations", compared))
     named = {"one": suite.titles[one], "other": suite.titles[other]}

@@ -1,10 +1,10 @@
 """Named changes to a workload's prompts (data/perturbations.yaml), which compose: `template:llama3+pad:4k:before`.
 
-Those of the prompt are pure functions of it, a random generator, the run's limits and their own argument; others act on
-decoding or drafting (`temperature`, `noise`, `pin`), and the prompt stays. The texts put into
-prompts are data (data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and
-the prompt's id alone, so that order and company do not matter. Whatever order they are written in, padding comes after
-all other changes of messages (it must know what room is left), and noise last (it is done on tokens).
+Those of the prompt are pure functions of it, a random generator, the run's limits and their own argument; others leave
+it as it is and act on decoding or drafting (`temperature`, `noise`, `pin`). The texts put into prompts are data
+(data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and the prompt's id
+alone, so that order and company do not matter. Whatever order they are written in, padding comes after all other
+changes of messages (it must know what room is left), and what is done on tokens last.
 """
 
 import json

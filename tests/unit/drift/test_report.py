@@ -111,6 +111,16 @@ def test_the_table_has_losses_skips_and_the_warning_about_tasks(written):
     assert "20 of 21 / 400" in page.text
 
 
+def test_changes_and_slopes_have_their_intervals(written):
+    _, report, _, page = written
+    one = report.suite.cell("a3").attention.recent
+    slope = f"{100 * one.slope.value:+.2f} {100 * one.slope.low:+.2f} to {100 * one.slope.high:+.2f}"
+    change = f"{100 * one.change.value:+.1f} {100 * one.change.low:+.1f} to {100 * one.change.high:+.1f}"
+    shown = " ".join(page.text.split())
+    assert change in shown
+    assert slope in shown
+
+
 def test_json_says_the_same(written):
     directory, report, _, _ = written
     values = json.loads((directory / "results.json").read_text())

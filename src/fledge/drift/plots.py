@@ -1,6 +1,6 @@
 """The pictures of a report (data/pictures.yaml). Drafters share axes where curves compare, and scales elsewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from fledge.drift.change import shares_by_depth
 from fledge.drift.perturb import UNPERTURBED, texts
 from fledge.drift.prompts import PROMPT_LABELS
-from fledge.drift.result import DriftResult
+from fledge.drift.result import AttentionMeans, DriftResult
 from fledge.drift.suite import SuiteResult
 from fledge.report import charts as drawing
 from fledge.report.charts import INK, MUTED, PAPER, SIZE, Chart, frame, interval_edges, new_figure
@@ -219,10 +219,14 @@ def _heads(one: _Series) -> Figure | None:
         return None
     figure = Figure(figsize=(SIZE[0], min(7.5, 1.3 + 0.17 * len(heads))), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    kinds = {"own drafts": ("drafted",), "prompt": PROMPT_LABELS, "first token": ("sink",)}
+    kinds: dict[str, Callable[[AttentionMeans], float]] = {
+        "recent tokens": lambda one: one.recent,
+        "prompt": lambda one: sum(one.mass[label] for label in PROMPT_LABELS),
+        "first token": lambda one: one.mass["sink"],
+    }
     style: dict[str, Any] = {"cmap": "Blues", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
-    for axes, (title, labels) in zip(panels, kinds.items(), strict=True):
-        shares = [[sum(h.attention.mass[label] for label in labels) for h in d.heads] for d in one.result.by_depth]
+    for axes, (title, share) in zip(panels, kinds.items(), strict=True):
+        shares = [[share(head.attention) for head in depth.heads] for depth in one.result.by_depth]
         extent = (depths[0] - 0.5, depths[-1] + 0.5, len(heads) - 0.5, -0.5)
         image = axes.imshow(np.array(shares).T, extent=extent, **style)
         axes.set_title(title)

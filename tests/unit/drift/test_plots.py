@@ -105,7 +105,7 @@ def test_shares_of_attention_layers_and_heads():
     labels = [text.get_text() for text in found["attention-1"].legends[0].get_texts()]
     assert sorted(labels) == sorted(["own drafts", "user", "first token", "own drafts if even"])
     heads = [axes for axes in found["heads-1"].axes if axes.images]
-    assert [axes.get_title() for axes in heads] == ["own drafts", "prompt", "first token"]
+    assert [axes.get_title() for axes in heads] == ["recent tokens", "prompt", "first token"]
     assert [axes.images[0].get_array().shape for axes in heads] == [(4, 3)] * 3
     assert heads[0].images[0].get_array()[0].tolist() == pytest.approx([0.1, 0.3, 0.6])
     bars = found["aux-layers"].axes[0].patches

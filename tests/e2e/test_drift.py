@@ -66,14 +66,15 @@ def test_a_report_of_two_drafters(pair: Path) -> None:
 @pytest.mark.usefixtures("_blank_pictures")
 def test_conditions_decide_the_exit_status_and_finished_cells_are_not_run_again(pair: Path) -> None:
     command = (*ONE, *SMALL, "--suite", "none", "--out", "conditions", "--json", "--quiet")
-    first = drift(pair, *command, "--fail-if", "al<1", "--fail-if", "own_attention_last>1")
+    first = drift(pair, *command, "--fail-if", "al<1", "--fail-if", "recent_attention_last>1")
     assert first.returncode == 0, first.stderr
     printed = json.loads(first.stdout)
     assert printed["violations"] == {"eagle3.1": []}
     assert printed["report"] == "conditions/report.html"
-    assert printed["figures"]["eagle3.1"]["own_attention_depth_1"] == 0
+    assert 0 < printed["figures"]["eagle3.1"]["recent_attention_depth_1"] < 1
+    assert printed["verdicts"][0]["headline"] == "4 prompts: too few for a verdict"
     with mock.patch.object(Prober, "probe", side_effect=AssertionError("probed again")):
-        second = drift(pair, *command, "--fail-if", "al>=1,own_attention_last>1", "--fail-if", "drift_depth>=1")
+        second = drift(pair, *command, "--fail-if", "al>=1,recent_attention_last>1", "--fail-if", "drift_depth>=1")
     assert second.returncode == 1
     assert json.loads(second.stdout)["violations"]["eagle3.1"][0].startswith("al>=1 (al is ")
     lines = second.stderr.strip().splitlines()

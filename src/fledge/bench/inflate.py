@@ -18,6 +18,7 @@ In float32 the large pair gives the small pair's tokens. In 16 bits the rescaled
 0.4 % each), so it gives its own, nearly the same.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -357,4 +358,21 @@ def _randomise(module: nn.Module, seed: int) -> None:
 
 
 def _random_matrix(matrix: Tensor, seed: int) -> None:
-    matrix.normal_(std=RANDOM_STD, generator=torch.Generator(matrix.device).manual_seed(seed))
+    """On a CPU every matrix is a stretch of the same numbers: to draw those of an 8B model takes minutes."""
+    if matrix.device.type != "cpu":
+        matrix.normal_(std=RANDOM_STD, generator=torch.Generator(matrix.device).manual_seed(seed))
+        return
+    numbers, flat = _random_numbers(matrix.dtype), matrix.view(-1)
+    begin = seed * 7_368_787 % len(numbers)  # another prime, so that stretches begin far from each other
+    written = 0
+    while written < len(flat):
+        stretch = numbers[begin : begin + len(flat) - written]
+        flat[written : written + len(stretch)] = stretch
+        begin, written = 0, written + len(stretch)
+
+
+@functools.cache
+def _random_numbers(dtype: torch.dtype) -> Tensor:
+    """Normal numbers, a prime number of them: no two rows of a matrix are the same, whatever its width."""
+    numbers = torch.empty(16_777_213).normal_(std=RANDOM_STD, generator=torch.Generator().manual_seed(0))
+    return numbers.to(dtype)

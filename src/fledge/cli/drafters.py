@@ -110,6 +110,7 @@ def drift(
     temperature: float = 0.0,
     seed: int = 0,
     sink_tokens: int = 1,
+    recent_tokens: int = 4,
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
@@ -145,7 +146,7 @@ def drift(
     for name in perturbations:
         parse_perturbation(name)
     for text, figure, *_ in parse_conditions(conditions):
-        if not perturbations and figure.startswith(("al_drop", "own_attention_rise")):
+        if not perturbations and figure.startswith(("al_drop", "recent_attention_rise")):
             raise ConfigError(f"condition '{text}': needs perturbations; leave out --suite none")
     prompts = load_probe_workload(workload, sample=sample, seed=seed)
     settings = settings_of(ProbeSettings, locals())

@@ -10,10 +10,25 @@ they say nothing about the drafter.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 HOPELESS_ROUNDS, HOPELESS_RATE = 30, 0.05
+REPEATED_NGRAM = 8
+
+
+def repeated_tokens(tokens: Sequence[int], n: int = REPEATED_NGRAM) -> list[bool]:
+    """Which tokens of an answer are inside an n-gram that was in it before; overlapping itself counts.
+
+    A target that loops is easy to draft for, so acceptance inside repetition says little about a drafter.
+    """
+    found, seen = [False] * len(tokens), set[tuple[int, ...]]()
+    for end in range(n, len(tokens) + 1):
+        ngram = tuple(tokens[end - n : end])
+        if ngram in seen:
+            found[end - n : end] = [True] * n
+        seen.add(ngram)
+    return found
 
 
 @dataclass(kw_only=True)

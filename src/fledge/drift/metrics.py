@@ -22,8 +22,8 @@ from fledge.evaluation.results import tally_triples
 
 BINS = 10
 _ONCE = ("fused_rms", "norms", "shares")  # what a round has once, not at each depth
-_CURVES = ("drafted_attention", "sink_attention", "feature_rms")  # that a `PromptRow` has
-_OF_HEADS = ("mass", "entropy", "normalised_entropy", "distance")
+_CURVES = ("recent_attention", "sink_attention")  # that a `PromptRow` has
+_OF_HEADS = ("mass", "recent", "entropy", "normalised_entropy", "distance")
 _COSINES = ("head_cosine", "feature_cosine")
 _STATES = ("hidden", "head", "feature")  # whose size is followed from depth to depth
 
@@ -77,6 +77,18 @@ def judge(replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundReco
     )
 
 
+def accepted_in(judged: Judged, records: Sequence[RoundRecord], repeated: Sequence[bool] = ()) -> AcceptanceStatistics:
+    """What the rounds came to, but for those that begin in repetition.
+
+    `repeated` says of each token of the text whether it is repetition; a round begins where its first draft is for.
+    """
+    found = AcceptanceStatistics()
+    for (drafted, accepted), record in zip(judged.outcomes, records, strict=True):
+        if not any(repeated[record.start : record.start + 1]):
+            found.add(drafted=drafted, accepted=accepted)
+    return found
+
+
 @dataclass
 class DriftSums:
     """Sums over the rounds of many sequences. `add` changes them in place."""
@@ -85,27 +97,34 @@ class DriftSums:
     parts: Sequence[str]
     in_draft: Tensor | None  # bool [vocab], on the CPU: which tokens can be drafted; None: all
     acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
+    fresh_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     engine_acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     agreeing: int = 0  # rounds, see `Judged`
     sums: dict[str, Tensor] = field(default_factory=dict)  # over rounds, [depth, ...]
 
     def add(
-        self, replayed: Replayed, tokens: Sequence[int], records: Sequence[RoundRecord], limit: int
+        self,
+        replayed: Replayed,
+        tokens: Sequence[int],
+        records: Sequence[RoundRecord],
+        limit: int,
+        repeated: Sequence[bool] = (),
     ) -> dict[str, Any]:
-        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them."""
+        """Add the rounds of one sequence. Returns what its `PromptRow` holds of them. `repeated`: see `accepted_in`."""
         judged = judge(replayed, tokens, records, limit)
-        acceptance = AcceptanceStatistics()
-        for (drafted, accepted), record in zip(judged.outcomes, records, strict=True):
-            acceptance.add(drafted=drafted, accepted=accepted)
+        acceptance, fresh = accepted_in(judged, records), accepted_in(judged, records, repeated)
+        for record in records:
             self.engine_acceptance.add(drafted=record.drafted, accepted=record.accepted)
         self.acceptance = AcceptanceStatistics.merge([self.acceptance, acceptance])
+        self.fresh_acceptance = AcceptanceStatistics.merge([self.fresh_acceptance, fresh])
         self.agreeing += judged.agreeing
         sums = _sums(replayed, judged, torch.tensor(tokens), self.in_draft)
         self.sums = {name: values + self.sums.get(name, 0) for name, values in sums.items()}
-        mass = sums["mass"].mean((1, 2))  # [depth, segments]
-        curves = dict(zip(_CURVES, (mass[:, Segment.DRAFTED], mass[:, Segment.SINK], sums["feature_rms"]), strict=True))
+        attention = (sums["recent"], sums["mass"][..., Segment.SINK])  # [depth, layers, heads] each
+        curves = {name: several.mean((1, 2)) for name, several in zip(_CURVES, attention, strict=True)}
         return {
             "tally": tally_triples(acceptance),
+            "fresh_tally": tally_triples(fresh),
             "rounds_by_depth": tuple(int(count) for count in sums["rounds"]),
             **{name: tuple(map(_mean, totals, sums["rounds"])) for name, totals in curves.items()},
         }
@@ -113,7 +132,8 @@ class DriftSums:
     @property
     def unmeasured(self) -> dict[str, Any]:
         """What the `PromptRow` of an answer holds that no draft was verified for."""
-        return {"tally": (), "rounds_by_depth": (0,) * self.depth, **dict.fromkeys(_CURVES, (None,) * self.depth)}
+        counts = {"tally": (), "fresh_tally": (), "rounds_by_depth": (0,) * self.depth}
+        return {**counts, **dict.fromkeys(_CURVES, (None,) * self.depth)}
 
     def figures(self) -> dict[str, Any]:
         """The fields of `DriftResult` that follow from the sums."""
@@ -122,6 +142,7 @@ class DriftSums:
         shares = zip(self.parts, once["shares"], once["norms"], strict=True) if once else ()
         return {
             "tally": tally_triples(self.acceptance),
+            "fresh_tally": tally_triples(self.fresh_acceptance),
             "engine_tally": tally_triples(self.engine_acceptance),
             "replay_agreement": self.agreeing / int(self.sums["replayed"][0]) if once else None,
             "by_depth": tuple(self._at(d) for d in depths),
@@ -143,7 +164,7 @@ class DriftSums:
         figures |= {f"{what}_growth": float(sums[f"{what}_rms"] / sums[f"first_{what}_rms"]) for what in _STATES}
         figures |= {name: int(sums[name]) for name in ("rounds", "reached", "missed", "missed_outside_vocabulary")}
         figures |= {name: _mean(sums[name], sums[f"{name}_count"]) for name in _COSINES}
-        rates = (self.acceptance.rate_by_depth, self.acceptance.conditional_rate_by_depth)
+        rates = (self.fresh_acceptance.rate_by_depth, self.fresh_acceptance.conditional_rate_by_depth)
         acceptance, conditional = (rate[d] if d < len(rate) else None for rate in rates)
         return DepthMetrics(
             depth=d + 1,
@@ -168,6 +189,7 @@ def _sums(replayed: Replayed, judged: Judged, text: Tensor, in_draft: Tensor | N
     drafting = {
         "rounds": torch.ones_like(seen),
         "mass": replayed.mass,
+        "recent": replayed.recent,
         "entropy": replayed.entropy,
         # One visible row leaves no choice: attention is as even as it can be.
         "normalised_entropy": torch.where(limit > 0, replayed.entropy.double() / limit.clamp(min=1e-9), 1.0),

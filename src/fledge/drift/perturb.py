@@ -1,9 +1,10 @@
 """Named changes to a workload's prompts (data/perturbations.yaml), which compose: `template:llama3+pad:4k:before`.
 
-Each is a pure function of the prompt, a random generator, the run's limits and its own argument; the texts it puts into
-prompts are data (data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and
-the prompt's id alone, so that order and company do not matter. Whatever order they are written in, padding comes after
-all other changes of messages (it must know what room is left), and noise last (it is done on tokens).
+Those of the prompt are pure functions of it, a random generator, the run's limits and their own argument; others leave
+it as it is and act on decoding or drafting (`temperature`, `noise`, `pin`). The texts put into prompts are data
+(data/*.yaml, chat_templates/*.jinja). What is drawn follows from the seed, the perturbation's name and the prompt's id
+alone, so that order and company do not matter. Whatever order they are written in, padding comes after all other
+changes of messages (it must know what room is left), and what is done on tokens last.
 """
 
 import json
@@ -125,6 +126,18 @@ def _noisy(prompt: ProbePrompt, rate: float, generator: random.Random, context: 
             kept = generator.choice(([generator.choice(ordinary)], [token, token], []))
         ids += kept
         segments += [segment] * len(kept)
+    return _of_tokens(prompt, ids, segments)
+
+
+def _without_begin(prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
+    """Take the begin-of-text token away, where attention would rest."""
+    read = segmented(prompt, context.tokenizer)
+    if context.tokenizer is None or read.token_ids[0] != context.tokenizer.bos_token_id:
+        raise PromptError("the prompt has no begin-of-text token")
+    return _of_tokens(prompt, read.token_ids[1:], read.segments[1:])
+
+
+def _of_tokens(prompt: ProbePrompt, ids: Sequence[int], segments: Sequence[Segment]) -> ProbePrompt:
     return replace(prompt, messages=(), chat_template=None, text=None, token_ids=tuple(ids), segments=tuple(segments))
 
 
@@ -186,6 +199,20 @@ class Perturbation:
         given = (step.partition("temperature:")[2] for step in self.steps)
         return next((float(text) for text in given if text), None)
 
+    @property
+    def noise(self) -> float:
+        """On the state that drafts are fed, times its RMS."""
+        return next((float(step.partition(":")[2]) for step in self.steps if step.startswith("noise:")), 0.0)
+
+    @property
+    def pins(self) -> bool:
+        """Whether the state that drafts are fed is kept at its size at depth 1."""
+        return "pin" in self.steps
+
+    @property
+    def acts_on_drafting(self) -> bool:
+        return self.pins or self.noise > 0
+
     def apply(self, prompt: ProbePrompt, context: PerturbationContext) -> ProbePrompt:
         """Return the changed prompt under the same id. Raises PromptError, with a reason."""
         parts = [(step, *step.partition(":")[::2]) for step in self.steps]
@@ -193,7 +220,9 @@ class Perturbation:
             generator = random.Random(f"{context.seed}/{step}/{prompt.id}")
             if kind == "template-noise":
                 prompt = _noisy(prompt, float(argument), generator, context)
-            elif kind != "temperature":
+            elif kind == "bos":
+                prompt = _without_begin(prompt, context)
+            elif not KINDS[kind].get("leaves_prompt"):
                 prompt = _changed(prompt, kind, argument, generator, context)
         length = len(segmented(prompt, context.tokenizer).token_ids)
         if length + context.answer_tokens > context.max_model_len:
@@ -214,7 +243,7 @@ def perturb(perturbation: Perturbation, prompts: Sequence[ProbePrompt], context:
     """Apply a perturbation to all prompts that it applies to and that fit afterwards."""
     changed: list[ProbePrompt] = []
     left_out: dict[str, str] = {}
-    differs = perturbation.temperature is not None or not perturbation.steps
+    differs = not perturbation.steps or any(KINDS[kind].get("leaves_prompt") for kind in perturbation.kinds)
     for prompt in prompts:
         try:
             after = perturbation.apply(prompt, context)

@@ -1,6 +1,6 @@
 """The pictures of a report (data/pictures.yaml). Drafters share axes where curves compare, and scales elsewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -10,13 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fledge.drift.change import shares_by_depth
 from fledge.drift.perturb import UNPERTURBED, texts
 from fledge.drift.prompts import PROMPT_LABELS
-from fledge.drift.result import DriftResult
+from fledge.drift.result import AttentionMeans, DriftResult
 from fledge.drift.suite import SuiteResult
 from fledge.report import charts as drawing
 from fledge.report.charts import INK, MUTED, PAPER, SIZE, Chart, frame, interval_edges, new_figure
-from fledge.report.intervals import Bootstrap
+from fledge.report.intervals import Bootstrap, Interval
 
 _MANY_HEADS = 24
 _DOTTED: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": ":"}
@@ -67,7 +68,8 @@ def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -
     """A figure of `DepthMetrics` against depth, a line for each drafter, gaps where there is nothing.
 
     The axis has `limits` unless something lies beyond them; `level_at` is drawn across. `accepted_of`, the count that
-    an acceptance rate is a share of, adds a band of its intervals. A calibration of few drafts is left out.
+    an acceptance rate is a share of, and `share`, of attention, add a band of intervals. A calibration of few drafts is
+    left out.
     """
     value = attrgetter(how["figure"])
     least = texts("figures")["limits"]["few_drafts"] if how["figure"].startswith("calibration") else 0
@@ -81,12 +83,15 @@ def _by_depth(series: Sequence[_Series], level: float, how: Mapping[str, Any]) -
     picture, axes = new_figure()
     for one, line in zip(series, lines, strict=True):
         axes.plot(one.depths, line, label=one.title, **one.style)
+        bootstrap, rates = Bootstrap(level=level, resamples=1000), list[Interval | None]()
         if whole := how.get("accepted_of"):
-            rows = [(row.id, row.acceptance) for row in one.result.prompt_rows]
-            rates = []
+            rows = [(row.id, row.fresh_acceptance) for row in one.result.prompt_rows]
             for at in (slice(depth - 1, depth) for depth in one.depths):  # empty where a prompt's rounds end before
                 counts = {id: (sum(row.accepted_by_depth[at]), sum(getattr(row, whole)[at])) for id, row in rows}
-                rates.append(Bootstrap(level=level, resamples=1000).pooled(counts))
+                rates.append(bootstrap.pooled(counts))
+        elif "share" in how:
+            rates += shares_by_depth(bootstrap, how["share"], one.result)
+        if rates:
             middle, below, above = interval_edges(rates)
             colour = one.style["color"]
             axes.fill_between(one.depths, middle - below, middle + above, color=colour, alpha=0.15, linewidth=0)
@@ -214,10 +219,14 @@ def _heads(one: _Series) -> Figure | None:
         return None
     figure = Figure(figsize=(SIZE[0], min(7.5, 1.3 + 0.17 * len(heads))), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
-    kinds = {"own drafts": ("drafted",), "prompt": PROMPT_LABELS, "first token": ("sink",)}
+    kinds: dict[str, Callable[[AttentionMeans], float]] = {
+        "recent tokens": lambda one: one.recent,
+        "prompt": lambda one: sum(one.mass[label] for label in PROMPT_LABELS),
+        "first token": lambda one: one.mass["sink"],
+    }
     style: dict[str, Any] = {"cmap": "Blues", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
-    for axes, (title, labels) in zip(panels, kinds.items(), strict=True):
-        shares = [[sum(h.attention.mass[label] for label in labels) for h in d.heads] for d in one.result.by_depth]
+    for axes, (title, share) in zip(panels, kinds.items(), strict=True):
+        shares = [[share(head.attention) for head in depth.heads] for depth in one.result.by_depth]
         extent = (depths[0] - 0.5, depths[-1] + 0.5, len(heads) - 0.5, -0.5)
         image = axes.imshow(np.array(shares).T, extent=extent, **style)
         axes.set_title(title)

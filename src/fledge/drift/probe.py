@@ -16,14 +16,25 @@ from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.source import resolve
 from fledge.checkpoints.target import tokenizer_digests, weights_digest
 from fledge.decoding.params import SamplingParams
-from fledge.drift.metrics import DriftSums
+from fledge.decoding.statistics import repeated_tokens
+from fledge.drift.metrics import DriftSums, accepted_in, judge
 from fledge.drift.perturb import Perturbation, PerturbationContext
 from fledge.drift.prompts import ProbePrompt, Segment, segmented, with_earlier_answers
-from fledge.drift.replay import MAX_SCORES, Replayed, fusion_parts, replay, rounds_taken
+from fledge.drift.replay import (
+    AS_IT_IS,
+    MAX_SCORES,
+    RECENT_TOKENS,
+    Feeding,
+    Replayed,
+    fusion_parts,
+    replay,
+    rounds_taken,
+)
 from fledge.drift.result import AnswerExample, DriftResult, ExampleToken, PromptRow
 from fledge.drift.sources import CapturedSource, OwnSource, Source, VllmServers
 from fledge.engine.detokenizer import Detokenizer
 from fledge.engine.outputs import CompletionOutput, RoundRecord
+from fledge.evaluation.results import tally_triples
 from fledge.files import read_json
 from fledge.models.drafter.variants import name_of
 from fledge.models.target.decoder import TargetStates
@@ -39,6 +50,7 @@ class ProbeSettings:
     temperature: float = 0.0  # of the target; drafts are the drafter's best tokens, as the engine drafts by default
     seed: int = 0  # for temperatures above 0: prompt i is sampled with seed + i
     sink_tokens: int = 1  # how many first tokens of a sequence count as sink
+    recent_tokens: int = RECENT_TOKENS  # how many last rows that a query sees are its recent window
     max_scores: int = MAX_SCORES  # attention weights that exist at a time
     keep_examples: int = 5  # answers of lowest acceptance to keep in full
 
@@ -101,6 +113,9 @@ class Prober:
         source, settings, tokenizer = self.source, self.settings, self.source.tokenizer
         temperature = settings.temperature if perturbation.temperature is None else perturbation.temperature
         drafter = source.drafter
+        # A drafter that is fed otherwise than the engine feeds it takes other rounds: the text decides which.
+        feeding = Feeding(noise=perturbation.noise, pin=perturbation.pins, seed=settings.seed)
+        tells_rounds = source.tells_rounds and not perturbation.acts_on_drafting
         encoded = [segmented(prompt, tokenizer) for prompt in prompts]
         sampling = SamplingParams(temperature=temperature, max_tokens=settings.max_tokens)
         outputs = source.generate(
@@ -113,19 +128,26 @@ class Prober:
         sums = DriftSums(settings.depth, fusion_parts(drafter), in_draft)
         texts = [(*read.token_ids, *answer.token_ids) for read, answer in zip(encoded, answers, strict=True)]
         has_rounds = [
-            bool(answer.rounds) if source.tells_rounds else len(answer.token_ids) > 1 and self._has_room(read)
+            bool(answer.rounds) if tells_rounds else len(answer.token_ids) > 1 and self._has_room(read)
             for read, answer in zip(encoded, answers, strict=True)
         ]
         states = source.states([text for text, has in zip(texts, has_rounds, strict=True) if has])
         rows, examples = [], []
         for read, answer, text, has in zip(encoded, answers, texts, has_rounds, strict=True):
             drafts, records, measured = list[list[int]](), list[RoundRecord](), sums.unmeasured
+            repeated = repeated_tokens(answer.token_ids)
             if has:
-                replayed, records = self._replay(next(states), read, answer, text)
-                drafts, measured = replayed.drafts.tolist(), sums.add(replayed, text, records, self._limit)
+                state, given = next(states), answer.rounds if tells_rounds else None
+                replayed, records = self._replay(state, read, text, given, feeding)
+                of_text = [*[False] * len(read.token_ids), *repeated]
+                drafts, measured = replayed.drafts.tolist(), sums.add(replayed, text, records, self._limit, of_text)
+                if perturbation.acts_on_drafting:
+                    untouched, taken = self._replay(state, read, text, None, AS_IT_IS)
+                    alone = accepted_in(judge(untouched, text, taken, self._limit), taken, of_text)
+                    measured["untouched_tally"] = tally_triples(alone)
             of_prompt: dict[str, Any] = {"id": read.id, "category": read.category}
             lengths: dict[str, Any] = {"prompt_tokens": len(read.token_ids), "output_tokens": len(answer.token_ids)}
-            row = PromptRow(**of_prompt, **lengths, **measured)
+            row = PromptRow(**of_prompt, **lengths, repeated_tokens=sum(repeated), **measured)
             rows.append(row)
             if (length := row.acceptance.acceptance_length) is not None:
                 said = _example_tokens(tokenizer, read, answer, records, drafts, in_draft)
@@ -133,11 +155,12 @@ class Prober:
                 examples.append(AnswerExample(**of_prompt, acceptance_length=length, prompt=shown, tokens=said))
             advance(0, note=f"{perturbation.name}: replay {len(rows)}/{len(prompts)}")
         figures = sums.figures()
-        if not source.tells_rounds:
+        if not tells_rounds:
             figures["replay_agreement"] = None  # the rounds are the replay's own
         return DriftResult(
             drafter=self.drafter,
             variant=name_of(drafter.config),
+            norm_output=drafter.config.norm_output,
             target=self.target,
             workload=self.workload,
             perturbation=perturbation.name,
@@ -148,6 +171,7 @@ class Prober:
             prompts=len(prompts),
             prompt_tokens=sum(row.prompt_tokens for row in rows),
             output_tokens=sum(row.output_tokens for row in rows),
+            recent_tokens=settings.recent_tokens,
             prompt_rows=tuple(rows),
             examples=tuple(sorted(examples, key=lambda one: one.acceptance_length)[: settings.keep_examples]),
             **figures,
@@ -163,21 +187,33 @@ class Prober:
         return len(read.token_ids) + 2 < self._limit
 
     def _replay(
-        self, states: TargetStates, read: ProbePrompt, answer: CompletionOutput, text: Sequence[int]
+        self,
+        states: TargetStates,
+        read: ProbePrompt,
+        text: Sequence[int],
+        records: Sequence[RoundRecord] | None,
+        feeding: Feeding,
     ) -> tuple[Replayed, list[RoundRecord]]:
-        """The rounds of one answer, drafted again."""
-        settings, records = self.settings, list(answer.rounds)
-        segments = [*read.segments, *[Segment.OUTPUT] * len(answer.token_ids)]
+        """The rounds of one answer, drafted again; `records` None: those that follow from the text."""
+        settings = self.settings
+        segments = [*read.segments, *[Segment.OUTPUT] * (len(text) - len(read.token_ids))]
         segments[: settings.sink_tokens] = [Segment.SINK] * len(segments[: settings.sink_tokens])
-        starts = [record.start for record in records]
-        if not self.source.tells_rounds:
-            starts = list(range(len(read.token_ids) + 1, len(text)))
-        sizes = {"depth": settings.depth, "max_scores": settings.max_scores}
-        replayed = replay(states, self.source.drafter, text, segments, starts, **sizes)
-        if not self.source.tells_rounds:
-            taken = rounds_taken(replayed, text, self._limit)
-            replayed, records = replayed.only([i for i, _ in taken]), [record for _, record in taken]
-        return replayed, records
+        places = range(len(read.token_ids) + 1, len(text)) if records is None else (one.start for one in records)
+        replayed = replay(
+            states,
+            self.source.drafter,
+            text,
+            segments,
+            list(places),
+            depth=settings.depth,
+            recent_tokens=settings.recent_tokens,
+            feeding=feeding,
+            max_scores=settings.max_scores,
+        )
+        if records is not None:
+            return replayed, list(records)
+        taken = rounds_taken(replayed, text, self._limit)
+        return replayed.only([i for i, _ in taken]), [record for _, record in taken]
 
     def answer_earlier_turns(self, prompts: Sequence[ProbePrompt]) -> list[ProbePrompt]:
         return with_earlier_answers(prompts, self.source, self.settings.max_tokens)

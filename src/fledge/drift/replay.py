@@ -37,6 +37,7 @@ from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetModel, TargetStates
 
 MAX_SCORES = 1 << 25  # attention weights that exist at a time, whatever the context
+RECENT_TOKENS = 4
 _MAX_ROUNDS = 256  # that draft together
 _WINDOW_CHUNK = 1024  # queries of a layer with a sliding window that are computed together
 
@@ -54,11 +55,13 @@ class VerifiedRows:
     """`KeyValueStorage` for the drafter's pass over verified rows 0 .. n - 1, which it keeps.
 
     `slots`, ascending, are the rows from which rounds begin to draft. `segments` [n] int64 says what each row is part
-    of. `layers` has of each layer what it is, the queries [rounds, heads, head_dim] of the slots, and all keys and
-    values [kv_heads, n, dim], at least float32.
+    of, `recent_tokens` how many of the last rows that a query sees, its own among them, are its recent window. `layers`
+    has of each layer what it is, the queries [rounds, heads, head_dim] of the slots, and all keys and values
+    [kv_heads, n, dim], at least float32.
     """
 
-    def __init__(self, slots: Sequence[int], segments: Tensor) -> None:
+    def __init__(self, slots: Sequence[int], segments: Tensor, recent_tokens: int = RECENT_TOKENS) -> None:
+        self.recent_tokens = recent_tokens
         self.slots = torch.tensor(slots, device=segments.device)  # [rounds]
         self.layers: list[tuple[AttentionSpec, Tensor, Tensor, Tensor]] = []
         self._seen = [slot + 1 for slot in slots]  # verified rows that each round sees; on the host, not to wait for it
@@ -89,7 +92,8 @@ class VerifiedRows:
 
         `own` are the keys and values, each [rounds, n, kv_heads, dim], that each round drafted, its current row the
         last. Returns the attention [rounds, heads, value_dim] and where it went, [rounds, heads, ...] each: `mass` over
-        segments, which sums to 1, `entropy` in nats, and `distance`, the mean in tokens from query to key.
+        segments, which sums to 1, `recent`, that of the recent window, whose size is the same at every depth, `entropy`
+        in nats, and `distance`, the mean in tokens from query to key.
         """
         (spec, _, *sides), slots, seen = self.layers[layer], self.slots[rounds], self._seen[rounds][-1]
         keys, values = (side[:, :seen] for side in sides)
@@ -118,7 +122,11 @@ class VerifiedRows:
             mixed = mixed + drafted @ own_values
             summary[..., Segment.DRAFTED] += drafted.sum(-1)
             distance += (drafted * torch.arange(drafted.shape[-1] - 1, -1, -1, device=slots.device)).sum(-1)
-        record = {"mass": summary[..., :-1], "entropy": torch.special.entr(weights).sum(-1), "distance": distance}
+        near = position - torch.arange(self.recent_tokens, device=slots.device)  # [rounds, recent]: places
+        columns = torch.where(near <= slots[:, None], near.clamp(min=0), seen + near - slots[:, None] - 1)
+        recent = weights.gather(-1, columns[:, None].expand(*weights.shape[:3], -1)) * (near >= 0)[:, None]
+        record = {"mass": summary[..., :-1], "recent": recent.sum(-1), "distance": distance}
+        record["entropy"] = torch.special.entr(weights).sum(-1)
         # [kv_heads, rounds, group, ...] -> [rounds, heads, ...]
         by_round = {name: x.transpose(0, 1).flatten(1, 2) for name, x in ({"mixed": mixed} | record).items()}
         return by_round.pop("mixed").to(query.dtype), by_round
@@ -197,6 +205,7 @@ class Replayed:
     head_cosine: Tensor  # with the target's final state at the same place; NaN where there is none
     feature_cosine: Tensor  # of what the next depth is fed with what the target's state would have fed it
     mass: Tensor  # [rounds, depth, layers, heads, segments]
+    recent: Tensor  # [rounds, depth, layers, heads]: mass of the last rows that are seen, whatever they are part of
     entropy: Tensor  # [rounds, depth, layers, heads]
     distance: Tensor  # [rounds, depth, layers, heads]
     visible: Tensor  # [rounds, depth, segments] int64: rows that could be looked at
@@ -229,6 +238,34 @@ def rounds_taken(replayed: Replayed, tokens: Sequence[int], limit: int) -> list[
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Feeding:
+    """What is done to a drafter's state on its way to the next depth: nothing, unless asked for."""
+
+    noise: float = 0.0  # deviation of Gaussian noise added to it, times its RMS
+    pin: bool = False  # scaled to its RMS at depth 1 of the same round
+    seed: int = 0
+
+    def __call__(self, feature: Tensor, first: Tensor, starts: Sequence[int], depth: int) -> Tensor:
+        """Of `feature` [rounds, hidden] on its way to `depth`; `first` is that of depth 1.
+
+        The noise of a round follows from seed, start and depth: drafters of a width get the same.
+        """
+        if self.pin:
+            feature = feature * (_rms(first) / _rms(feature).clamp(min=1e-30)).to(feature.dtype)[:, None]
+        if self.noise:
+            seeds = ((self.seed << 40) + (start << 12) + depth for start in starts)
+            drawn = [
+                torch.randn(feature.shape[-1], generator=torch.Generator().manual_seed(seed % 2**63)) for seed in seeds
+            ]
+            scaled = self.noise * _rms(feature)[:, None] * torch.stack(drawn).to(feature.device)
+            feature = feature + scaled.to(feature.dtype)
+        return feature
+
+
+AS_IT_IS = Feeding()
+
+
 def fusion_parts(drafter: Drafter) -> tuple[str, ...]:
     """Names of what fc sums up: EAGLE-3's target layers, or EAGLE-1's embedding and final state."""
     return tuple(f"layer {i}" for i in drafter.aux_layer_ids) or ("embedding", "final state")
@@ -251,12 +288,14 @@ def replay(
     starts: Sequence[int],
     *,
     depth: int,
+    recent_tokens: int = RECENT_TOKENS,
+    feeding: Feeding = AS_IT_IS,
     max_scores: int = MAX_SCORES,
 ) -> Replayed:
     """Draft again, `depth` tokens deep, the rounds of the finished sequence `tokens` that began at `starts` tokens.
 
     `states` are the target's of the tokens, of the layers that the drafter reads. `starts` ascend, each 2 to
-    len(tokens); `segments` names what each token is part of.
+    len(tokens); `segments` names what each token is part of. Sizes of states are recorded before `feeding`.
     """
     assert list(starts) == sorted(starts)
     assert 2 <= starts[0] <= starts[-1] <= len(tokens) == len(segments)
@@ -264,7 +303,7 @@ def replay(
     positions = torch.arange(len(tokens), device=text.device)
     rows = starts[-1] - 1  # of the drafter that any round sees
     kinds = torch.tensor(segments[:rows], device=text.device)
-    verified = VerifiedRows([start - 2 for start in starts], kinds)
+    verified = VerifiedRows([start - 2 for start in starts], kinds, recent_tokens)
     fused, parts = list[Tensor](), []
     with drafter.fc.register_forward_hook(lambda _module, inputs, _output: fused.append(inputs[0][verified.slots])):
         truth = states.final, drafter.fuse(states)
@@ -276,8 +315,10 @@ def replay(
         storage = DraftedRows(verified, rounds)
         step = DraftStates(**{name: whole[slots] for name, whole in vars(first).items()})
         recorded = [_record(drafter, step, storage, truth, slots + 1)]
+        fed_first = step.feature
         for d in range(2, depth + 1):
-            step = drafter(recorded[-1]["drafts"], step.feature, slots + d - 1, storage)
+            fed = feeding(step.feature, fed_first, starts[rounds], d)
+            step = drafter(recorded[-1]["drafts"], fed, slots + d - 1, storage)
             recorded.append(_record(drafter, step, storage, truth, slots + d))
         parts.append({name: torch.stack([one[name] for one in recorded], dim=1) for name in recorded[0]})
     slots = verified.slots

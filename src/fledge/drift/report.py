@@ -6,7 +6,7 @@ is called better or worse unless the interval of the difference says so.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.drift.change import Status, compare_changes
 from fledge.drift.perturb import KINDS, UNPERTURBED, texts
 from fledge.drift.plots import charts
-from fledge.drift.result import DRIFT_SHARE, DriftResult, Results
-from fledge.drift.suite import FIGURES, GROUPS, SuiteResult, acceptance_counts, compare_own_attention, figures, worst_of
+from fledge.drift.result import DriftResult, PromptRow, Results
+from fledge.drift.suite import FIGURES, GROUPS, SuiteResult, acceptance_counts, figures, worst_of
 from fledge.files import write_text
 from fledge.records import Record
 from fledge.report import prose
@@ -36,7 +38,6 @@ _WORDS: dict[str, Any] = {  # that all templates know
     "tones": {-1: "bad", 0: "neutral", 1: "good"},  # by the sign of what should be large
     "figures": FIGURES,
     "limits": texts("figures")["limits"],
-    "drift_share": DRIFT_SHARE,
     "resamples": RESAMPLES,
 }
 
@@ -48,6 +49,7 @@ class DrafterVerdict(Record):
     drafter: str
     title: str
     headline: str
+    status: Status | None  # None: not measured
     tone: Tone
     sentences: tuple[Sentence, ...]
 
@@ -56,7 +58,7 @@ class DrafterVerdict(Record):
 class DriftReport(Record):
     """What a report says, for those who do not read HTML."""
 
-    schema: int = 1
+    schema: int = 2
     setup: dict[str, str]
     verdicts: tuple[DrafterVerdict, ...]
     comparison: tuple[Sentence, ...]  # of the other drafters with the first
@@ -87,13 +89,18 @@ def make_report(suite: SuiteResult, results: Results, setup: Mapping[str, str]) 
 def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVerdict:
     """`result` is the drafter's unperturbed one."""
     cell, trained = suite.cell(drafter), result.trained_depth or 0
-    beyond, within = (
-        {
-            row.id: (sum(row.acceptance.accepted_by_depth[depths]), sum(row.acceptance.reached_by_depth[depths]))
-            for row in result.prompt_rows
-        }
-        for depths in (slice(trained, None), slice(trained))
-    )
+
+    def beyond(of: Callable[[PromptRow], AcceptanceStatistics]) -> Comparison | None:
+        """Drafts that are right where all before are, beyond the trained depth against those up to there."""
+        if not trained or not cell.acceptance_length:
+            return None
+        several = [(row.id, of(row)) for row in result.prompt_rows]
+        run, base = (
+            {id: (sum(one.accepted_by_depth[depths]), sum(one.reached_by_depth[depths])) for id, one in several}
+            for depths in (slice(trained, None), slice(trained))
+        )
+        return Bootstrap(level=suite.level).compare(run, base)
+
     groups = [(about, suite.perturbed(drafter, group)) for group, about in GROUPS.items()]
     headline, *sentences = said(
         "fledge.drift",
@@ -102,11 +109,18 @@ def _verdict(suite: SuiteResult, drafter: str, result: DriftResult) -> DrafterVe
         suite=suite,
         cell=cell,
         result=result,
-        beyond=Bootstrap(level=suite.level).compare(beyond, within) if trained and cell.acceptance_length else None,
+        beyond=beyond(lambda row: row.fresh_acceptance),
+        beyond_with_repetition=beyond(lambda row: row.acceptance),
         groups=[(about, cells, worst_of(cells, prefer_certain=True)) for about, cells in groups],
     )
-    named = {"drafter": drafter, "title": suite.titles[drafter], "headline": headline.text}
-    return DrafterVerdict(tone=sentences[0].tone, sentences=tuple(sentences), **named)
+    return DrafterVerdict(
+        drafter=drafter,
+        title=suite.titles[drafter],
+        headline=headline.text,
+        status=None if cell.attention is None else cell.attention.status,
+        tone=sentences[0].tone,
+        sentences=tuple(sentences),
+    )
 
 
 def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) -> list[Sentence]:
@@ -122,12 +136,13 @@ def _side_by_side(suite: SuiteResult, results: Results, one: str, other: str) ->
         return bootstrap.compare(sides[0], sides[1], offset=1.0) if shared else None
 
     places = [("On the unperturbed workload", "acceptance", lengths([UNPERTURBED]))]
-    for group in ("template", "long_context"):
+    for group in ("template", "long_context", "state"):
         compared = lengths([cell.perturbation for cell in suite.perturbed(one, group)])
         places.append((f"Under {GROUPS[group]['name']}", "perturbations", compared))
-    attention = compare_own_attention(bootstrap, *pair) if depth > 1 else None
     named = {"one": suite.titles[one], "other": suite.titles[other]}
-    found = {"suite": suite, "depth": depth, "attention": attention, "places": places}
+    changes = [suite.cell(drafter).attention for drafter in (one, other)]
+    difference = compare_changes(bootstrap, "recent", *pair)
+    found = {"suite": suite, "depth": depth, "changes": changes, "difference": difference, "places": places}
     return said("fledge.drift", "comparison.md.jinja", **_WORDS, **named, **found)
 
 
@@ -176,21 +191,35 @@ def _title(chart: Chart, suite: SuiteResult) -> str:
 
 def print_report(report: DriftReport, page: Path) -> None:
     """In a terminal: a table, what is said, and where the page is."""
-    header = ("", "drifts from", "own drafts", "state growth", "acceptance length", "at worst")
-    forms = {"drift_depth": "depth {:.0f}", "own_attention_last": "{:.0%}", "feature_growth": "{:.2f}x"}
-    forms |= {"al": "{:.2f}", "al_drop": "{:+.0%}"}
+    columns = {
+        "drift": "{drift}",
+        "recent attention": "{recent[0]:.0f} → {recent[1]:.0f}%",
+        "sink": "{sink[0]:.0f} → {sink[1]:.0f}%",
+        "state growth": "{hidden_growth:.2f}x",
+        "AL": "{al:.2f}",
+        "accepted / round": "{accepted_per_round:.2f}",
+        "at worst": "{al_change:+.0%}",
+    }
+    status = {"drifts": "depth {:.0f}", "steady": "none", "unclear": "cannot be told", "few": "too few"}
     body = []
     for verdict in report.verdicts:
-        found = dict(report.figures[verdict.drafter])
-        if (drop := found.get("al_drop")) is not None:
-            found["al_drop"] = -drop
-        shown = [
-            "" if name not in found else "never" if found[name] is None else form.format(found[name])
-            for name, form in forms.items()
-        ]
-        body.append([verdict.title, *shown])
+        found: dict[str, Any] = dict(report.figures[verdict.drafter])
+        for name in ("recent", "sink"):
+            shares = [found[key] for depth in ("depth_1", "last") if (key := f"{name}_attention_{depth}") in found]
+            found |= {name: [100 * share for share in shares]} if shares else {}
+        if "al_drop" in found:
+            found["al_change"] = -found["al_drop"]
+        if verdict.status is not None:
+            found["drift"] = status[verdict.status].format(found.get("drift_depth"))
+        row = [verdict.title]
+        for form in columns.values():
+            try:
+                row.append(form.format_map(found))
+            except KeyError:  # not measured
+                row.append("")
+        body.append(row)
     console = Console(highlight=False)
-    console.print(*Table.of("", header, body).to_rich(console.width))
+    console.print(*Table.of("", ("", *columns), body).to_rich(console.width))
     marks = {"good": Text("+", "green"), "bad": Text("!", "red"), "neutral": Text("·", "dim")}
     parts = [(f"{one.title}: {one.headline}", one.sentences) for one in report.verdicts]
     parts += [("Side by side", report.comparison)] if report.comparison else []

@@ -9,10 +9,6 @@ from fledge.drift.prompts import PROMPT_LABELS
 from fledge.evaluation.results import Tally, statistics_of
 from fledge.records import Record
 
-# Attention drifts where the drafter's own drafts get more of it than the prompt does, and no less than this. The floor
-# keeps a drafter that looks at neither (but at the sink, or at the answer so far) from counting as drifting.
-DRIFT_SHARE = 0.2
-
 Curve = tuple[float | None, ...]  # one value for each depth; None where no round got there
 
 
@@ -21,6 +17,7 @@ class AttentionMeans(Record):
     """Where attention goes, mean over rounds (and over layers and heads, or of one head)."""
 
     mass: dict[str, float]  # by segment label; sums to 1
+    recent: float  # mass of the last rows, as many at every depth, whatever segment they are of
     entropy: float  # nats
     normalised_entropy: float  # entropy over the logarithm of the rows that could be seen: 1 is uniform
     distance: float  # tokens from query to key, weighted by attention
@@ -68,8 +65,8 @@ class DepthMetrics(Record):
     head_growth: float
     feature_growth: float
     confidence: float  # the drafter's probability of its draft
-    acceptance: float | None  # share of rounds whose draft here stood
-    conditional_acceptance: float | None  # the same among rounds in which all earlier drafts stood
+    acceptance: float | None  # share of rounds, of those that do not begin in repetition, whose draft here stood
+    conditional_acceptance: float | None  # the same among those in which all earlier drafts stood
     reached: int  # rounds in which all earlier drafts were right, and the text tells about this one
     missed: int  # of these, those that are wrong here
     missed_outside_vocabulary: int  # of these, those whose right token cannot be drafted
@@ -78,19 +75,17 @@ class DepthMetrics(Record):
     calibration: Calibration
 
     @property
-    def own_attention(self) -> float:
-        """Attention on the drafter's own drafts."""
-        return self.attention.mass["drafted"]
+    def recent_attention(self) -> float:
+        return self.attention.recent
+
+    @property
+    def sink_attention(self) -> float:
+        return self.attention.mass["sink"]
 
     @property
     def prompt_attention(self) -> float:
         """Attention on the prompt, whatever part of it, but for the sink."""
         return sum(self.attention.mass[label] for label in PROMPT_LABELS)
-
-    @property
-    def has_drifted(self) -> bool:
-        """Whether attention has left the prompt for the drafter's own drafts (see DRIFT_SHARE)."""
-        return self.own_attention >= DRIFT_SHARE and self.own_attention > self.prompt_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +105,21 @@ class PromptRow(Record):
     category: str
     prompt_tokens: int
     output_tokens: int
+    repeated_tokens: int  # of the output
     tally: Tally
+    fresh_tally: Tally  # of the rounds that do not begin in repetition
     rounds_by_depth: tuple[int, ...]  # that drafted to each depth: what the curves are means over
-    drafted_attention: Curve
+    recent_attention: Curve
     sink_attention: Curve
-    feature_rms: Curve
+    untouched_tally: Tally | None = None  # where drafting is perturbed: as fresh_tally, of the drafter left alone
 
     @property
     def acceptance(self) -> AcceptanceStatistics:
         return statistics_of(self.tally)
+
+    @property
+    def fresh_acceptance(self) -> AcceptanceStatistics:
+        return statistics_of(self.fresh_tally)
 
     def to_dict(self) -> dict[str, Any]:
         found = self.acceptance
@@ -150,9 +151,10 @@ class AnswerExample(Record):
 class DriftResult(Record):
     """One drafter on one workload, perturbed or not."""
 
-    schema: int = 1
+    schema: int = 2
     drafter: str
     variant: str  # "EAGLE-3.1", ...
+    norm_output: bool  # the state fed on comes from a norm: its size is the same by construction
     target: str
     workload: str
     perturbation: str | None
@@ -163,7 +165,9 @@ class DriftResult(Record):
     prompts: int
     prompt_tokens: int
     output_tokens: int
+    recent_tokens: int  # rows of the recent window
     tally: Tally  # of acceptance to `depth`: the engine's rounds, drafted on where it stopped earlier
+    fresh_tally: Tally  # of the rounds among them that do not begin in repetition
     engine_tally: Tally
     replay_agreement: float | None  # share of rounds in which the replay accepts what the engine did; 1 but for ties
     by_depth: tuple[DepthMetrics, ...]
@@ -178,6 +182,15 @@ class DriftResult(Record):
         return statistics_of(self.tally)
 
     @property
+    def fresh_acceptance(self) -> AcceptanceStatistics:
+        return statistics_of(self.fresh_tally)
+
+    @property
+    def repeated_share(self) -> float:
+        """Of the output tokens, those inside an 8-gram that was in the same answer before."""
+        return sum(row.repeated_tokens for row in self.prompt_rows) / max(1, self.output_tokens)
+
+    @property
     def outside_vocabulary(self) -> float | None:
         """Share of all misses whose right token cannot be drafted."""
         missed = sum(depth.missed for depth in self.by_depth)
@@ -188,7 +201,9 @@ class DriftResult(Record):
         return super().to_dict() | {
             "rounds": self.acceptance.rounds,
             "outside_vocabulary": self.outside_vocabulary,
+            "repeated_share": self.repeated_share,
             "acceptance": self.acceptance.to_dict(),
+            "fresh_acceptance": self.fresh_acceptance.to_dict(),
             "engine_acceptance": statistics_of(self.engine_tally).to_dict(),
         }
 

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from fledge.drift.change import AttentionChange, attention_change, compare_changes
 from fledge.drift.perturb import UNPERTURBED, Perturbation, parse_perturbation, perturb, texts
 from fledge.drift.probe import Prober
 from fledge.drift.prompts import ProbePrompt, has_open_turns
 from fledge.drift.result import DriftResult, Results
 from fledge.errors import ConfigError, nearest_name_hint
+from fledge.evaluation.results import statistics_of
 from fledge.evaluation.workloads import Workload
 from fledge.files import digest, distinct_names, json_line, read_json, write_json, write_text
 from fledge.progress import Advance, Progress
@@ -31,7 +33,7 @@ from fledge.records import Record
 from fledge.report.intervals import Bootstrap, Comparison, Counts, Interval
 from fledge.report.prose import sign_of
 
-VERSION = 1  # of cells: raise it when a probe's figures change their meaning
+VERSION = 2  # of cells: raise it when a probe's figures change their meaning
 FIGURES: dict[str, str] = texts("figures")["figures"]
 GROUPS: dict[str, dict[str, Any]] = texts("figures")["groups"]
 _COMPARISONS = {">=": "ge", "<=": "le", ">": "gt", "<": "lt", "==": "eq", "!=": "ne"}  # of `operator`
@@ -49,10 +51,13 @@ class SuiteCell(Record):
     skip: str | None  # why there is no result
     prompts: int = 0
     rounds: int = 0
-    acceptance_length: Interval | None = None
+    acceptance_length: Interval | None = None  # this and all that is compared: without repetition
+    acceptance_length_with_repetition: float | None = None  # over all rounds
+    repeated_share: float | None = None  # of the output tokens
     compared: Comparison | None = None  # acceptance length against the unperturbed run
     drift: dict[str, Any] | None = None  # see `drift_figures`
-    own_attention_compared: Comparison | None = None  # at the last depth, against the unperturbed run
+    attention: AttentionChange | None = None  # None where fewer than two depths were drafted
+    recent_compared: Interval | None = None  # change of recent attention, less that of the unperturbed run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,7 @@ class SuiteDrafter(Record):
 class SuiteResult(Record):
     """All cells, drafter by drafter, each drafter's unperturbed one first."""
 
-    schema: int = 1
+    schema: int = 2
     target: str
     workload: str
     depth: int
@@ -190,9 +195,12 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
             counts, first = acceptance_counts(result), base[cell.drafter]
             found = {"prompts": result.prompts, "rounds": result.acceptance.rounds, "drift": drift_figures(result)}
             found["acceptance_length"] = bootstrap.acceptance_length(counts)
+            found["acceptance_length_with_repetition"] = result.acceptance.acceptance_length
+            found["repeated_share"] = result.repeated_share
+            found["attention"] = attention_change(bootstrap, result)
             if result is not first:
-                found["compared"] = bootstrap.compare(counts, acceptance_counts(first), offset=1.0)
-                found["own_attention_compared"] = compare_own_attention(bootstrap, result, first)
+                found["compared"] = bootstrap.compare(counts, _base_counts(result, first), offset=1.0)
+                found["recent_compared"] = compare_changes(bootstrap, "recent", result, first)
         compared.append(replace(cell, **found))
     first = next(iter(base.values()))
     return SuiteResult(
@@ -210,22 +218,19 @@ def summarise(cells: Sequence[SuiteCell], results: Results, *, workload: str, bo
 
 
 def drift_figures(result: DriftResult) -> dict[str, Any] | None:
-    """Where attention went and how states grew (see FIGURES), and at what depths. None where no draft was verified."""
+    """Where attention went and how states grew (see FIGURES), and how deep. None where no draft was verified."""
     if not result.by_depth:
         return None
-    first, middle, last = (result.by_depth[i] for i in (0, (len(result.by_depth) - 1) // 2, -1))
+    first, last = result.by_depth[0], result.by_depth[-1]
     is_fused = bool(result.fusion_shares) and all(one.part.startswith("layer") for one in result.fusion_shares)
     return {
-        "middle_depth": middle.depth,
         "last_depth": last.depth,
-        "own_attention_depth_1": first.own_attention,
-        "own_attention_middle": middle.own_attention,
-        "own_attention_last": last.own_attention,
+        "recent_attention_depth_1": first.recent_attention,
+        "recent_attention_last": last.recent_attention,
         "prompt_attention_depth_1": first.prompt_attention,
         "prompt_attention_last": last.prompt_attention,
-        "sink_attention_depth_1": first.attention.mass["sink"],
-        "sink_attention_last": last.attention.mass["sink"],
-        "drift_depth": next((one.depth for one in result.by_depth if one.has_drifted), None),
+        "sink_attention_depth_1": first.sink_attention,
+        "sink_attention_last": last.sink_attention,
         "hidden_growth": last.hidden_growth,
         "feature_growth": last.feature_growth,
         "top_layer_share": result.fusion_shares[-1].share if is_fused else None,  # EAGLE-1 has no layers to share
@@ -235,27 +240,22 @@ def drift_figures(result: DriftResult) -> dict[str, Any] | None:
 
 
 def acceptance_counts(*results: DriftResult) -> Counts:
-    """(accepted, rounds) of each prompt, over several runs of it."""
+    """(accepted, rounds) of each prompt, over several runs of it, of the rounds that do not begin in repetition."""
     counts: dict[str, tuple[int, int]] = {}
     for row in (row for result in results for row in result.prompt_rows):
-        (accepted, rounds), found = counts.get(row.id, (0, 0)), row.acceptance
+        (accepted, rounds), found = counts.get(row.id, (0, 0)), row.fresh_acceptance
         counts[row.id] = (accepted + sum(found.accepted_by_depth), rounds + found.rounds)
     return counts
 
 
-def compare_own_attention(bootstrap: Bootstrap, *pair: DriftResult) -> Comparison | None:
-    """Attention on own drafts at the last depth that both have, means pooled over rounds."""
-    last = min(len(result.by_depth) for result in pair) - 1
-    if last < 0:
-        return None
-    run, base = (
-        {
-            row.id: ((row.drafted_attention[last] or 0.0) * row.rounds_by_depth[last], row.rounds_by_depth[last])
-            for row in result.prompt_rows
-        }
-        for result in pair
-    )
-    return bootstrap.compare(run, base)
+def _base_counts(result: DriftResult, unperturbed: DriftResult) -> Counts:
+    """What a perturbed run is compared with: the unperturbed run, or, where the engine's rounds are not the drafter's
+    own any more, the rounds that the drafter left alone takes through the same text.
+    """
+    tallies = {row.id: row.untouched_tally for row in result.prompt_rows if row.untouched_tally is not None}
+    alone = {name: statistics_of(tally) for name, tally in tallies.items()}
+    counts = {name: (sum(found.accepted_by_depth), found.rounds) for name, found in alone.items()}
+    return counts or acceptance_counts(unperturbed)
 
 
 def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
@@ -264,15 +264,20 @@ def figures(suite: SuiteResult, drafter: str) -> dict[str, float]:
     found: dict[str, float | None] = dict(base.drift or {})
     if base.acceptance_length is not None:
         found |= {"al": base.acceptance_length.value, "al_low": base.acceptance_length.low}
-    if base.drift is not None and base.drift["drift_depth"] is None:
-        found["drift_depth"] = math.inf
+        found["accepted_per_round"] = base.acceptance_length.value - 1
+    found |= {"al_with_repetition": base.acceptance_length_with_repetition, "repetition": base.repeated_share}
+    if (attention := base.attention) is not None:
+        for name, one in (("recent", attention.recent), ("sink", attention.sink)):
+            found |= {f"{name}_attention_change": one.change.value, f"{name}_attention_slope": one.slope.value}
+        if attention.recent.change.low is not None:  # one prompt has no interval to tell by
+            found["drift_depth"] = attention.drift_depth or math.inf
     for name, group in {"al_drop": None, **{f"al_drop_{group}": group for group in GROUPS}}.items():
         if (worst := worst_of(suite.perturbed(drafter, group))) is not None:
             found[name] = 1 - worst[1].ratio.value
     highs = [cell.compared.ratio.high for cell in cells if cell.compared is not None]
     found["al_drop_certain"] = max((1 - high for high in highs if high), default=None)
-    rises = [cell.own_attention_compared for cell in cells if cell.compared is not None]
-    found["own_attention_rise"] = max((rise.difference.value for rise in rises if rise is not None), default=None)
+    rises = [cell.recent_compared for cell in cells]
+    found["recent_attention_rise"] = max((rise.value for rise in rises if rise is not None), default=None)
     return {name: float(value) for name in FIGURES if (value := found.get(name)) is not None and not math.isnan(value)}
 
 

@@ -43,6 +43,13 @@ def interval_text(interval: Interval, level: float, before: str = "") -> str:
     return f" ({before}{percent(level)} interval {interval.low:.2f} to {interval.high:.2f})"
 
 
+def points(difference: Interval, level: float) -> str:
+    """Write a difference of shares: "+2.1 points", with its interval where there is one."""
+    low, high = (100 * end for end in difference.ends)
+    ends = "" if difference.low is None else f", {percent(level)} interval {low:+.1f} to {high:+.1f}"
+    return f"{100 * difference.value:+.1f} points{ends}"
+
+
 def number(value: float) -> str:
     """Three digits at least, and none that mean nothing: 0.123, 1.23, 12.3, 1,234."""
     digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 3

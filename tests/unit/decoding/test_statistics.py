@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.decoding.statistics import AcceptanceStatistics
+from fledge.decoding.statistics import AcceptanceStatistics, repeated_tokens
 
 ROUNDS = st.lists(st.integers(0, 6).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))), max_size=30)
 
@@ -27,6 +27,15 @@ def test_worked_example():
     assert statistics.rate_by_depth == (3 / 4, 1 / 3, 1 / 3)
     # Depth 2 was up for acceptance in the first two rounds only: the last round did not draft that far.
     assert statistics.conditional_rate_by_depth == (3 / 4, 1 / 2, 1.0)
+
+
+def test_repetition_is_what_is_inside_an_ngram_seen_before():
+    #                    0  1  2  3  4  5  6  7  8  9
+    assert repeated_tokens([1, 2, 3, 9, 1, 2, 3, 8, 2, 3], n=3) == [False] * 4 + [True] * 3 + [False] * 3
+    assert repeated_tokens([5] * 5, n=3) == [False, True, True, True, True]  # a loop overlaps itself
+    assert repeated_tokens(list(range(8)) * 2) == [False] * 8 + [True] * 8
+    assert repeated_tokens([*range(8), *range(1, 8)]) == [False] * 15  # seven tokens are not eight
+    assert repeated_tokens([]) == []
 
 
 def test_no_rounds_is_no_figure():

@@ -36,14 +36,19 @@ def conversation(*turns: str, id: str = "one", system: str | None = None) -> Pro
 def drift_result(
     prompts: Mapping[str, tuple[int, int]],
     *,
-    own: Sequence[float] = (0.1, 0.3, 0.6),
+    recent: Sequence[float] = (0.1, 0.3, 0.6),
+    sink: Sequence[float] | None = None,
     user: float = 0.25,
     shares: Mapping[str, float] | None = None,
     perturbation: str | None = None,
     drafter: str = "drafter",
 ) -> DriftResult:
-    """`prompts`: id -> (accepted, rounds), at most one accepted a round; `own`: attention on drafts by depth."""
-    depth = len(own)
+    """`prompts`: id -> (accepted, rounds), at most one accepted a round. `recent`, `sink`: attention by depth.
+
+    Attention on drafts is that on recent rows, and prompts differ a little in it, where there are several.
+    """
+    depth = len(recent)
+    sinks = sink or [1 - share - user for share in recent]
     calibration = Calibration(bins=(), error=0.07)
     tallies = {
         name: ((depth, 0, rounds - accepted), (depth, 1, accepted)) for name, (accepted, rounds) in prompts.items()
@@ -52,6 +57,7 @@ def drift_result(
     return DriftResult(
         drafter=drafter,
         variant="EAGLE-3",
+        norm_output=False,
         target="target",
         workload="made up",
         perturbation=perturbation,
@@ -61,11 +67,16 @@ def drift_result(
         engine_depth=depth,
         prompts=len(prompts),
         prompt_tokens=10,
-        output_tokens=10,
+        output_tokens=5 * len(prompts),
+        recent_tokens=4,
         tally=_pooled(tally),
+        fresh_tally=_pooled(tally),
         engine_tally=_pooled(tally),
         replay_agreement=1.0,
-        by_depth=tuple(_depth(number, share, user, calibration) for number, share in enumerate(own, start=1)),
+        by_depth=tuple(
+            _depth(number, *shares, user, calibration)
+            for number, shares in enumerate(zip(recent, sinks, strict=True), start=1)
+        ),
         fused_rms=1.0,
         fusion_shares=tuple(
             FusionShare(part=part, share=share, norm=share)
@@ -78,16 +89,23 @@ def drift_result(
                 category="test",
                 prompt_tokens=5,
                 output_tokens=5,
+                repeated_tokens=0,
                 tally=tallies[name],
+                fresh_tally=tallies[name],
                 rounds_by_depth=(rounds,) * depth,
-                drafted_attention=tuple(own),
-                sink_attention=(0.2,) * depth,
-                feature_rms=(1.0,) * depth,
+                recent_attention=_spread(recent, number, len(prompts)),
+                sink_attention=_spread(sinks, number, len(prompts)),
             )
-            for name, (_, rounds) in prompts.items()
+            for number, (name, (_, rounds)) in enumerate(prompts.items())
         ),
         examples=(),
     )
+
+
+def _spread(shares: Sequence[float], number: int, prompts: int) -> tuple[float, ...]:
+    """Of one prompt: up to a point of attention more or less at each depth after the first; the mean stays."""
+    away = 0.02 * (number / (prompts - 1) - 0.5) if prompts > 1 else 0.0
+    return (shares[0], *(share + away for share in shares[1:]))
 
 
 def _pooled(tally: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
@@ -97,12 +115,12 @@ def _pooled(tally: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int]
     return tuple((*key, count) for key, count in sorted(sums.items()))
 
 
-def _depth(number: int, own: float, user: float, calibration: Calibration) -> DepthMetrics:
-    mass = dict.fromkeys(LABELS, 0.0) | {"drafted": own, "user": user, "sink": 1 - own - user}
+def _depth(number: int, recent: float, sink: float, user: float, calibration: Calibration) -> DepthMetrics:
+    mass = dict.fromkeys(LABELS, 0.0) | {"drafted": recent, "user": user, "sink": sink}
     return DepthMetrics(
         depth=number,
         rounds=10,
-        attention=AttentionMeans(mass=mass, entropy=1.0, normalised_entropy=0.5, distance=3.0),
+        attention=AttentionMeans(mass=mass, recent=recent, entropy=1.0, normalised_entropy=0.5, distance=3.0),
         heads=(),
         uniform_mass=mass,
         hidden_rms=float(number),

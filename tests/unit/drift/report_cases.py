@@ -27,10 +27,10 @@ def counts(accepted: int, prompts: int = 20, rounds: int = 20) -> dict[str, tupl
 def made_up(
     accepted: Mapping[str, Mapping[str, int | str]] | None = None,
     *,
-    own: Mapping[str, Sequence[float]] | None = None,
+    recent: Mapping[str, Sequence[float]] | None = None,
     prompts: int = 20,
 ) -> tuple[SuiteResult, Results]:
-    """`accepted`: drafter -> perturbation -> accepted of 20 rounds, or why it was skipped. `own`: see drift_result."""
+    """`accepted`: drafter -> perturbation -> accepted of 20 rounds, or why not. `recent`: see drift_result."""
     accepted = accepted or {"drafter": {UNPERTURBED: 16}}
     cells, results = [], {}
     for drafter, runs in accepted.items():
@@ -39,8 +39,8 @@ def made_up(
             kinds = parse_perturbation(name).kinds
             cells.append(SuiteCell(drafter=drafter, perturbation=name, kinds=kinds, left_out={}, skip=skip))
             if not isinstance(found, str):
-                shares = (own or {}).get(drafter, (0.0, 0.1, 0.6))
-                result = drift_result(counts(found, prompts), own=shares, perturbation=name, drafter=drafter)
+                shares = (recent or {}).get(drafter, (0.0, 0.1, 0.6))
+                result = drift_result(counts(found, prompts), recent=shares, perturbation=name, drafter=drafter)
                 variant = "EAGLE-3.1" if drafter.endswith("3.1") else "EAGLE-3"
                 results[drafter, name] = replace(result, variant=variant)
     return summarise(cells, results, workload="made up", bootstrap=Bootstrap(resamples=200)), results

@@ -33,6 +33,7 @@ def made(starts: Sequence[int], drafts: Sequence[Sequence[int]], **changes: torc
         "head_cosine": even * 0.5,
         "feature_cosine": even * 0.25,
         "mass": mass,
+        "recent": torch.full((rounds, depth, 1, 2), 0.75),
         "entropy": torch.zeros(rounds, depth, 1, 2),
         "distance": torch.zeros(rounds, depth, 1, 2),
         "visible": visible,
@@ -89,6 +90,16 @@ def test_a_replay_that_drafts_otherwise_than_the_engine_is_counted() -> None:
     sums.add(made([3, 4], [[1, 2], [7, 3]]), TEXT, [record(3, 2, 2), record(4, 2, 1)], 100)
     assert sums.figures()["replay_agreement"] == 0.5
     assert sums.acceptance.tally == {(2, 2): 1, (2, 1): 1}
+
+
+def test_rounds_that_begin_in_repetition_are_counted_apart() -> None:
+    sums = DriftSums(2, ["a", "b"], None)
+    repeated = [place in (4, 5) for place in range(len(TEXT))]
+    records = [record(3, 2, 1), record(5, 2, 2), record(8, 2, 0)]  # the last begins where the text ends
+    measured = sums.add(made([3, 5, 8], [[1, 7], [3, 4], [1, 1]]), TEXT, records, 100, repeated)
+    assert measured["tally"] == ((2, 0, 1), (2, 1, 1), (2, 2, 1))
+    assert measured["fresh_tally"] == sums.figures()["fresh_tally"] == ((2, 0, 1), (2, 1, 1))
+    assert [depth.acceptance for depth in sums.figures()["by_depth"]] == [0.5, 0.0]
 
 
 def test_means_by_depth() -> None:
@@ -170,17 +181,19 @@ def test_calibration() -> None:
 
 def test_depths_that_few_rounds_have_room_for() -> None:
     rms = torch.tensor([[1.0, 2.0, 3.0], [3.0, 7.0, 8.0]])
-    replayed = made([3, 4], [[1, 2, 3], [2, 3, 4]], feature_rms=rms)
+    recent = torch.tensor([0.5, 0.7])[:, None, None, None] * torch.tensor([0.5, 1.5])  # of two rounds and two heads
+    replayed = made([3, 4], [[1, 2, 3], [2, 3, 4]], feature_rms=rms, recent=recent.expand(2, 3, 1, 2))
     sums = DriftSums(3, ["a", "b"], None)
     measured = sums.add(replayed, TEXT, [record(3, 2, 2), record(4, 1, 1)], limit=6)
     second = sums.figures()["by_depth"][1]
     assert len(sums.figures()["by_depth"]) == 2  # nobody has room for a third
     assert (second.rounds, second.feature_rms, second.feature_growth) == (1, 2.0, 2.0)
-    row = PromptRow(id="p", category="c", prompt_tokens=3, output_tokens=5, **measured)
+    row = PromptRow(id="p", category="c", prompt_tokens=3, output_tokens=5, repeated_tokens=0, **measured)
     assert row.rounds_by_depth == (2, 1, 0)
-    assert row.feature_rms == (2.0, 2.0, None)
     assert row.sink_attention == (1.0, 1.0, None)
-    assert row.drafted_attention == (0.0, 0.0, None)
+    assert row.recent_attention == (pytest.approx(0.6), pytest.approx(0.5), None)
+    assert second.recent_attention == pytest.approx(0.5)
+    assert [head.attention.recent for head in second.heads] == pytest.approx([0.25, 0.75])
     assert [row.to_dict()[name] for name in ("rounds", "drafted", "accepted")] == [2, 3, 3]
 
 
@@ -191,5 +204,5 @@ def test_nothing_to_report() -> None:
     assert sums.figures()["fused_rms"] is None
     assert sums.figures()["replay_agreement"] is None
     assert sums.figures()["calibration"].error is None
-    row = PromptRow(id="p", category="c", prompt_tokens=3, output_tokens=1, **sums.unmeasured)
+    row = PromptRow(id="p", category="c", prompt_tokens=3, output_tokens=1, repeated_tokens=0, **sums.unmeasured)
     assert (row.acceptance.rounds, row.rounds_by_depth, row.sink_attention) == (0, (0, 0), (None, None))

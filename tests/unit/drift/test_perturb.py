@@ -38,11 +38,14 @@ def contents(one: ProbePrompt) -> list[str]:
     return [message["content"] for message in one.messages]
 
 
-def test_every_default_name_parses_to_itself_and_every_kind_is_in_the_full_suite():
-    names = default_suite("full")
+def test_every_default_name_parses_to_itself_and_every_kind_is_in_a_suite():
+    names, causes = default_suite("full"), default_suite("causes")
     assert [parse_perturbation(name).name for name in names] == list(names)
     assert len(set(names)) == len(names)
-    assert {kind for name in names for kind in parse_perturbation(name).kinds} == set(KINDS)
+    of_drafting = [name for name in causes if parse_perturbation(name).acts_on_drafting]
+    assert of_drafting == ["noise:0.5", "noise:1.0", "pin"]  # nothing that a prompt can do, so no part of "full"
+    assert set(causes) - set(names) == set(of_drafting)
+    assert {kind for name in (*names, *causes) for kind in parse_perturbation(name).kinds} == set(KINDS)
     assert set(default_suite("quick")) <= set(names)
     assert parse_perturbation("pad:4k").name == "pad:4k:before"
     assert parse_perturbation(UNPERTURBED).name == UNPERTURBED
@@ -64,6 +67,9 @@ def test_every_default_name_parses_to_itself_and_every_kind_is_in_the_full_suite
         ("template-noise:0", "above 0, up to 1"),
         ("template-noise:x", "above 0, up to 1"),
         ("temperature:nan", "above 0, up to 2"),
+        ("noise:0", "above 0, up to 2"),
+        ("pin:2", "too many parts"),
+        ("bos:nun", "Write bos:none"),
         ("history:9", "1 to 8"),
         ("history:²", "1 to 8"),
         ("json:2", "too many parts"),
@@ -182,6 +188,16 @@ def test_noise_leaves_the_begin_token_alone():
         assert after.token_ids[0] == TOKENIZER.convert_tokens_to_ids(BOS)
 
 
+def test_without_a_begin_token_the_rest_stays_whatever_the_order():
+    plain = segmented(applied("template:plain"), TOKENIZER)
+    for name in ("template:plain+bos:none", "bos:none+template:plain"):
+        bare = applied(name)
+        assert (bare.token_ids, bare.segments) == (plain.token_ids[1:], plain.segments[1:])
+    assert plain.token_ids[0] == TOKENIZER.convert_tokens_to_ids(BOS)
+    with pytest.raises(PromptError, match="no begin-of-text token"):
+        applied("bos:none")  # ChatML writes none
+
+
 def test_composition_pads_and_noises_last_whatever_the_order():
     tight = PerturbationContext(tokenizer=TOKENIZER, max_model_len=6000, answer_tokens=100)
     name = "template-noise:0.2+pad:2k+template:alpaca+system:long"
@@ -227,6 +243,9 @@ def test_what_changes_nothing_is_skipped():
     warm = perturb(parse_perturbation("temperature:0.7"), several, CONTEXT)
     assert (warm.skip, warm.prompts) == (None, tuple(several))
     assert parse_perturbation("temperature:0.7").temperature == 0.7
+    drafting = parse_perturbation("noise:0.5+pin")
+    assert (drafting.noise, drafting.pins, drafting.acts_on_drafting) == (0.5, True, True)
+    assert perturb(drafting, several, CONTEXT) == warm
 
 
 def test_plain_text_and_ids_have_no_messages_to_change():
@@ -249,4 +268,5 @@ def test_every_perturbation_of_the_suite_works_on_built_in_prompts(name):
     if found.skip is None:
         assert length(found.prompts[0]) + 64 <= context.max_model_len
     else:
-        assert found.skip.endswith("do not fit into 9000 tokens") or name in ("template:chatml", "system:none")
+        without = ("template:chatml", "system:none", "bos:none")  # they change nothing here
+        assert found.skip.endswith("do not fit into 9000 tokens") or name in without

@@ -14,6 +14,8 @@ from tests.unit.drift.drift_cases import drift_result
 from tests.unit.drift.report_cases import counts, made_up, with_detail
 
 OF_ALL = {
+    "recent-attention",
+    "sink-attention",
     "feature-growth",
     "hidden-growth",
     "feature-cosine",
@@ -50,10 +52,12 @@ def by_name(found):
 
 
 def test_lines_are_what_was_measured_at_each_depth():
-    suite, results = made_up({"a3": {}, "b3.1": {}}, own={"a3": (0.0, 0.1, 0.6), "b3.1": (0.0, 0.1)})
+    suite, results = made_up({"a3": {}, "b3.1": {}}, recent={"a3": (0.0, 0.1, 0.6), "b3.1": (0.0, 0.1)})
     base = {name: with_detail(results[name, UNPERTURBED]) for name in suite.names}
     found = by_name(charts(suite, base))
     figures = {
+        "recent-attention": lambda one: one.attention.recent,
+        "sink-attention": lambda one: one.attention.mass["sink"],
         "feature-growth": lambda one: one.feature_growth,
         "hidden-growth": lambda one: one.hidden_growth,
         "feature-cosine": lambda one: one.feature_cosine,
@@ -67,9 +71,9 @@ def test_lines_are_what_was_measured_at_each_depth():
         for title, result in zip(("EAGLE-3", "EAGLE-3.1"), base.values(), strict=True):
             assert lines[title].get_xdata().tolist() == [one.depth for one in result.by_depth]
             assert lines[title].get_ydata().tolist() == pytest.approx([figure(one) for one in result.by_depth])
-    # Intervals are drawn for rates alone, one band for each drafter.
+    # Intervals are drawn for shares and rates alone, one band for each drafter.
     assert {name: len(found[name].axes[0].collections) for name in figures} == {
-        name: 2 if name.endswith("acceptance") else 0 for name in figures
+        name: 2 if name.endswith(("acceptance", "attention")) else 0 for name in figures
     }
     assert found["hidden-growth"].axes[0].get_ylim()[1] > 3  # the last depth's, beyond the usual 2
     assert found["acceptance"].axes[0].get_ylim() == (0, 1.02)
@@ -101,7 +105,7 @@ def test_shares_of_attention_layers_and_heads():
     labels = [text.get_text() for text in found["attention-1"].legends[0].get_texts()]
     assert sorted(labels) == sorted(["own drafts", "user", "first token", "own drafts if even"])
     heads = [axes for axes in found["heads-1"].axes if axes.images]
-    assert [axes.get_title() for axes in heads] == ["own drafts", "prompt", "first token"]
+    assert [axes.get_title() for axes in heads] == ["recent tokens", "prompt", "first token"]
     assert [axes.images[0].get_array().shape for axes in heads] == [(4, 3)] * 3
     assert heads[0].images[0].get_array()[0].tolist() == pytest.approx([0.1, 0.3, 0.6])
     bars = found["aux-layers"].axes[0].patches
@@ -130,7 +134,7 @@ def test_confidence_is_drawn_against_what_is_right():
 
 
 def test_one_depth_can_be_drawn(tmp_path):
-    result = with_detail(drift_result(counts(10), own=(0.0,)))
+    result = with_detail(drift_result(counts(10), recent=(0.0,)))
     suite, _ = made_up()
     found = charts(suite, {"drafter": result})
     for chart in found:

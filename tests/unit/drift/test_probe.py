@@ -105,6 +105,8 @@ def test_the_probe_sees_what_the_engine_does_and_changes_nothing(ids_pair: Path,
         assert sum(depth.uniform_mass.values()) == pytest.approx(1)
     assert len(result.by_depth[0].heads) == (4 if name == "two-layers" else 2)
     assert sum(share.share for share in result.fusion_shares) == pytest.approx(1)
+    assert 0 < result.repeated_share < 1  # six tokens leave little else to say
+    assert 0 < result.fresh_acceptance.rounds < result.acceptance.rounds
     # Rounds that reach a depth and what they miss there are the acceptance seen from the other side. The text ends
     # in the middle of a round or two.
     assert result.by_depth[0].reached == result.acceptance.rounds
@@ -134,6 +136,26 @@ def test_pieces_do_not_change_the_result(ids_pair: Path) -> None:
     for one, other in zip(whole.by_depth, pieces.by_depth, strict=True):
         assert one.attention.mass == pytest.approx(other.attention.mass, abs=1e-6)
         assert one.feature_rms == pytest.approx(other.feature_rms, rel=1e-5)
+
+
+def test_a_state_that_is_tampered_with_is_judged_by_the_text(ids_pair: Path) -> None:
+    """The engine's rounds are not those that such a drafter takes; the answer is the target's all the same."""
+    prober = steady(ids_pair, "eagle3")
+    plain, noisy, pinned = (
+        prober.probe(IDS, Perturbation(steps=steps), lambda *_, **__: None) for steps in ((), ("noise:1.0",), ("pin",))
+    )
+    for other in (noisy, pinned):
+        assert other.output_tokens == plain.output_tokens
+        assert other.replay_agreement is None
+        assert other.by_depth[3].confidence != pytest.approx(plain.by_depth[3].confidence, rel=1e-4)
+    # What it is compared with is the drafter left alone, on the same text, its rounds decided in the same way.
+    barely = prober.probe(IDS, Perturbation(steps=("noise:0.000000001",)), lambda *_, **__: None)
+    assert [row.untouched_tally for row in barely.prompt_rows] == [row.fresh_tally for row in barely.prompt_rows]
+    assert [row.untouched_tally for row in noisy.prompt_rows] == [row.fresh_tally for row in barely.prompt_rows]
+    assert barely.by_depth[1].confidence == pytest.approx(plain.by_depth[1].confidence, rel=0.1)
+    # The first draft of a round is as ever.
+    assert noisy.by_depth[0].hidden_rms == pytest.approx(plain.by_depth[0].hidden_rms, rel=0.2)
+    assert pinned.by_depth[-1].hidden_growth < plain.by_depth[-1].hidden_growth
 
 
 def test_sampled_text_is_probed_too(ids_pair: Path) -> None:

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.drift import replay as replay_module
 from fledge.drift.prompts import Segment
-from fledge.drift.replay import Replayed, causal_attention, fusion_parts, replay, target_states
+from fledge.drift.replay import AS_IT_IS, Feeding, Replayed, causal_attention, fusion_parts, replay, target_states
 from fledge.engine.outputs import RoundRecord
 from fledge.layers.attention import AttentionSpec, KeyValueStorage, ProjectedHeads
 from fledge.layers.dense_cache import DenseCache, DensePass
@@ -45,7 +47,7 @@ def served(name: str, depth: int) -> tuple[list[int], list[RoundRecord], dict[in
     return request.tokens, request.rounds, drafts
 
 
-def replayed(model: Drafter, tokens: Sequence[int], starts: Sequence[int], depth: int, **settings: int) -> Replayed:
+def replayed(model: Drafter, tokens: Sequence[int], starts: Sequence[int], depth: int, **settings: Any) -> Replayed:
     states = target_states(target(), tokens, model.aux_layer_ids)
     return replay(states, model, tokens, SEGMENTS[: len(tokens)], starts, depth=depth, **settings)
 
@@ -107,8 +109,8 @@ def drafted_slowly(model: Drafter, text: Sequence[int], depth: int) -> list[tupl
 )
 def test_what_is_recorded_is_what_a_round_by_itself_does(name: str) -> None:
     tokens = [*PROMPT, *torch.randint(0, 6, (12,), generator=torch.Generator().manual_seed(3)).tolist()]
-    starts, depth = [7, 9, 14], 4
-    found = replayed(drafter(name), tokens, starts, depth)
+    starts, depth = [3, 9, 14], 4  # the first begins with fewer rows than the recent window has
+    found = replayed(drafter(name), tokens, starts, depth, recent_tokens=3)
     for r, start in enumerate(starts):
         for d, (weights, states, draft) in enumerate(drafted_slowly(drafter(name), tokens[:start], depth)):
             segments = [*SEGMENTS[: start - 1], *[Segment.DRAFTED] * d]
@@ -122,6 +124,7 @@ def test_what_is_recorded_is_what_a_round_by_itself_does(name: str) -> None:
                     assert found.mass[r, d, layer, head].tolist() == pytest.approx(mass, abs=1e-9)
                     entropy = -sum(w * math.log(w) for w in each.tolist() if w > 0)
                     assert float(found.entropy[r, d, layer, head]) == pytest.approx(entropy)
+                    assert float(found.recent[r, d, layer, head]) == pytest.approx(sum(each.tolist()[-3:]), abs=1e-9)
                     distance = sum(w * (position - key) for key, w in enumerate(each.tolist()))
                     assert float(found.distance[r, d, layer, head]) == pytest.approx(distance, abs=1e-9)
             assert int(found.drafts[r, d]) == draft
@@ -202,6 +205,35 @@ def test_work_in_pieces_changes_nothing() -> None:
         for field in fields(Replayed):
             one, other = getattr(whole, field.name), getattr(pieces, field.name)
             torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_pinned_state_is_fed_at_its_first_size_and_noise_is_the_rounds_own() -> None:
+    feature, first = torch.randn(3, 512), torch.randn(3, 512)
+    pinned = Feeding(pin=True)(4 * feature, 2 * first, [7, 8, 9], 2)
+    torch.testing.assert_close(pinned.square().mean(-1), (2 * first).square().mean(-1))
+    torch.testing.assert_close(F.cosine_similarity(pinned, feature), torch.ones(3))
+    noisy = Feeding(noise=0.5)
+    added = noisy(4 * feature, first, [7, 8, 9], 2) - 4 * feature
+    sizes = added.square().mean(-1).sqrt() / (4 * feature).square().mean(-1).sqrt()
+    assert sizes.tolist() == pytest.approx([0.5] * 3, rel=0.1)
+    alone = noisy(4 * feature[1:2], first[1:2], [8], 2) - 4 * feature[1:2]
+    torch.testing.assert_close(alone, added[1:2])  # whatever rounds are drafted with it
+    assert not torch.allclose(noisy(feature, first, [7, 8, 9], 3), noisy(feature, first, [7, 8, 9], 2))
+    assert torch.equal(AS_IT_IS(feature, first, [7, 8, 9], 2), feature)
+
+
+def test_what_is_fed_on_decides_the_drafts_after_the_first() -> None:
+    tokens = [*PROMPT, *[2] * 6]
+    plain, noisy, pinned = (
+        replayed(drafter("eagle3"), tokens, [7, 8, 9], depth=8, feeding=feeding)
+        for feeding in (AS_IT_IS, Feeding(noise=2.0), Feeding(pin=True))
+    )
+    for other in (noisy, pinned):
+        assert torch.equal(other.hidden_rms[:, 0], plain.hidden_rms[:, 0])
+        assert torch.equal(other.mass[:, 0], plain.mass[:, 0])
+    assert not torch.equal(noisy.drafts, plain.drafts)
+    growth = [one.hidden_rms[:, -1].mean() / one.hidden_rms[:, 0].mean() for one in (plain, pinned)]
+    assert growth[1] < growth[0]
 
 
 def test_norm_output_decides_which_state_is_fed_on() -> None:

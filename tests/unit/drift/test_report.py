@@ -54,7 +54,7 @@ def test_all_sections_are_there(written):
     for verdict in report.verdicts:
         assert verdict.headline in page.text
         assert all(one.text.replace(" %", "\u00a0%") in page.text for one in verdict.sentences)
-    assert len([tag for tag, attrs in page.elements if tag == "svg" and attrs.get("class") == "chart"]) == 14
+    assert len([tag for tag, attrs in page.elements if tag == "svg" and attrs.get("class") == "chart"]) == 16
     assert "Head by head" in page.text
 
 
@@ -111,6 +111,16 @@ def test_the_table_has_losses_skips_and_the_warning_about_tasks(written):
     assert "20 of 21 / 400" in page.text
 
 
+def test_changes_and_slopes_have_their_intervals(written):
+    _, report, _, page = written
+    one = report.suite.cell("a3").attention.recent
+    slope = f"{100 * one.slope.value:+.2f} {100 * one.slope.low:+.2f} to {100 * one.slope.high:+.2f}"
+    change = f"{100 * one.change.value:+.1f} {100 * one.change.low:+.1f} to {100 * one.change.high:+.1f}"
+    shown = " ".join(page.text.split())
+    assert change in shown
+    assert slope in shown
+
+
 def test_json_says_the_same(written):
     directory, report, _, _ = written
     values = json.loads((directory / "results.json").read_text())
@@ -145,7 +155,7 @@ def test_a_run_without_perturbations_or_examples():
 
 
 def test_a_drift_that_never_comes_is_null_in_json_and_infinite_on_the_page():
-    suite, results = made_up(own={"drafter": (0.0, 0.1, 0.1)})
+    suite, results = made_up(recent={"drafter": (0.1, 0.1, 0.1)})
     report = make_report(suite, results, {})
     assert report.figures["drafter"]["drift_depth"] is None
     json.dumps(report.to_dict(), allow_nan=False)

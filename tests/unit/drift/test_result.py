@@ -19,7 +19,9 @@ from fledge.drift.result import (
 )
 from fledge.errors import ConfigError
 
-ATTENTION = AttentionMeans(mass={"sink": 0.25, "drafted": 0.75}, entropy=1.5, normalised_entropy=0.5, distance=3.25)
+ATTENTION = AttentionMeans(
+    mass={"sink": 0.25, "drafted": 0.75}, recent=0.6, entropy=1.5, normalised_entropy=0.5, distance=3.25
+)
 CALIBRATION = Calibration(
     bins=(
         CalibrationBin(low=0.0, high=0.5, count=0, confidence=None, right=None),
@@ -52,6 +54,7 @@ DEPTH = DepthMetrics(
 RESULT = DriftResult(
     drafter="d",
     variant="EAGLE-3",
+    norm_output=False,
     target="t",
     workload="w",
     perturbation=None,
@@ -62,7 +65,9 @@ RESULT = DriftResult(
     prompts=1,
     prompt_tokens=10,
     output_tokens=20,
+    recent_tokens=4,
     tally=((1, 0, 2), (2, 2, 3)),
+    fresh_tally=((1, 0, 2), (2, 2, 1)),
     engine_tally=((1, 0, 2), (1, 1, 3)),
     replay_agreement=1.0,
     by_depth=(DEPTH,),
@@ -75,11 +80,12 @@ RESULT = DriftResult(
             category="c",
             prompt_tokens=10,
             output_tokens=20,
+            repeated_tokens=8,
             tally=((1, 0, 2), (2, 2, 3)),
+            fresh_tally=((1, 0, 2), (2, 2, 1)),
             rounds_by_depth=(5, 3),
-            drafted_attention=(0.0, 0.5),
+            recent_attention=(0.0, 0.5),
             sink_attention=(0.5, None),
-            feature_rms=(1.0, 2.0),
         ),
     ),
     examples=(
@@ -109,6 +115,8 @@ def test_figures_follow_from_the_tally() -> None:
     values = RESULT.to_dict()
     assert RESULT.acceptance.rounds == values["rounds"] == 5
     assert values["acceptance"]["acceptance_length"] == pytest.approx(1 + 6 / 5)
+    assert values["fresh_acceptance"]["acceptance_length"] == pytest.approx(1 + 2 / 3)
+    assert values["repeated_share"] == 0.4
     assert values["engine_acceptance"]["acceptance_length"] == pytest.approx(1 + 3 / 5)
     assert values["outside_vocabulary"] == RESULT.outside_vocabulary == 0.5
     row = values["prompt_rows"][0]

@@ -12,12 +12,14 @@ from fledge.drift.perturb import UNPERTURBED, PerturbationContext
 from fledge.drift.result import DriftResult
 from fledge.drift.suite import (
     FIGURES,
+    SuiteCell,
     SuiteResult,
     check,
     drift_figures,
     figures,
     parse_conditions,
     run_suite,
+    summarise,
     worst_of,
 )
 from fledge.errors import ConfigError
@@ -53,7 +55,7 @@ class FakeProber:
     loaded: list[str] = field(default_factory=list)
     die_at: str | None = None
     out_of_memory: str | None = None
-    own: tuple[float, ...] = (0.1, 0.3, 0.6)
+    recent: tuple[float, ...] = (0.1, 0.3, 0.6)
     accepted: int | None = None
     context = PerturbationContext(tokenizer=TOKENIZER, max_model_len=8000, answer_tokens=50)
 
@@ -78,8 +80,8 @@ class FakeProber:
         self.temperatures[perturbation] = given.temperature
         accepted = ACCEPTED.get(perturbation, 15) if self.accepted is None else self.accepted
         counts = {one.id: (accepted + (i % 3) - 1, 20) for i, one in enumerate(prompts)}
-        own = self.own if perturbation != "pad:1k:before" else (0.1, 0.3, 0.7)
-        return drift_result(counts, own=own, perturbation=perturbation, drafter=self.loaded[-1])
+        recent = self.recent if perturbation != "pad:1k:before" else (0.1, 0.3, 0.7)
+        return drift_result(counts, recent=recent, perturbation=perturbation, drafter=self.loaded[-1])
 
     def answer_earlier_turns(self, prompts):
         self.calls.append((self.loaded[-1], "answer"))
@@ -101,7 +103,7 @@ def test_cells_are_compared_with_the_unperturbed_run(tmp_path):
     assert plain.compared.ratio.value == pytest.approx(1.4 / 1.8)
     assert plain.compared.is_paired
     assert plain.compared.ratio.low < 1.4 / 1.8 < plain.compared.ratio.high < 1
-    assert suite.cell("one", "pad:1k:before").own_attention_compared.difference.value == pytest.approx(0.1)
+    assert suite.cell("one", "pad:1k:before").recent_compared.value == pytest.approx(0.1)
     (skipped,) = [cell for cell in suite.cells if cell.skip and cell.drafter == "one"]
     assert skipped.perturbation == "pad:64k:before"
     assert skipped.skip == "65536 tokens of padding do not fit into 8000 tokens"
@@ -191,18 +193,23 @@ def test_figures(tmp_path):
     found = figures(run(tmp_path, FakeProber()), "one")
     expected = {
         "al": 1.8,
+        "al_with_repetition": 1.8,
+        "accepted_per_round": 0.8,
+        "repetition": 0,
         "al_drop": 1 - 1.4 / 1.8,
         "al_drop_template": 1 - 1.4 / 1.8,
         "al_drop_system": 1 - 1.75 / 1.8,
         "al_drop_long_context": 1 - 1.7 / 1.8,
         "al_drop_history": 1 - 1.75 / 1.8,
         "al_drop_temperature": 1 - 1.85 / 1.8,  # a gain
-        "own_attention_depth_1": 0.1,
-        "own_attention_middle": 0.3,
-        "own_attention_last": 0.6,
-        "own_attention_rise": 0.1,
+        "recent_attention_depth_1": 0.1,
+        "recent_attention_last": 0.6,
+        "recent_attention_change": 0.5,
+        "recent_attention_slope": 0.25,
+        "recent_attention_rise": 0.1,
         "prompt_attention_last": 0.25,
         "sink_attention_last": 0.15,
+        "sink_attention_change": -0.5,
         "drift_depth": 2,
         "hidden_growth": 3,
         "feature_growth": 1.5,
@@ -223,21 +230,30 @@ def test_composed_perturbations_count_in_no_single_group(tmp_path):
     assert worst_of(suite.perturbed("one", "format"))[0].perturbation == "json+tools"
 
 
-@pytest.mark.parametrize(
-    ("own", "depth"),
-    [
-        ((0.0, 0.1, 0.2), math.inf),  # never more than the prompt's 0.25
-        ((0.0, 0.26, 0.5), 2),
-        ((0.3, 0.1, 0.1), 1),
-    ],
-)
-def test_drift_depth(tmp_path, own, depth):
-    assert figures(run(tmp_path, FakeProber(own=own), names=()), "one")["drift_depth"] == depth
+def test_acceptance_leaves_repetition_out_and_gives_the_whole_beside_it():
+    whole = drift_result({"a": (10, 20), "b": (12, 20)})
+    # Of each answer's accepted drafts, eight are in a loop.
+    rows = tuple(
+        replace(row, fresh_tally=((3, 0, 20 - accepted), (3, 1, accepted - 8)), repeated_tokens=2)
+        for row, accepted in zip(whole.prompt_rows, (10, 12), strict=True)
+    )
+    cell = SuiteCell(drafter="one", perturbation=UNPERTURBED, kinds=(), left_out={}, skip=None)
+    results = {("one", UNPERTURBED): replace(whole, prompt_rows=rows)}
+    suite = summarise([cell], results, workload="made up", bootstrap=QUICK)
+    found = figures(suite, "one")
+    assert found["al"] == pytest.approx(1 + 6 / 24)
+    assert found["accepted_per_round"] == pytest.approx(6 / 24)
+    assert found["al_with_repetition"] == pytest.approx(1 + 22 / 40)
+    assert found["repetition"] == pytest.approx(0.4)
 
 
-def test_own_attention_below_the_floor_is_no_drift():
-    elsewhere = drift_result({"a": (1, 2)}, own=(0.1, 0.19, 0.21), user=0.05)
-    assert drift_figures(elsewhere)["drift_depth"] == 3
+def test_a_perturbed_drafter_is_compared_with_itself_left_alone_on_the_same_text():
+    plain, noisy = drift_result({"a": (16, 20), "b": (16, 20)}), drift_result({"a": (5, 20), "b": (5, 20)})
+    rows = tuple(replace(row, untouched_tally=((3, 0, 10), (3, 1, 10))) for row in noisy.prompt_rows)
+    results = {("one", UNPERTURBED): plain, ("one", "noise:0.5"): replace(noisy, prompt_rows=rows)}
+    cells = [SuiteCell(drafter="one", perturbation=n, kinds=(), left_out={}, skip=None) for _, n in results]
+    compared = summarise(cells, results, workload="made up", bootstrap=QUICK).cell("one", "noise:0.5").compared
+    assert (compared.base, compared.ratio.value) == (pytest.approx(1.5), pytest.approx(1.25 / 1.5))
 
 
 def test_eagle_1_has_no_layers_to_share():

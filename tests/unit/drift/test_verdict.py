@@ -27,58 +27,65 @@ def sentence(verdict: DrafterVerdict, start: str):
     return found
 
 
-def test_drift_is_named_with_its_depth_and_shares():
-    found = verdict(own={"drafter": (0.0, 0.1, 0.6)})
-    assert (found.headline, found.tone, found.title) == ("Drifts at depth 3", "bad", "EAGLE-3")
-    assert sentence(found, "This drafter").text == (
-        "This drafter drifts at depth 3: 60 % of its attention is on its own drafts at depth 3, 25 % on the prompt; at "
-        "depth 2 it was 10 %. That is no more than the 60 % that even attention would give: try longer prompts."
+def test_drift_is_named_with_its_depth_and_changes():
+    found = verdict(recent={"drafter": (0.1, 0.1, 0.6)})
+    assert (found.headline, found.status, found.tone, found.title) == ("Drifts at depth 3", "drifts", "bad", "EAGLE-3")
+    text = sentence(found, "From depth 1 to 3").text
+    assert text.startswith(
+        "From depth 1 to 3 attention on the last 4 tokens goes from 10 % to 60 % (+50.0 points, 95 % "
     )
-    assert verdict(own={"drafter": (0.0, 0.3, 0.5, 0.6)}).headline == "Drifts from depth 2 on"
-    assert verdict(own={"drafter": (0.0, 0.3, 0.1, 0.6)}).headline == "Drifts at some depths (2, 4)"
+    assert "on the first token from 65 % to 15 % (-50.0 points, 95 % interval -50." in text
+    assert text.endswith("Drift is a gain of the one or a loss of the other of 5 points at least.")
+    assert verdict(recent={"drafter": (0.0, 0.3, 0.5, 0.6)}).headline == "Drifts from depth 2 on"
 
 
-def test_even_attention_is_told_where_there_is_more_than_that():
-    suite, results = made_up()
-    key = ("drafter", UNPERTURBED)
-    last = results[key].by_depth[-1]
-    even = replace(last, uniform_mass={**last.uniform_mass, "drafted": 0.07})
-    results = {key: replace(results[key], by_depth=(*results[key].by_depth[:-1], even))}
-    assert sentence(verdicts(suite, results)[0], "This drafter").text.endswith("Even attention would give them 7 %.")
-
-
-def test_no_drift():
-    found = verdict(own={"drafter": (0.0, 0.05, 0.1)})
+def test_no_drift_however_much_is_looked_at_recent_tokens():
+    found = verdict(recent={"drafter": (0.50, 0.51, 0.53)})
     assert (found.headline, found.tone) == ("No drift to depth 3", "good")
-    assert "10 % of its attention is on its own drafts at depth 3, 25 % on the prompt" in found.sentences[0].text
-    assert found.sentences[0].text.endswith("Even attention would give them 10 %.")
-    assert found.sentences[0].tone == "good"
+    assert found.sentences[0].text.endswith("a loss of the other of 5 points: it does not drift.")
+
+
+def test_few_prompts_get_no_verdict():
+    found = verdict(prompts=19)
+    assert (found.headline, found.tone) == ("19 prompts: too few for a verdict", "neutral")
+    assert verdict(prompts=1).headline == "1 prompt: too few for a verdict"
+
+
+def test_a_target_that_loops_is_named():
+    suite, results = made_up()
+    cell = replace(suite.cells[0], repeated_share=0.48, acceptance_length_with_repetition=2.9)
+    found = verdicts(replace(suite, cells=(cell,)), results)[0]
+    assert sentence(found, "The target loops: 48 % of its tokens").tone == "bad"
+    assert sentence(found, "Acceptance length 1.80").text.endswith(
+        "that is, 0.80 accepted drafts per round, drafting 3 ahead; rounds that begin in repetition are left out, with "
+        "them it is 2.90."
+    )
+    assert not [one for one in verdict().sentences if "repetition" in one.text or "loops" in one.text]
 
 
 def test_what_cannot_be_measured_is_not_judged():
-    shallow = verdict(own={"drafter": (0.0,)})
+    shallow = verdict(recent={"drafter": (0.0,)})
     assert (shallow.headline, shallow.tone) == ("Not measured", "neutral")
     assert "--depth" in shallow.sentences[0].text
     suite, results = made_up()
     nothing = replace(results["drafter", UNPERTURBED], by_depth=(), prompt_rows=(), tally=())
     (cell,) = suite.cells
-    suite = replace(suite, cells=(replace(cell, drift=None, acceptance_length=None),))
+    suite = replace(suite, cells=(replace(cell, drift=None, attention=None, acceptance_length=None),))
     (silent,) = verdicts(suite, {("drafter", UNPERTURBED): nothing})
     assert silent.headline == "Not measured"
     assert [one.tone for one in silent.sentences] == ["neutral"] * 2
 
 
-def test_growth_is_told_and_the_sink():
-    found = verdict()
-    growth = sentence(found, "The state fed")
-    assert growth.text == (
-        "The state fed from depth to depth has grown to 1.5 times its size by depth 3; before the final norm it has "
-        "grown to 3 times its size."
-    )
+def test_growth_is_that_before_the_norm():
+    growth = sentence(verdict(), "The state fed")
+    assert growth.text == "The state fed from depth to depth has grown to 3 times its size by depth 3."
     assert (growth.section, growth.tone) == ("states", "bad")
-    sink = sentence(found, "The first token")
-    assert sink.text == "The first token keeps 15 % of attention at depth 3, of 75 % at 1."
-    assert sink.tone == "bad"
+    suite, results = made_up()
+    normed = {key: replace(result, norm_output=True) for key, result in results.items()}
+    assert sentence(verdicts(suite, normed)[0], "Before the final norm").text == (
+        "Before the final norm the state has grown to 3 times its size by depth 3; what is fed on comes from the norm "
+        "and keeps its size by construction."
+    )
 
 
 def test_a_sure_loss_has_its_interval_and_its_name():
@@ -142,15 +149,27 @@ def test_drafters_are_compared_only_as_far_as_intervals_go():
     runs = {"template:plain": 12, UNPERTURBED: 16}
     suite, results = made_up(
         {"a3": runs, "b3.1": {**runs, "template:plain": 16}},
-        own={"a3": (0.0, 0.1, 0.6), "b3.1": (0.0, 0.1, 0.2)},
+        recent={"a3": (0.0, 0.1, 0.6), "b3.1": (0.0, 0.1, 0.2)},
     )
     texts = [one.text for one in comparison(suite, results)]
-    assert texts[0].startswith("EAGLE-3.1 drifts less than EAGLE-3: 20 % of attention is on own drafts at depth 3")
-    assert "against 60 % (difference, 95 % interval: 40 to 40 points)" in texts[0]
+    assert texts[0] == (
+        "Both drift, EAGLE-3.1 less than EAGLE-3: from depth 1 to 3 recent attention changes by +20.0 points in "
+        "EAGLE-3.1 and by +60.0 in EAGLE-3 (difference -40.0 points, 95 % interval -40.0 to -40.0)."
+    )
     assert texts[1].startswith("On the unperturbed workload, no difference in acceptance length can be told")
     assert texts[2].startswith("Under template changes, EAGLE-3.1 has the longer acceptance length: 1.80 against 1.60")
+    assert texts[2].endswith("; accepted drafts per round: 0.80 against 0.60.")
     alike, results = made_up({"a3": runs, "b3.1": runs})
     assert "cannot be told" in comparison(alike, results)[0].text
+    steady = {"a3": (0.10, 0.11, 0.13), "b3.1": (0.50, 0.53, 0.52)}
+    neither = comparison(*made_up({"a3": runs, "b3.1": runs}, recent=steady))[0]
+    assert neither.text.startswith(
+        "Neither EAGLE-3.1 nor EAGLE-3 drifts: from depth 1 to 3 recent attention changes by +2"
+    )
+    one = comparison(*made_up({"a3": runs, "b3.1": runs}, recent={**steady, "a3": (0.1, 0.2, 0.3)}))[0]
+    assert one.text.startswith("EAGLE-3 drifts, EAGLE-3.1 does not: ")
+    few = comparison(*made_up({"a3": runs, "b3.1": runs}, recent=steady, prompts=5))[0]
+    assert few.text.startswith("5 prompts are too few to say whether EAGLE-3.1 or EAGLE-3 drifts less: ")
     assert comparison(*made_up()) == ()
 
 

@@ -1,0 +1,149 @@
+"""Drift as it is defined: how attention changes with depth against depth 1, in windows of equal size, with intervals.
+
+How much attention a drafter gives to recent tokens or to the sink is its habit; drift is that this changes while it
+drafts. A drafter *drifts* from the depth on from which recent tokens have gained, or the sink has lost, the bound of
+data/figures.yaml at least, with an interval that excludes 0. It is *steady* where the intervals at the last depth lie
+within the bound, and between the two it cannot be told.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fledge.drift.perturb import texts
+from fledge.drift.result import Curve, DriftResult, PromptRow
+from fledge.records import Record
+from fledge.report.intervals import Bootstrap, Floats, Interval, Panel, Statistic, divide
+from fledge.report.prose import sign_of
+
+Status = Literal["drifts", "steady", "unclear", "few"]
+CURVES: dict[str, Callable[[PromptRow], Curve]] = {
+    "recent": lambda row: row.recent_attention,
+    "sink": lambda row: row.sink_attention,
+}
+_LIMITS = texts("figures")["limits"]
+BOUND: float = _LIMITS["drift"]
+FEW_PROMPTS: int = _LIMITS["few_prompts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """How one share of attention changes, means pooled over rounds and intervals over prompts."""
+
+    first: float  # at depth 1
+    since_first: tuple[Interval, ...]  # at depths 2, 3, ...: less that at depth 1
+    slope: Interval  # per depth, by least squares
+
+    @property
+    def change(self) -> Interval:
+        """From depth 1 to the last."""
+        return self.since_first[-1]
+
+    @property
+    def last(self) -> float:
+        return self.first + self.change.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChange(Record):
+    """Both symptoms of drift, and what they come to."""
+
+    recent: Change
+    sink: Change
+    prompts: int  # that had a round
+
+    @property
+    def drift_depth(self) -> int | None:
+        """The first depth from which on attention has drifted; None: it has not at the last."""
+        found = None
+        for depth, pair in enumerate(zip(self.recent.since_first, self.sink.since_first, strict=True), start=2):
+            found = (found or depth) if _has_drifted(*pair) else None
+        return found
+
+    @property
+    def status(self) -> Status:
+        if self.prompts < FEW_PROMPTS:
+            return "few"
+        recent, sink = self.recent.change, self.sink.change
+        if _has_drifted(recent, sink):
+            return "drifts"
+        return "steady" if recent.ends[1] < BOUND and sink.ends[0] > -BOUND else "unclear"
+
+
+def _has_drifted(recent: Interval, sink: Interval) -> bool:
+    rises = sign_of(recent) > 0 and recent.value >= BOUND
+    return rises or (sign_of(sink) < 0 and sink.value <= -BOUND)
+
+
+def attention_change(bootstrap: Bootstrap, result: DriftResult) -> AttentionChange | None:
+    """None where fewer than two depths were drafted."""
+    depths = len(result.by_depth)
+    if depths < 2:
+        return None
+
+    def change(name: str) -> Change:
+        panel = _panel(result, name, depths)
+        changes = [_interval(bootstrap, [panel], _since_first(depth)) for depth in range(1, depths)]
+        slope = _interval(bootstrap, [panel], lambda sides: _slope(_means(sides[0])))
+        first = panel.value(lambda sides: _means(sides[0])[..., 0])
+        assert first is not None, "every depth of a result has rounds"
+        return Change(first=first, since_first=tuple(changes), slope=slope)
+
+    prompts = sum(row.rounds_by_depth[0] > 0 for row in result.prompt_rows)
+    return AttentionChange(recent=change("recent"), sink=change("sink"), prompts=prompts)
+
+
+def compare_changes(bootstrap: Bootstrap, name: str, run: DriftResult, base: DriftResult) -> Interval | None:
+    """The change from depth 1 to the last that both have, of `run` less that of `base`, over the prompts of both."""
+    depths = min(len(run.by_depth), len(base.by_depth))
+    if depths < 2:
+        return None
+    panels = [_panel(one, name, depths) for one in (run, base)]
+    if common := panels[0].common_prompts(panels[1]):
+        panels = [panel.only(common) for panel in panels]
+    last = _since_first(depths - 1)
+    return bootstrap.interval(panels, lambda sides: last(sides[:1]) - last(sides[1:]), is_share=True)
+
+
+def shares_by_depth(bootstrap: Bootstrap, name: str, result: DriftResult) -> list[Interval]:
+    """A share of attention at each depth."""
+    panel = _panel(result, name, len(result.by_depth))
+    return [_interval(bootstrap, [panel], _at(depth)) for depth in range(len(result.by_depth))]
+
+
+def _panel(result: DriftResult, name: str, depths: int) -> Panel:
+    """Of each prompt the sums over rounds at each depth, then the rounds."""
+    rows = []
+    for row in result.prompt_rows:
+        pairs = list(zip(CURVES[name](row), row.rounds_by_depth, strict=True))[:depths]
+        rows.append((0, row.id, [(share or 0.0) * rounds for share, rounds in pairs] + [rounds for _, rounds in pairs]))
+    return Panel.collect(rows, 2 * depths)
+
+
+def _means(totals: Floats) -> Floats:
+    """Shares [..., depths] of one panel's totals."""
+    sums = totals.sum(axis=-2)
+    depths = sums.shape[-1] // 2
+    return divide(sums[..., :depths], sums[..., depths:])
+
+
+def _at(depth: int) -> Statistic:
+    return lambda sides: _means(sides[0])[..., depth]
+
+
+def _since_first(depth: int) -> Statistic:
+    return lambda sides: _means(sides[0])[..., depth] - _means(sides[0])[..., 0]
+
+
+def _slope(shares: Floats) -> Floats:
+    places = np.arange(shares.shape[-1]) - (shares.shape[-1] - 1) / 2
+    found: Floats = shares @ (places / (places**2).sum())
+    return found
+
+
+def _interval(bootstrap: Bootstrap, panels: Sequence[Panel], statistic: Statistic) -> Interval:
+    found = bootstrap.interval(panels, statistic, is_share=True)
+    assert found is not None, "every depth of a result has rounds"
+    return found

@@ -19,11 +19,12 @@ from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.passes import PassOutcome
 from fledge.engine.protocol import PhaseSeconds, RoundReport
-from fledge.engine.request import Request
+from fledge.engine.request import Request, kind_of_round
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import ScheduledBatch
 
 SAMPLED_ROUNDS = 8  # of as many that draft, the drafter's states are looked at in one
+SAMPLED_REQUESTS = 16  # of about so many in it: each takes time
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -69,7 +70,8 @@ def _outcomes(requests: Sequence[Request], outcome: PassOutcome) -> DraftOutcome
     confidence, drafted, accepted = (
         column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
     )
-    return DraftOutcomes(confidence, drafted, accepted, np.array([request.params.is_greedy for request in requests]))
+    is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
+    return DraftOutcomes(confidence, drafted, accepted, is_greedy)
 
 
 class RequestResult(NamedTuple):
@@ -128,7 +130,7 @@ class Runner:
     def time_round(self, batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
         """Seconds of a round of nobody's: `batch` times the padding row."""
         sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
-        program = RoundProgram(batch, arm, arm, sampling, _draws([kind], arm), admit=admit)
+        program = RoundProgram(batch, arm, arm, sampling, _draws(kind, arm), admit=admit)
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -159,14 +161,17 @@ class Runner:
         results.waited = time.perf_counter() - asked
         if launch.round is not None:
             self._rounds_drafted += batch.draft.depth > 0
-            is_sampled = batch.draft.depth > 0 and self._rounds_drafted % SAMPLED_ROUNDS == 0
+            turn, rest = divmod(self._rounds_drafted, SAMPLED_ROUNDS)
+            every = -(-len(batch.decoding) // SAMPLED_REQUESTS)
+            is_sampled = batch.draft.depth > 0 and rest == 0
+            sampled = range(turn % every, len(batch.decoding), every) if is_sampled else range(0)
             entries = [(request, True, True) for request in batch.decoding]
-            self._read(launch.round, entries, results, is_sampled=is_sampled)
+            self._read(launch.round, entries, results, sampled)
             stamps = launch.round.stamps
             assert stamps is not None
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
             chosen = sum(len(result.tokens) for result in results.requests)
-            if batch.verify.depth and not any(request.needs_host for request in batch.decoding):
+            if batch.verify.depth and not batch.needs_host:
                 results.outcomes = _outcomes(batch.decoding, launch.round)
             results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit)
         if launch.prefill is not None:
@@ -185,42 +190,47 @@ class Runner:
         outcome: PassOutcome,
         entries: list[tuple[Request, bool, bool]],
         results: StepResults,
-        *,
-        is_sampled: bool = False,
+        sampled: range = range(0),
     ) -> None:
-        """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did)."""
+        """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did).
+
+        Of the entries `sampled`, the norms of the drafter's states too.
+        """
         width, nothing = outcome.tokens.shape[1], [0] * len(entries)
-        tokens, health = outcome.tokens.tolist(), outcome.health.tolist()
+        tokens, health = outcome.tokens.tolist(), outcome.health[: len(entries)]
+        all_finite = bool(health.isfinite().all())
+        of_states = health.tolist() if sampled or not all_finite else ()
         accepted = nothing if outcome.accepted is None else outcome.accepted.tolist()
         drafted = nothing if outcome.drafted is None else outcome.drafted.tolist()
         asking = {i: n for n, i in enumerate(entries_asking([request for request, *_ in entries]))}
         for i, (request, chose, drafts) in enumerate(entries):
             kept = tokens[i][: accepted[i] + 1]
-            is_finite = all(map(math.isfinite, health[i][: len(kept)]))
+            is_finite = all_finite or all(map(math.isfinite, of_states[i][: len(kept)]))
             if chose:
                 logprobs = None
                 if i in asking and outcome.logprobs is not None:
                     logprobs = outcome.logprobs.read(asking[i] * width, kept, request.params.logprobs)
-                norms = health[i][width:-1] if is_sampled and request.draft_until else ()
+                norms = of_states[i][width:-1] if i in sampled and request.draft_until else ()
                 results.requests.append(
                     RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs, norms)
                 )
             # Behind a target that has gone wrong, a drafter cannot be right.
-            if drafts and request.draft_until and is_finite and not all(map(math.isfinite, health[i][width:])):
+            if all_finite or not (drafts and request.draft_until and is_finite):
+                continue
+            if not all(map(math.isfinite, of_states[i][width:])):
                 results.drafts_finite = False
 
     def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
         requests = batch.decoding
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
-        sample_drafts = _draws([request.kind for request in requests], batch.verify, batch.draft)
+        sample_drafts = _draws(batch.kind, batch.verify, batch.draft)
         program = RoundProgram(
             len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit
         )
-        needs_host = any(request.needs_host for request in requests)
-        if self.graphs is not None and not needs_host:
+        if self.graphs is not None and not batch.needs_host:
             return self.graphs.round(program, requests)
-        return program.run(self.state, program.inputs(self.state, requests), requests if needs_host else ())
+        return program.run(self.state, program.inputs(self.state, requests), requests if batch.needs_host else ())
 
     def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
         chunks, requests = batch.chunks, [chunk.request for chunk in batch.chunks]
@@ -232,7 +242,7 @@ class Runner:
             draft=batch.first_draft,
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
-            sample_drafts=_draws([request.kind for request in requests], batch.first_draft),
+            sample_drafts=_draws(kind_of_round(requests), batch.first_draft),
             asked=Asked.by(requests),
             adjusting=sum(request.slot is not None for request in requests),
         )
@@ -244,6 +254,6 @@ class Runner:
         return outcome
 
 
-def _draws(kinds: Sequence[RequestKind], *arms: Arm) -> bool:
-    """Whether a program for requests of these kinds has to do with drafts that are drawn at random."""
-    return RequestKind.SAMPLED_DRAFTS in kinds and any(arm.depth and not arm.is_tree for arm in arms)
+def _draws(kind: RequestKind, *arms: Arm) -> bool:
+    """Whether a program of this kind has to do with drafts that are drawn at random."""
+    return kind is RequestKind.SAMPLED_DRAFTS and any(arm.depth and not arm.is_tree for arm in arms)

@@ -11,10 +11,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from fledge.engine.arms import PLAIN, Arm
+from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.block_manager import BlockManager
-from fledge.engine.request import Phase, Request
+from fledge.engine.request import Phase, Request, kind_of_round
 
 PREFILL_SECONDS = 0.25  # that the prompts of one step may take: how long a token of somebody else's may be late
 FIRST_CHUNK = 256  # tokens, before it is known how long they take
@@ -54,9 +55,19 @@ class ScheduledBatch:
     def is_empty(self) -> bool:
         return not self.chunks and not self.decoding
 
-    @property
+    @cached_property
     def requests(self) -> list[Request]:
         return [*(chunk.request for chunk in self.chunks), *self.decoding]
+
+    @cached_property
+    def kind(self) -> RequestKind:
+        """Of its round."""
+        return kind_of_round(self.decoding)
+
+    @cached_property
+    def needs_host(self) -> bool:
+        """Whether its round does, for one of its requests."""
+        return any(request.needs_host for request in self.decoding)
 
 
 def _priority(request: Request) -> int:
@@ -82,9 +93,9 @@ class Scheduler:
         """`lookahead`: slots that a request needs beyond its known tokens (`DeviceState`)."""
         self.block_manager = block_manager
         self.lookahead = lookahead
+        self._ahead = lookahead - (max_depth + 1)  # the same beyond tokens in flight
         self.max_prefill_tokens = max_prefill_tokens
         self.timely_tokens = FIRST_CHUNK  # of prompts, that are read in `PREFILL_SECONDS`
-        self.max_depth = max_depth
         self.waiting: deque[Request] = deque()  # by priority, then in order of arrival
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
@@ -121,8 +132,9 @@ class Scheduler:
         verify = self._last_draft if draft.depth and (draft.is_tree or self._last_draft.is_tree) else draft
         decoding = [r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight]
         for request in decoding:
-            if request.phase is Phase.DECODE:  # not preempted by an earlier one in this loop
-                self._grow(request)
+            needed = len(request.tokens) + request.in_flight + self._ahead
+            if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
+                self._grow(request, needed)  # and it was not preempted by an earlier one in this loop
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
         chunks = self._schedule_chunks(self.max_prefill_tokens - len(decoding) * (verify.depth + 1))
         for request in decoding:
@@ -206,6 +218,8 @@ class Scheduler:
 
         Of those of the first priority that has any.
         """
+        if not self.waiting:
+            return None
         running = Counter(request.parent for request in self.running)
         found: Request | None = None
         for request in self.waiting:
@@ -271,9 +285,8 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _grow(self, request: Request) -> None:
+    def _grow(self, request: Request, needed: int) -> None:
         """Allocate ahead for the next round; preempt from the back of the line until there is room."""
-        needed = len(request.tokens) + request.in_flight + self.lookahead - (self.max_depth + 1)
         while not self.block_manager.grow(request.table, needed):
             if any(other.in_flight for other in self.running):
                 raise MustSettle

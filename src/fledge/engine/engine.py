@@ -256,9 +256,11 @@ class LLMEngine:
                 arm = self._depth_policy.choose(requests, self._costs.tables[kind_of_round(requests)])
                 assert 0 <= arm.depth <= self.config.max_depth, f"{arm} is beyond what the engine was set up for"
             try:
-                return self._admitted(self.scheduler.schedule(arm))
+                batch = self.scheduler.schedule(arm, self.runner.prompts_along)
             except MustSettle:
                 self._settle()
+            else:
+                return replace(batch, is_mixed=True) if self.runner.mixes(batch) else self._admitted(batch)
 
     def _admitted(self, batch: ScheduledBatch) -> ScheduledBatch:
         """The batch, with how many drafts its round verifies."""
@@ -272,7 +274,7 @@ class LLMEngine:
         self._involved = batch.requests
         launch = self.runner.launch(batch)
         self._stats.steps += 1
-        self._stats.prompt_tokens += sum(chunk.end - chunk.start for chunk in batch.chunks)
+        self._stats.prompt_tokens += batch.num_prompt_tokens
         return launch
 
     def _settle(self) -> None:
@@ -299,7 +301,7 @@ class LLMEngine:
             if request.phase is not Phase.FINISHED:
                 self.block_manager.commit(request.table, request.tokens, min(chunk.end, request.settled))
         if results.prefill_seconds is not None:
-            self.scheduler.observe_prefill(sum(c.end - c.start for c in launch.batch.chunks), results.prefill_seconds)
+            self.scheduler.observe_prefill(launch.batch.num_prompt_tokens, results.prefill_seconds)
         stats, report, admission = self._stats, results.report, self.admission
         if admission is not None and results.outcomes is not None and admission.observe(results.outcomes):
             self.runner.state.set_acceptance(admission.model.coefficients)
@@ -312,7 +314,7 @@ class LLMEngine:
             if report.admit is not None and admission is not None:
                 depth, full = report.verify.depth, self._costs.tables[kind]
                 admission.observe_cost(report.batch, depth, report.admit, seconds, full)
-            elif report.verify == report.draft:  # others change the arm: no one's cost
+            elif report.verify == report.draft and not report.prompt_tokens:  # others are no arm's cost
                 self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
         if not results.drafts_finite:

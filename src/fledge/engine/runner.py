@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
+from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.passes import PassOutcome
 from fledge.engine.protocol import PhaseSeconds, RoundReport
@@ -39,11 +40,15 @@ class Launch(NamedTuple):
 
     def wait(self) -> float:
         """Wait for the results; return the seconds that prompts took."""
-        begun, done = self.times
-        if not isinstance(done, torch.cuda.Event):
-            return float(done - begun)
-        done.synchronize()
-        return float(begun.elapsed_time(done)) * 1e-3
+        return _seconds_between(*self.times)
+
+
+def _seconds_between(begun: Any, done: Any) -> float:
+    """Wait for the second of two times, as `Launch` has them."""
+    if not isinstance(done, torch.cuda.Event):
+        return float(done - begun)
+    done.synchronize()
+    return float(begun.elapsed_time(done)) * 1e-3
 
 
 def _to_host(outcome: PassOutcome) -> PassOutcome:
@@ -94,7 +99,7 @@ class StepResults:
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
     outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or a grammar had a say
-    prefill_seconds: float | None = None  # None: it read no prompts
+    prefill_seconds: float | None = None  # None: it read no prompts, or in one pass with its round
     waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
 
@@ -105,6 +110,7 @@ class Runner:
     def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
         self.graphs = graphs
+        self.mixing = Mixing(state, graphs) if state.device.type == "cuda" else None
         self._rounds_drafted = 0
 
     @torch.inference_mode()
@@ -113,6 +119,11 @@ class Runner:
         if admitted:
             self.state.begin(admitted)
         self.state.place_blocks(batch.requests)
+        if batch.is_mixed:
+            assert self.mixing is not None
+            begun, work = self._take_time(), (batch.decoding, batch.chunks)
+            both = self.mixing.run(self._mixed_program(batch), work)
+            return Launch(batch, _to_host(both.round), _to_host(both.prompts), (begun, self._take_time()))
         decoded = _to_host(self._launch_round(batch)) if batch.decoding else None
         begun = self._take_time()
         prefilled = _to_host(self._launch_prefill(batch)) if batch.chunks else None
@@ -125,6 +136,12 @@ class Runner:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    @torch.inference_mode()
+    def time(self, play: Callable[[], object]) -> float:
+        """Seconds that what is launched so takes the device."""
+        begun, _, done = self._take_time(), play(), self._take_time()
+        return _seconds_between(begun, done)
 
     @torch.inference_mode()
     def time_round(self, batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
@@ -173,11 +190,14 @@ class Runner:
             chosen = sum(len(result.tokens) for result in results.requests)
             if batch.verify.depth and not batch.needs_host:
                 results.outcomes = _outcomes(batch.decoding, launch.round)
-            results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit)
+            along = batch.num_prompt_tokens if batch.is_mixed else 0
+            results.report = RoundReport(
+                len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit, along
+            )
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
-            results.prefill_seconds = prefill_seconds
+            results.prefill_seconds = None if batch.is_mixed else prefill_seconds
             for chunk, part in zip(batch.chunks, launch.prefill.prompt_logprobs, strict=False):
                 if part is not None:
                     tokens = chunk.request.prompt[chunk.start + 1 :][: len(part.chosen)]
@@ -220,32 +240,63 @@ class Runner:
             if not all(map(math.isfinite, of_states[i][width:])):
                 results.drafts_finite = False
 
-    def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
+    def prompts_along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
+        return None if self.mixing is None else self.mixing.along(batch, arm)
+
+    def mixes(self, batch: ScheduledBatch) -> bool:
+        """Whether round and prompts of a batch can be one pass, and are better so.
+
+        Not if one of its requests needs the host, has trees, or is a newcomer with wishes beyond its first token.
+        """
+        if self.mixing is None or not (batch.decoding and batch.chunks):
+            return False
+        if batch.verify != batch.draft or batch.draft.is_tree:
+            return False
+        newcomers = [chunk.request for chunk in batch.chunks]
+        if batch.needs_host or any(one.adjusts or one.constraint or one.wants_prompt_logprobs for one in newcomers):
+            return False
+        return self.mixing.takes(self._mixed_program(batch))
+
+    def _mixed_program(self, batch: ScheduledBatch) -> MixedProgram:
+        sampling = SamplingMode.needed_by(batch.requests)
+        samples = _draws(kind_of_round(batch.requests), batch.draft)
+        one, prompts = self._round_program(batch), self._prompt_program(batch, batch.draft)
+        return MixedProgram(
+            one._replace(sampling=sampling, sample_drafts=samples),
+            prompts._replace(sampling=sampling, sample_drafts=samples),
+        )
+
+    def _round_program(self, batch: ScheduledBatch) -> RoundProgram:
         requests = batch.decoding
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
         sample_drafts = _draws(batch.kind, batch.verify, batch.draft)
-        program = RoundProgram(
+        return RoundProgram(
             len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit
         )
+
+    def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
+        program, requests = self._round_program(batch), batch.decoding
         if self.graphs is not None and not batch.needs_host:
             return self.graphs.round(program, requests)
         return program.run(self.state, program.inputs(self.state, requests), requests if batch.needs_host else ())
 
-    def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
+    def _prompt_program(self, batch: ScheduledBatch, draft: Arm) -> PromptProgram:
         chunks, requests = batch.chunks, [chunk.request for chunk in batch.chunks]
-        lengths = [chunk.end - chunk.start for chunk in chunks]
-        program = PromptProgram(
-            tokens=sum(lengths),
+        return PromptProgram(
+            tokens=batch.num_prompt_tokens,
             chunks=len(chunks),
-            max_chunk=max(lengths),
-            draft=batch.first_draft,
+            max_chunk=max(chunk.end - chunk.start for chunk in chunks),
+            draft=draft,
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
-            sample_drafts=_draws(kind_of_round(requests), batch.first_draft),
+            sample_drafts=_draws(kind_of_round(requests), draft),
             asked=Asked.by(requests),
             adjusting=sum(request.slot is not None for request in requests),
         )
+
+    def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
+        program, chunks = self._prompt_program(batch, batch.first_draft), batch.chunks
         needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
         if self.graphs is not None and not needs_host:
             return self.graphs.prefill(program, chunks)

@@ -9,7 +9,7 @@ import bisect
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,6 +49,7 @@ class ScheduledBatch:
     verify: Arm
     draft: Arm
     admit: int | None = None  # drafts that are verified, of all requests together; None: all there are
+    is_mixed: bool = False  # round and prompts are one pass, in which all draft `draft`
     first_draft: Arm = PLAIN  # for chunks that complete; nothing: nor has their first round anything to verify
 
     @property
@@ -58,6 +59,11 @@ class ScheduledBatch:
     @cached_property
     def requests(self) -> list[Request]:
         return [*(chunk.request for chunk in self.chunks), *self.decoding]
+
+    @cached_property
+    def num_prompt_tokens(self) -> int:
+        """How many its chunks have."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
 
     @cached_property
     def kind(self) -> RequestKind:
@@ -72,6 +78,9 @@ class ScheduledBatch:
 
 def _priority(request: Request) -> int:
     return request.priority
+
+
+PromptsAlong = Callable[[int, Arm], tuple[Arm, int] | None]
 
 
 class MustSettle(Exception):  # noqa: N818 - a signal, not an error
@@ -117,8 +126,11 @@ class Scheduler:
             self._vacate(request, preempted=False)
         request.phase = Phase.FINISHED
 
-    def schedule(self, draft: Arm) -> ScheduledBatch:
+    def schedule(self, draft: Arm, along: PromptsAlong = lambda _batch, _arm: None) -> ScheduledBatch:
         """Decide the next step, which drafts so. Raises MustSettle before anything is changed for good.
+
+        `along` says of how many requests' rounds that draft so what they draft if prompts are read along with them,
+        and how many tokens of these may be; None: prompts are read apart.
 
         Changes phases, rows and blocks of the requests it moves.
         """
@@ -136,7 +148,11 @@ class Scheduler:
             if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
                 self._grow(request, needed)  # and it was not preempted by an earlier one in this loop
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
-        chunks = self._schedule_chunks(self.max_prefill_tokens - len(decoding) * (verify.depth + 1))
+        budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
+        beside = along(len(decoding), draft) if decoding and verify == draft and not draft.is_tree else None
+        chunks = self._schedule_chunks(budget if beside is None else min(budget, beside[1]))
+        if chunks and beside is not None:
+            verify = draft = beside[0]
         for request in decoding:
             request.in_flight += verify.depth + 1
         self._last_draft = draft

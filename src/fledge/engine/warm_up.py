@@ -10,6 +10,8 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import EngineConfig
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import MIN_SAMPLES, RoundCosts
+from fledge.engine.graphs import Program
+from fledge.engine.mixing import MixedProgram
 from fledge.engine.runner import Runner
 
 MEASURING_SECONDS = {"cpu": 3.0, "cuda": 10.0}  # that warming up takes at most to learn what rounds cost
@@ -38,22 +40,42 @@ def warm_up(
     if rounds and cache is not None:
         cache.recall(costs)
     rounds = [one for one in rounds if costs.latest.age(*one) is None]
-    total = len(programs) + len(rounds)
+    mixed = runner.mixing.candidates(config.max_num_batched_tokens) if runner.mixing is not None and programs else []
+    total = len(programs) + len(mixed) + len(rounds)
     for done, program in enumerate(programs):
         progress(done, total)
         assert graphs is not None
         graphs.capture(program)
     if graphs is not None and programs:
         graphs.compile_long_prompts(max_batch=largest, max_tokens=config.max_num_batched_tokens)
+    measure_mixed(runner, mixed, lambda done: progress(len(programs) + done, total))
     measure(
         runner,
         costs,
         rounds,
-        lambda done: progress(len(programs) + done, total),
+        lambda done: progress(len(programs) + len(mixed) + done, total),
         admission if graphs is not None else None,
     )
     if rounds and cache is not None:
         cache.keep(costs)
+
+
+def measure_mixed(runner: Runner, programs: Sequence[MixedProgram], progress: Callable[[int], None]) -> None:
+    """Capture and time rounds with prompts and both apart: one pass is taken where it takes less time."""
+    graphs, mixing = runner.graphs, runner.mixing
+
+    @functools.cache
+    def seconds(program: Program) -> float:
+        assert graphs is not None
+        took = [runner.time(lambda: graphs.play(program, ())) for _ in range(MEASURED_ROUNDS)]
+        return statistics.median(took[1:])
+
+    for done, program in enumerate(programs):
+        progress(done)
+        assert graphs is not None
+        assert mixing is not None
+        one, prompts = graphs.padded_round(program.round), program.prompts
+        mixing.learn(program, seconds=seconds(program), round_seconds=seconds(one), prompt_seconds=seconds(prompts))
 
 
 def measure(

@@ -73,7 +73,7 @@ class Mixing:
 
         More would hold up its requests for longer than `MOST_STALL`.
         """
-        if self._graphs is None:
+        if self._graphs is None or arm.is_tree:
             return None
         arm = self._graphs.prompt_arm(arm)
         tokens = self._along.get((self._size(batch), arm))

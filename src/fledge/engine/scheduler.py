@@ -80,7 +80,7 @@ def _priority(request: Request) -> int:
     return request.priority
 
 
-PromptsAlong = Callable[[int, Arm], tuple[Arm, int] | None]
+PromptsAlong = Callable[[int, Arm], tuple[Arm, int] | None]  # see `Scheduler.schedule`
 
 
 class MustSettle(Exception):  # noqa: N818 - a signal, not an error
@@ -129,8 +129,8 @@ class Scheduler:
     def schedule(self, draft: Arm, along: PromptsAlong = lambda _batch, _arm: None) -> ScheduledBatch:
         """Decide the next step, which drafts so. Raises MustSettle before anything is changed for good.
 
-        `along` says of how many requests' rounds that draft so what they draft if prompts are read along with them,
-        and how many tokens of these may be; None: prompts are read apart.
+        `along` says of a round of so many requests what it drafts if prompts are read in the same pass, and how many
+        tokens of them may be; None: no such bound.
 
         Changes phases, rows and blocks of the requests it moves.
         """
@@ -149,7 +149,10 @@ class Scheduler:
                 self._grow(request, needed)  # and it was not preempted by an earlier one in this loop
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
         budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
-        beside = along(len(decoding), draft) if decoding and verify == draft and not draft.is_tree else None
+        beside = None
+        has_prompts = self.waiting or len(decoding) < len(self.running)
+        if has_prompts and decoding and verify == draft and not any(request.needs_host for request in decoding):
+            beside = along(len(decoding), draft)
         chunks = self._schedule_chunks(budget if beside is None else min(budget, beside[1]))
         if chunks and beside is not None:
             verify = draft = beside[0]

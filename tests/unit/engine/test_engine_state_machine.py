@@ -112,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         graphs=st.booleans(),
         costs=COSTS,
         share=SHARES,
-        mixing=st.sampled_from([False, True, True]),
+        mixing=st.sampled_from([True, True, False]),
         bound=st.sampled_from([None, None, 1, 5]),
     )
     def start(
@@ -257,6 +257,6 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
         ),
     )
     assert min(ADMITTED.values()) > 20, ADMITTED
-    assert MIXED[True] > 50, MIXED
+    assert MIXED[True] > 100, MIXED
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
     assert len(often) > 2, CHOSEN

@@ -15,13 +15,14 @@ from fledge.engine.adjustments import SIZES
 from fledge.engine.arms import Arm
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
+from fledge.engine.logprobs import Asked
 from fledge.engine.mixed_passes import MixedOutcome, run_mixed
 from fledge.engine.passes import ALIGNMENT
 from fledge.engine.sampler import SamplingMode
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-PROMPTS = ((64, 4), (128, 4), (256, 4), (512, 16))  # tokens, of which one at least is padding; and chunks
-MOST_STALL = 2.0  # rounds, that one with prompts may take
+BATCHES = (4, 16, 32, 64, 128, 256)  # up to 16 requests take as long as reading the weights does
+PROMPTS = ((64, 4), (128, 4), (256, 4), (512, 16), (1024, 16))  # tokens, one at least is padding; and chunks
+MOST_STALL = 2.0  # rounds, that one with a few prompts may take
 
 
 class MixedProgram(NamedTuple):
@@ -69,7 +70,7 @@ class Mixing:
         self._along: dict[tuple[int, Arm], int] = {}  # size and arm of a round -> prompt tokens that may go along
 
     def along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
-        """What a round of `batch` requests drafts if prompts go along, and how many tokens of them may; None: any.
+        """What a round of `batch` requests drafts if prompts go along, and how many tokens of a few may; None: any.
 
         More would hold up its requests for longer than `MOST_STALL`.
         """
@@ -80,8 +81,13 @@ class Mixing:
         return None if tokens is None else (arm, tokens)
 
     def takes(self, program: MixedProgram) -> bool:
-        """Whether one pass is better than two."""
-        return self._graphs is None or self.padded(program) in self._paying
+        """Whether one pass is better than two. Captures it, if it is: with filters, say, one more graph is needed."""
+        padded = self.padded(program)
+        if self._graphs is None or padded is None:
+            return self._graphs is None
+        plain: dict[str, Any] = {"sampling": SamplingMode.SAMPLED, "asked": Asked(), "adjusting": 0}
+        measured = MixedProgram(padded.round._replace(**plain), padded.prompts._replace(**plain))
+        return measured in self._paying and self._graphs.capture(padded)
 
     def run(self, program: MixedProgram, work: Sequence[Any]) -> MixedOutcome:
         """As `MixedProgram.inputs` has its work; in the outcome, rows of padding come after the others."""

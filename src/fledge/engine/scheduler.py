@@ -20,6 +20,7 @@ from fledge.engine.request import Phase, Request, kind_of_round
 PREFILL_SECONDS = 0.25  # that the prompts of one step may take: how long a token of somebody else's may be late
 FIRST_CHUNK = 256  # tokens, before it is known how long they take
 LEAST_CHUNK = 32  # tokens, however long they take
+FEW_PROMPTS = 4  # that are read beside a round: they are cut so that it holds up nobody for long
 FEW_NEWCOMERS = 0.25  # of those that decode: for fewer, all others would wait longer than drafts of theirs are worth
 
 
@@ -130,7 +131,7 @@ class Scheduler:
         """Decide the next step, which drafts so. Raises MustSettle before anything is changed for good.
 
         `along` says of a round of so many requests what it drafts if prompts are read in the same pass, and how many
-        tokens of them may be; None: no such bound.
+        tokens of a few of them may be, of more in proportion; None: no such bound.
 
         Changes phases, rows and blocks of the requests it moves.
         """
@@ -150,10 +151,12 @@ class Scheduler:
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
         budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
         beside = None
-        has_prompts = self.waiting or len(decoding) < len(self.running)
-        if has_prompts and decoding and verify == draft and not any(request.needs_host for request in decoding):
+        newcomers = len(self.running) - len(decoding) + min(len(self.waiting), len(self._free_rows))
+        if newcomers and decoding and verify == draft and not any(request.needs_host for request in decoding):
             beside = along(len(decoding), draft)
-        chunks = self._schedule_chunks(budget if beside is None else min(budget, beside[1]))
+        if beside is not None:
+            budget = min(budget, beside[1] * max(newcomers, FEW_PROMPTS) // FEW_PROMPTS)
+        chunks = self._schedule_chunks(budget)
         if chunks and beside is not None:
             verify = draft = beside[0]
         for request in decoding:

@@ -8,6 +8,7 @@ import pytest
 from fledge.engine.arms import PLAIN, Arm
 from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.runner import Runner
+from fledge.engine.sampler import SamplingMode
 from tests.engine_cases import (
     TREE,
     Ask,
@@ -76,28 +77,34 @@ def test_some_steps_are_passes_apart(late: Ask, tree: bool) -> None:
 
 
 def test_one_pass_is_taken_where_it_takes_less_time_and_prompts_are_cut_to_two_rounds() -> None:
-    engine = make_engine(drafts=drafter(), max_num_seqs=3, graphs=True)
+    engine = make_engine(drafts=drafter(), max_num_seqs=9, graphs=True)
     graphs = engine.runner.graphs
     assert graphs is not None
-    graphs.missing([PLAIN, Arm(1), Arm(3), Arm(4)], max_batch=3, max_tokens=2048)
+    graphs.missing([PLAIN, Arm(1), Arm(3), Arm(4)], max_batch=9, max_tokens=2048)
     mixing = Mixing(engine.runner.state, graphs)
     candidates = mixing.candidates(600)
     assert {(one.round.batch, one.round.draft.depth, one.prompts.tokens) for one in candidates} == {
-        (batch, depth, tokens) for batch in (1, 2, 3) for depth in (0, 3) for tokens in (64, 128, 256, 512)
+        (batch, depth, tokens) for batch in (4, 9) for depth in (0, 3) for tokens in (64, 128, 256, 512)
     }
-    assert mixing.along(2, Arm(3)) is None
+    assert mixing.along(5, Arm(3)) is None
     seconds = {64: 1.1, 128: 1.5, 256: 1.9, 512: 2.4}
     for one in candidates:
-        pays = one.round.batch != 1 and one.prompts.tokens != 128
+        pays = one.round.batch != 4 and one.prompts.tokens != 128
         took = seconds[one.prompts.tokens] if pays else 9.0
         mixing.learn(one, seconds=took, round_seconds=1.0, prompt_seconds=1.5)
-        fitting = one._replace(prompts=one.prompts._replace(tokens=one.prompts.tokens - 1))  # one at least is padding
-        assert mixing.takes(fitting) == pays
-    assert mixing.along(2, Arm(3)) == (Arm(3), 255)
-    assert mixing.along(3, Arm(1)) == (Arm(3), 255), "of chains there is one that is captured with prompts"
-    assert mixing.along(2, PLAIN) == (PLAIN, 255)
-    assert mixing.along(1, PLAIN) is None
-    assert mixing.along(2, Arm(3, is_tree=True)) is None
+    assert mixing.along(5, Arm(3)) == (Arm(3), 255)
+    assert mixing.along(9, Arm(1)) == (Arm(3), 255), "of chains there is one that is captured with prompts"
+    assert mixing.along(5, PLAIN) == (PLAIN, 255)
+    assert mixing.along(4, PLAIN) is None
+    assert mixing.along(5, Arm(3, is_tree=True)) is None
+    for one in candidates:
+        if one.round.draft == PLAIN and one.prompts.tokens < 256:
+            one = MixedProgram(  # noqa: PLW2901 - of its tokens one at least is padding
+                one.round._replace(sampling=SamplingMode.FILTERED),
+                one.prompts._replace(tokens=one.prompts.tokens - 1),
+            )
+            assert mixing.takes(one) == (one.round.batch == 9 and one.prompts.tokens == 63)
+    assert {program.sampling for program, _ in graphs.captured} == {SamplingMode.FILTERED}, "when it is needed"
 
 
 def test_warm_up_measures_both_and_requests_then_run_through_these_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +122,7 @@ def test_warm_up_measures_both_and_requests_then_run_through_these_graphs(monkey
     assert engine.runner.mixing.along(3, Arm(3)) == (Arm(3), 63)
     assert engine.runner.graphs is not None
     known = set(engine.runner.graphs.captured)
-    assert sum(isinstance(program, MixedProgram) for program in known) == 3
+    assert sum(isinstance(program, MixedProgram) for program in known) == 1
     asks = [greedy([2, 3, 4], 12), greedy([5], 7), greedy([1, 1], 9), greedy([4, 4], 9)]
     assert answers(engine, asks) == [answer_of(ask)[0] for ask in asks]
     assert set(engine.runner.graphs.captured) - known == set(), "none was captured late"

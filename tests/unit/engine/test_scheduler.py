@@ -298,3 +298,13 @@ def test_prompts_beside_a_round_are_cut_and_the_round_drafts_what_is_captured_wi
     assert spans(plan) == [("b", 0, 4, False)]
     assert (plan.verify, plan.draft) == (PLAIN, PLAIN)
     assert [request.in_flight for request in plan.decoding] == [1]
+
+
+def test_more_prompts_beside_a_round_may_be_longer_together() -> None:
+    scheduler = make(requests=9)
+    ask(scheduler, "a", 3)
+    read(scheduler.schedule(CHAIN))
+    for name in "bcdefgh":
+        ask(scheduler, name, 2)
+    plan = scheduler.schedule(CHAIN, along=lambda _batch, arm: (arm, 4))
+    assert sum(chunk.end - chunk.start for chunk in plan.chunks) == 7

@@ -135,10 +135,9 @@ class Metrics(Collector):
             self._add({"token_gaps": gaps, "token_gap_seconds": {"": seconds * turns}})
             self._add({"decode_turns": {"speculative": drafted, "plain": max(0, turns - drafted)}})
             for report in rounds:
-                shape = (report.batch, report.verify)
-                self._add({"rounds": {shape: 1}, "round_tokens": {shape: report.tokens}})
-                if not report.prompt_tokens:  # whose time is not the round's alone
-                    self._add({"spec_decode_phase_seconds": report.seconds._asdict()})
+                shape, phases = (report.batch, report.verify), report.seconds._asdict()
+                given = {"rounds": {shape: 1}, "round_tokens": {shape: report.tokens}}
+                self._add({**given, "spec_decode_phase_seconds": phases})
 
     def on_finished(self, last: RequestUpdate, traits: Traits) -> None:
         """Count a request that the engine has ended, by its last update."""

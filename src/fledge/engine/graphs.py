@@ -155,6 +155,7 @@ class GraphRunner:
         self.sizes = sizes
         self.budgets = budgets  # of drafts
         self.coarse = False
+        self.arms: Sequence[Arm] = ()  # that there are
         self.prompt_arms: Sequence[Arm] = ()  # what is captured of prompts; others are captured when they come
         self.captured: dict[Program, tuple[Tensor, Callable[[], Any]]] = {}  # inputs, and replay, with what `run` gives
         self._state = state
@@ -233,7 +234,7 @@ class GraphRunner:
             if size <= max_batch
             for admit in (None, *(() if arm.is_tree else self.budgets.sizes(size, arm.depth)))
         ]
-        self.prompt_arms = self._prompt_arms(arms)
+        self.arms, self.prompt_arms = sorted(arms), self._prompt_arms(arms)
         programs += (
             PromptProgram(
                 tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self.samples(arm)

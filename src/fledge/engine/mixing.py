@@ -20,8 +20,11 @@ from fledge.engine.mixed_passes import MixedOutcome, run_mixed
 from fledge.engine.passes import ALIGNMENT
 from fledge.engine.sampler import SamplingMode
 
-BATCHES = (4, 16, 32, 64, 128, 256)  # up to 16 requests take as long as reading the weights does
-PROMPTS = ((64, 4), (128, 4), (256, 4), (512, 16), (1024, 16))  # tokens, one at least is padding; and chunks
+BATCHES = (4, 16, 32, 64, 128, 256)
+FEW = 16  # requests, whose rounds take about as long as reading the weights does, however deep they draft
+# Tokens, one at least is padding, and chunks of the prompts that graphs have: with few requests, and with more.
+PROMPTS = {True: ((64, 4), (128, 4), (256, 4), (512, 16)), False: ((256, 4), (512, 16), (1024, 16))}
+MOST_DEPTH = 3  # with more
 MOST_STALL = 2.0  # rounds, that one with a few prompts may take
 
 
@@ -76,8 +79,9 @@ class Mixing:
         """
         if self._graphs is None or arm.is_tree:
             return None
-        arm = self._graphs.prompt_arm(arm)
-        tokens = self._along.get((self._size(batch), arm))
+        size = self._size(batch)
+        arm = self._graphs.prompt_arm(arm) if size <= FEW else arm
+        tokens = self._along.get((size, arm))
         return None if tokens is None else (arm, tokens)
 
     def takes(self, program: MixedProgram) -> bool:
@@ -109,9 +113,10 @@ class Mixing:
                 PromptProgram(tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, graphs.samples(arm)),
             )
             for size in self._batches
-            for arm in graphs.prompt_arms
-            for tokens, chunks in PROMPTS
-            if tokens <= max_tokens and not arm.is_tree
+            for arm in (graphs.prompt_arms if size <= FEW else graphs.arms)
+            if not arm.is_tree and (arm.depth <= MOST_DEPTH or arm in graphs.prompt_arms)
+            for tokens, chunks in PROMPTS[size <= FEW]
+            if tokens <= max_tokens
         ]
         return [program for program in found if program not in self._paying]
 
@@ -128,7 +133,8 @@ class Mixing:
         """The program of a size that there are graphs of, that this one can run as; None: it is too large."""
         graphs, (one, prompts) = self._graphs, program
         batch = self._size(one.batch)
-        size = next(((t, c) for t, c in PROMPTS if t > prompts.tokens and c >= prompts.chunks), None)
+        sizes = PROMPTS[batch <= FEW]
+        size = next(((t, c) for t, c in sizes if t > prompts.tokens and c >= prompts.chunks), None)
         if graphs is None or not batch or size is None:
             return None
         # A few rows more or less to sample cost nothing, a second set of graphs does.

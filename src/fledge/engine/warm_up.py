@@ -74,7 +74,8 @@ def measure_mixed(runner: Runner, programs: Sequence[MixedProgram], progress: Ca
         progress(done)
         assert graphs is not None
         assert mixing is not None
-        one, prompts = graphs.padded_round(program.round), program.prompts
+        one, prompts = program
+        one, prompts = graphs.padded_round(one), prompts._replace(draft=graphs.prompt_arm(prompts.draft))
         mixing.learn(program, seconds=seconds(program), round_seconds=seconds(one), prompt_seconds=seconds(prompts))
 
 

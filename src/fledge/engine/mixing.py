@@ -120,14 +120,15 @@ class Mixing:
         ]
         return [program for program in found if program not in self._paying]
 
-    def learn(self, program: MixedProgram, *, seconds: float, round_seconds: float, prompt_seconds: float) -> None:
-        """Learn how long a candidate takes, and its parts apart."""
+    def learn(self, program: MixedProgram, *, seconds: float, round_seconds: float, prompt_seconds: float) -> bool:
+        """Learn how long a candidate takes, and its parts apart; whether it pays."""
         if seconds >= round_seconds + prompt_seconds:
-            return
+            return False
         self._paying.add(program)
         key, tokens = (program.round.batch, program.round.draft), program.prompts.tokens - 1
         if key not in self._along or (seconds <= MOST_STALL * round_seconds and tokens > self._along[key]):
             self._along[key] = tokens
+        return True
 
     def padded(self, program: MixedProgram) -> MixedProgram | None:
         """The program of a size that there are graphs of, that this one can run as; None: it is too large."""

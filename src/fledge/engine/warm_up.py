@@ -76,7 +76,9 @@ def measure_mixed(runner: Runner, programs: Sequence[MixedProgram], progress: Ca
         assert mixing is not None
         one, prompts = program
         one, prompts = graphs.padded_round(one), prompts._replace(draft=graphs.prompt_arm(prompts.draft))
-        mixing.learn(program, seconds=seconds(program), round_seconds=seconds(one), prompt_seconds=seconds(prompts))
+        times = {"round_seconds": seconds(one), "prompt_seconds": seconds(prompts)}
+        if not mixing.learn(program, seconds=seconds(program), **times):
+            graphs.captured.pop(program, None)
 
 
 def measure(

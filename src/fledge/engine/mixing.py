@@ -22,9 +22,9 @@ from fledge.engine.sampler import SamplingMode
 
 BATCHES = (4, 16, 32, 64, 128, 256)
 FEW = 16  # requests, whose rounds take about as long as reading the weights does, however deep they draft
-# Tokens, one at least is padding, and chunks of the prompts that graphs have: with few requests, and with more.
-PROMPTS = {True: ((64, 4), (128, 4), (256, 4), (512, 16)), False: ((256, 4), (512, 16), (1024, 16))}
-MOST_DEPTH = 3  # with more
+MOST_DEPTH = 3  # of more
+# Up to so many requests: tokens, of which one at least is padding, and chunks of the prompts that there are graphs for.
+PROMPTS = {FEW: ((64, 4), (128, 4), (256, 4), (512, 16)), 64: ((256, 4), (512, 16)), 256: ((512, 16), (1024, 16))}
 MOST_STALL = 2.0  # rounds, that one with a few prompts may take
 
 
@@ -37,6 +37,10 @@ class MixedProgram(NamedTuple):
     @property
     def uses_drafter(self) -> bool:
         return self.prompts.uses_drafter
+
+    def with_both(self, **settings: Any) -> "MixedProgram":
+        """The same with these settings, that rounds and prompts have alike."""
+        return MixedProgram(self.round._replace(**settings), self.prompts._replace(**settings))
 
     def inputs(self, state: DeviceState, work: Sequence[Any]) -> Tensor:
         """Of `work`: the round's requests, and chunks; nothing: nobody's."""
@@ -89,8 +93,7 @@ class Mixing:
         padded = self.padded(program)
         if self._graphs is None or padded is None:
             return self._graphs is None
-        plain: dict[str, Any] = {"sampling": SamplingMode.SAMPLED, "asked": Asked(), "adjusting": 0}
-        measured = MixedProgram(padded.round._replace(**plain), padded.prompts._replace(**plain))
+        measured = padded.with_both(sampling=SamplingMode.SAMPLED, sample_drafts=False, asked=Asked(), adjusting=0)
         return measured in self._paying and self._graphs.capture(padded)
 
     def run(self, program: MixedProgram, work: Sequence[Any]) -> MixedOutcome:
@@ -103,19 +106,19 @@ class Mixing:
         return outcome
 
     def candidates(self, max_tokens: int) -> list[MixedProgram]:
-        """Return what is worth measuring, and was not found to pay yet. Greedy ones run as sampled ones do."""
+        """Return what is worth measuring, and was not found to pay yet. Greedy requests run as sampled ones do."""
         graphs, has_drafter = self._graphs, self._state.drafter is not None
         if graphs is None:
             return []
         found = [
             MixedProgram(
-                RoundProgram(size, arm, arm, SamplingMode.SAMPLED, graphs.samples(arm)),
-                PromptProgram(tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, graphs.samples(arm)),
+                RoundProgram(size, arm, arm, SamplingMode.SAMPLED),
+                PromptProgram(tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED),
             )
             for size in self._batches
             for arm in (graphs.prompt_arms if size <= FEW else graphs.arms)
             if not arm.is_tree and (arm.depth <= MOST_DEPTH or arm in graphs.prompt_arms)
-            for tokens, chunks in PROMPTS[size <= FEW]
+            for tokens, chunks in _prompt_sizes(size)
             if tokens <= max_tokens
         ]
         return [program for program in found if program not in self._paying]
@@ -132,22 +135,25 @@ class Mixing:
 
     def padded(self, program: MixedProgram) -> MixedProgram | None:
         """The program of a size that there are graphs of, that this one can run as; None: it is too large."""
-        graphs, (one, prompts) = self._graphs, program
+        one, prompts = program
         batch = self._size(one.batch)
-        sizes = PROMPTS[batch <= FEW]
+        sizes = _prompt_sizes(batch)
         size = next(((t, c) for t, c in sizes if t > prompts.tokens and c >= prompts.chunks), None)
-        if graphs is None or not batch or size is None:
+        if not batch or size is None:
             return None
         # A few rows more or less to sample cost nothing, a second set of graphs does.
         sampling = SamplingMode.SAMPLED if one.sampling is SamplingMode.GREEDY else one.sampling
-        shared: dict[str, Any] = {"sampling": sampling, "sample_drafts": graphs.samples(one.draft)}
         adjusting = next(count for count in SIZES if count >= one.adjusting)
         (tokens, chunks), asked = size, prompts.asked
         return MixedProgram(
-            one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting, **shared),
-            prompts._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked.of(chunks), **shared),
-        )
+            one._replace(batch=batch, asked=one.asked.of(batch), adjusting=adjusting),
+            prompts._replace(tokens=tokens, chunks=chunks, max_chunk=tokens, asked=asked.of(chunks)),
+        ).with_both(sampling=sampling)
 
     def _size(self, batch: int) -> int:
         """Of the graphs for so many requests; 0: there are none."""
         return next((size for size in self._batches if size >= batch), 0)
+
+
+def _prompt_sizes(batch: int) -> Sequence[tuple[int, int]]:
+    return next((sizes for most, sizes in PROMPTS.items() if batch <= most), ())

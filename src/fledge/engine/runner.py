@@ -260,11 +260,8 @@ class Runner:
     def _mixed_program(self, batch: ScheduledBatch) -> MixedProgram:
         sampling = SamplingMode.needed_by(batch.requests)
         samples = _draws(kind_of_round(batch.requests), batch.draft)
-        one, prompts = self._round_program(batch), self._prompt_program(batch, batch.draft)
-        return MixedProgram(
-            one._replace(sampling=sampling, sample_drafts=samples),
-            prompts._replace(sampling=sampling, sample_drafts=samples),
-        )
+        both = MixedProgram(self._round_program(batch), self._prompt_program(batch, batch.draft))
+        return both.with_both(sampling=sampling, sample_drafts=samples)
 
     def _round_program(self, batch: ScheduledBatch) -> RoundProgram:
         requests = batch.decoding

@@ -46,7 +46,7 @@ class Request:
     constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
 
     # What follows from the above, once: every step asks it of every request.
-    kind: RequestKind = field(init=False)
+    kind: RequestKind = field(init=False)  # not of drawn drafts, until whoever adds it decides so
     longest: int = field(init=False)  # tokens that it can have, those of the prompt included
     adjusts: bool = field(init=False)  # its logits are changed before anything is chosen
 

@@ -99,7 +99,7 @@ class StepResults:
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
     outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or a grammar had a say
-    prefill_seconds: float | None = None  # None: it read no prompts, or in one pass with its round
+    prefill_seconds: float | None = None  # of the pass that read prompts, with a round or not; None: none did
     waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
 
@@ -197,7 +197,7 @@ class Runner:
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
-            results.prefill_seconds = None if batch.is_mixed else prefill_seconds
+            results.prefill_seconds = prefill_seconds
             for chunk, part in zip(batch.chunks, launch.prefill.prompt_logprobs, strict=False):
                 if part is not None:
                     tokens = chunk.request.prompt[chunk.start + 1 :][: len(part.chosen)]
@@ -246,7 +246,8 @@ class Runner:
     def mixes(self, batch: ScheduledBatch) -> bool:
         """Whether round and prompts of a batch can be one pass, and are better so.
 
-        Not if one of its requests needs the host, has trees, or is a newcomer with wishes beyond its first token.
+        Not with trees, where the host comes in between, and where a newcomer's logits are changed or its prompt's
+        log-probabilities are wanted.
         """
         if self.mixing is None or not (batch.decoding and batch.chunks):
             return False

@@ -291,7 +291,7 @@ class AnyMixing(Mixing):
     def along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
         return None if self.bound is None else (arm, self.bound)
 
-    def takes(self, program: MixedProgram) -> bool:
+    def takes(self, program: MixedProgram, than: float = 0.0) -> bool:
         fits = self._graphs is None or self.padded(program) is not None
         self.steps[fits] += 1
         return fits

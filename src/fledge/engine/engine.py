@@ -256,18 +256,17 @@ class LLMEngine:
                 arm = self._depth_policy.choose(requests, self._costs.tables[kind_of_round(requests)])
                 assert 0 <= arm.depth <= self.config.max_depth, f"{arm} is beyond what the engine was set up for"
             try:
-                batch = self.scheduler.schedule(arm, self.runner.prompts_along)
+                return self._arranged(self.scheduler.schedule(arm, self.runner.prompts_along))
             except MustSettle:
                 self._settle()
-            else:
-                return replace(batch, is_mixed=True) if self.runner.mixes(batch) else self._admitted(batch)
 
-    def _admitted(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch, with how many drafts its round verifies."""
-        requests, arm = batch.decoding, batch.verify
+    def _arranged(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch in one pass, or with how many drafts its round verifies: beside prompts all are."""
+        requests, arm, costs = batch.decoding, batch.verify, self._costs.tables[batch.kind]
+        if self.runner.mixes(batch, than=1 - costs.discount_of(len(requests), arm)):
+            return replace(batch, is_mixed=True)
         if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
-        costs = self._costs.tables[batch.kind]
         return replace(batch, admit=self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
     def _launch(self, batch: ScheduledBatch) -> Launch:

@@ -73,7 +73,7 @@ class Mixing:
         self._state, self._graphs = state, graphs
         largest = 0 if graphs is None else graphs.sizes[-1]
         self._batches = sorted({min(size, largest) for size in BATCHES})
-        self._paying: set[MixedProgram] = set()  # that take less time than a round and prompts apart
+        self._saves: dict[MixedProgram, float] = {}  # those that take less time than both apart -> how many rounds less
         self._along: dict[tuple[int, Arm], int] = {}  # size and arm of a round -> prompt tokens that may go along
 
     def along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
@@ -88,13 +88,16 @@ class Mixing:
         tokens = self._along.get((size, arm))
         return None if tokens is None else (arm, tokens)
 
-    def takes(self, program: MixedProgram) -> bool:
-        """Whether one pass is better than two. Captures it, if it is: with filters, say, one more graph is needed."""
+    def takes(self, program: MixedProgram, than: float = 0.0) -> bool:
+        """Whether one pass saves more than two would, by a round that is shorter by the share `than`.
+
+        Captures it, if it does: with filters, say, one more graph is needed.
+        """
         padded = self.padded(program)
         if self._graphs is None or padded is None:
             return self._graphs is None
         measured = padded.with_both(sampling=SamplingMode.SAMPLED, sample_drafts=False, asked=Asked(), adjusting=0)
-        return measured in self._paying and self._graphs.capture(padded)
+        return self._saves.get(measured, 0.0) > than and self._graphs.capture(padded)
 
     def run(self, program: MixedProgram, work: Sequence[Any]) -> MixedOutcome:
         """As `MixedProgram.inputs` has its work; in the outcome, rows of padding come after the others."""
@@ -121,13 +124,14 @@ class Mixing:
             for tokens, chunks in _prompt_sizes(size)
             if tokens <= max_tokens
         ]
-        return [program for program in found if program not in self._paying]
+        return [program for program in found if program not in self._saves]
 
     def learn(self, program: MixedProgram, *, seconds: float, round_seconds: float, prompt_seconds: float) -> bool:
         """Learn how long a candidate takes, and its parts apart; whether it pays."""
-        if seconds >= round_seconds + prompt_seconds:
+        saved = round_seconds + prompt_seconds - seconds
+        if saved <= 0:
             return False
-        self._paying.add(program)
+        self._saves[program] = saved / round_seconds
         key, tokens = (program.round.batch, program.round.draft), program.prompts.tokens - 1
         if key not in self._along or (seconds <= MOST_STALL * round_seconds and tokens > self._along[key]):
             self._along[key] = tokens

@@ -243,8 +243,8 @@ class Runner:
     def prompts_along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
         return None if self.mixing is None else self.mixing.along(batch, arm)
 
-    def mixes(self, batch: ScheduledBatch) -> bool:
-        """Whether round and prompts of a batch can be one pass, and are better so.
+    def mixes(self, batch: ScheduledBatch, than: float = 0.0) -> bool:
+        """Whether round and prompts of a batch can be one pass, and are better so: `than` as in `Mixing.takes`.
 
         Not with trees, where the host comes in between, and where a newcomer's logits are changed or its prompt's
         log-probabilities are wanted.
@@ -256,7 +256,7 @@ class Runner:
         newcomers = [chunk.request for chunk in batch.chunks]
         if batch.needs_host or any(one.adjusts or one.constraint or one.wants_prompt_logprobs for one in newcomers):
             return False
-        return self.mixing.takes(self._mixed_program(batch))
+        return self.mixing.takes(self._mixed_program(batch), than)
 
     def _mixed_program(self, batch: ScheduledBatch) -> MixedProgram:
         sampling = SamplingMode.needed_by(batch.requests)

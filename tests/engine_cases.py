@@ -23,7 +23,6 @@ from fledge.engine.arms import PLAIN, Acceptance, Arm
 from fledge.engine.config import EngineConfig, SpeculativeConfig
 from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable, RoundCosts
-from fledge.engine.device_state import DeviceState
 from fledge.engine.engine import LLMEngine
 from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.mixing import MixedProgram, Mixing
@@ -283,10 +282,8 @@ def verify_share(engine: LLMEngine, share: float | None) -> AnyBudget:
 class AnyMixing(Mixing):
     """Takes every step with prompts that can be one pass, with at most `bound` tokens of them; None: any number."""
 
-    def __init__(self, state: DeviceState, graphs: GraphRunner | None, bound: int | None) -> None:
-        super().__init__(state, graphs)
-        self.bound = bound
-        self.steps: Counter[bool] = Counter()  # by whether they were one pass
+    bound: int | None
+    steps: Counter[bool]  # by whether they were one pass
 
     def along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
         return None if self.bound is None else (arm, self.bound)
@@ -299,7 +296,8 @@ class AnyMixing(Mixing):
 
 def mix(engine: LLMEngine, bound: int | None = None) -> AnyMixing:
     """Let an engine read prompts along with rounds; return what decides it."""
-    mixing = engine.runner.mixing = AnyMixing(engine.runner.state, engine.runner.graphs, bound)
+    mixing = engine.runner.mixing = AnyMixing(engine.runner.state, engine.runner.graphs)
+    mixing.bound, mixing.steps = bound, Counter()
     return mixing
 
 

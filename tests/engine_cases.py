@@ -25,7 +25,6 @@ from fledge.engine.controller import AdaptiveDepth, DepthPolicy, wanted_depth
 from fledge.engine.costs import MIN_SAMPLES, CostTable, RoundCosts
 from fledge.engine.engine import LLMEngine
 from fledge.engine.graphs import GraphRunner, batch_sizes
-from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
 from fledge.layers.dense_cache import DenseCache
@@ -277,28 +276,6 @@ def verify_share(engine: LLMEngine, share: float | None) -> AnyBudget:
     if engine.runner.graphs is not None:
         engine.runner.graphs.budgets = budget.budgets
     return budget
-
-
-class AnyMixing(Mixing):
-    """Takes every step with prompts that can be one pass, with at most `bound` tokens of them; None: any number."""
-
-    bound: int | None
-    steps: Counter[bool]  # by whether they were one pass
-
-    def along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
-        return None if self.bound is None else (arm, self.bound)
-
-    def takes(self, program: MixedProgram, than: float = 0.0) -> bool:
-        fits = self._graphs is None or self.padded(program) is not None
-        self.steps[fits] += 1
-        return fits
-
-
-def mix(engine: LLMEngine, bound: int | None = None) -> AnyMixing:
-    """Let an engine read prompts along with rounds; return what decides it."""
-    mixing = engine.runner.mixing = AnyMixing(engine.runner.state, engine.runner.graphs)
-    mixing.bound, mixing.steps = bound, Counter()
-    return mixing
 
 
 def run(engine: LLMEngine, limit: int = 2000) -> list[RequestUpdate]:

@@ -36,8 +36,9 @@ from fledge.models.config import TargetConfig
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
-from tests.engine_cases import AnyBudget, AnyDepth, add_request, mix, speculation, verify_share
+from tests.engine_cases import AnyBudget, AnyDepth, add_request, speculation, verify_share
 from tests.gpu.script import run_checks
+from tests.mixing_cases import mix
 from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 GPU = "cuda"

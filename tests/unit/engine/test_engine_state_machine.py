@@ -37,9 +37,9 @@ from tests.engine_cases import (
     answer_of,
     drafter,
     make_engine,
-    mix,
     verify_share,
 )
+from tests.mixing_cases import mix
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
 MAX_DEPTH = 4

@@ -17,10 +17,10 @@ from tests.engine_cases import (
     drafter,
     greedy,
     make_engine,
-    mix,
     run_checking_drafts,
     sampled,
 )
+from tests.mixing_cases import mix
 
 ASKS = [
     greedy([2, 3, 4], 14),

@@ -12,7 +12,8 @@ from fledge.engine.engine import NOT_FINITE, LLMEngine
 from fledge.engine.protocol import DeadEngineError
 from fledge.engine.scheduler import ScheduledBatch
 from fledge.models.drafter.base import Drafter, DraftStates
-from tests.engine_cases import VOCAB, Ask, answer_of, answers, drafter, greedy, make_engine, mix, run, sampled, target
+from tests.engine_cases import VOCAB, Ask, answer_of, answers, drafter, greedy, make_engine, run, sampled, target
+from tests.mixing_cases import mix
 
 ASKS = [greedy([2, 3, 4], 20), sampled([3, 3, 2, 5], 18, seed=4), greedy([4, 2], 25), sampled([5, 4, 2], 16, seed=9)]
 LATE = pytest.mark.parametrize("read_late", [False, True])

@@ -38,6 +38,7 @@ from fledge.models.drafter.variants import EAGLE_1
 from fledge.models.target.decoder import TargetModel
 from tests.engine_cases import AnyBudget, AnyDepth, add_request, speculation, verify_share
 from tests.gpu.script import run_checks
+from tests.mixing_cases import mix
 from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, drafter_configs, make_drafter, make_target
 
 GPU = "cuda"
@@ -162,16 +163,18 @@ def random_mix(
     count: int,
     *,
     budgets: bool = False,
+    one_pass: bool = False,
     **settings: object,
 ) -> tuple[int, int]:
     """Random requests that join, leave and are aborted; returns how many ended and how many parted at a near-tie.
 
-    `budgets`: of many rounds some drafts only are verified.
+    `budgets`: of many rounds some drafts only are verified. `one_pass`: prompts go with rounds wherever they can.
     """
     chance = random.Random(seed)
     depth = chance.randint(1, 4)
     engine = make_engine(target, drafter, lambda _: depth, **settings)
     budget = verify_share(engine, 0.5) if budgets else AnyBudget(4, None)
+    mixing = mix(engine, chance.choice([None, 7, 40])) if one_pass else None
     vocab = target.config.vocab_size
     stem = [chance.randrange(vocab) for _ in range(70)]
     asked: list[Request] = []
@@ -192,6 +195,7 @@ def random_mix(
         engine.check_integrity()
     assert engine.block_manager.used == 0
     assert not budgets or budget.rounds[True] > 0, budget.rounds
+    assert mixing is None or mixing.steps[True] > 0, mixing.steps
     parted = 0
     for request in asked:
         speculation = None
@@ -261,6 +265,11 @@ def mixes_of_trees() -> None:
 def mixes_of_admitted_drafts() -> None:
     mixes(budgets=True)
     mixes(budgets=True, enforce_eager=True)
+
+
+@check
+def mixes_in_one_pass() -> None:
+    mixes(one_pass=True)
 
 
 @check

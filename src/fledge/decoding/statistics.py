@@ -47,6 +47,12 @@ class AcceptanceStatistics:
         if drafted > 0 and rounds > 0:
             self.tally[drafted, accepted] += rounds
 
+    def count(self, rounds: Iterable[tuple[int, int]]) -> None:
+        """Count rounds, of each how many drafts it had and how many of them stood; some may have had none."""
+        self.tally.update(rounds)
+        for none in [key for key in self.tally if key[0] == 0]:
+            del self.tally[none]
+
     @classmethod
     def merge(cls, parts: Iterable["AcceptanceStatistics"]) -> "AcceptanceStatistics":
         """Pool several tallies into a new one: rounds weigh the same whichever part they come from."""

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fledge.decoding.drafter_statistics import BINS
-from fledge.engine.arms import Arm
+from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.config import SpeculativeConfig
 from fledge.engine.costs import CostTable
 from fledge.engine.request import Request
@@ -260,7 +260,7 @@ class AdmissionPolicy:
             return None
         if not may_admit(requests):
             return None
-        is_greedy = np.array([request.params.is_greedy for request in requests])
+        is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
         known = confidence(requests, depth)
         gains = self._gains.get(depth) if known is None else self._expected(known, is_greedy)
         if gains is None:

@@ -1,6 +1,6 @@
 """What the controller chooses between: an arm for each round, and a kind for each request."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -23,10 +23,9 @@ class RequestKind(StrEnum):
     SAMPLED_DRAFTS = "sampled drafts"  # they are drawn as well and accepted by rejection, which more of them survive
 
     @classmethod
-    def of_round(cls, kinds: Iterable["RequestKind"]) -> "RequestKind":
+    def of_round(cls, kinds: Collection["RequestKind"]) -> "RequestKind":
         """The kind of a round of these: its costliest one's."""
-        found = set(kinds)
-        return next((kind for kind in (cls.SAMPLED_DRAFTS, cls.SAMPLED) if kind in found), cls.GREEDY)
+        return next((kind for kind in (cls.SAMPLED_DRAFTS, cls.SAMPLED) if kind in kinds), cls.GREEDY)
 
 
 Acceptance = Mapping[

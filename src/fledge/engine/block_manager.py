@@ -80,6 +80,10 @@ class BlockManager:
         self.hit_tokens += len(table.blocks) * self.block_size
         return table
 
+    def has_room(self, table: BlockTable, tokens: int) -> bool:
+        """Whether the table has blocks for `tokens` tokens."""
+        return len(table.blocks) * self.block_size >= tokens
+
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Give the table room for `tokens` tokens; False, and nothing taken, when there are not enough blocks."""
         missing = self.blocks_for(tokens) - len(table.blocks)

@@ -88,7 +88,7 @@ class DepthPolicy(Protocol):
         ...
 
     def observe(self, request: Request, *, is_tree: bool, drafted: int, accepted: int) -> None:
-        """Learn what one round did for one request."""
+        """Learn what became of the drafts of one request in a round; or, without any, that it has ended."""
         ...
 
     def observe_round(self, *, arm: Arm, seconds: float) -> None:
@@ -133,7 +133,7 @@ class FixedDepth:
 
 def wanted_depth(requests: Collection[Request]) -> int:
     """No request wants more drafts than this."""
-    return max((request.draft_limit for request in requests if request.draft_until), default=0)
+    return max({request.draft_limit for request in requests if request.draft_until}, default=0)
 
 
 class AdaptiveDepth:

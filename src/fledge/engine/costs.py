@@ -94,8 +94,12 @@ class CostTable:
 
     def discount(self, batch: int, arm: Arm, factor: float) -> None:
         """Say what full rounds cost too much by: fewer drafts verified give as many tokens in `factor` of the time."""
-        before = self._discounts.get((batch.bit_length(), arm), 1.0)
+        before = self.discount_of(batch, arm)
         self._discounts[batch.bit_length(), arm] = before + SMOOTHING * (factor - before)
+
+    def discount_of(self, batch: int, arm: Arm) -> float:
+        """What was said of it lately; 1: nothing."""
+        return self._discounts.get((batch.bit_length(), arm), 1.0)
 
     def cost(self, batch: int, arm: Arm) -> float | None:
         """Return the cost of a round: measured, or between two measured sizes; None if neither, never a guess."""
@@ -125,7 +129,7 @@ class CostTable:
         measured, and if it is a chain at most one other was.
         """
         found = self._estimate(batch, arm)
-        return None if found is None else found * self._discounts.get((batch.bit_length(), arm), 1.0)
+        return None if found is None else found * self.discount_of(batch, arm)
 
     def _estimate(self, batch: int, arm: Arm) -> float | None:
         exact = self.cost(batch, arm)

@@ -161,8 +161,9 @@ class DeviceState:
         placements: list[tuple[int, int, int]] = []
         for request in requests:
             blocks = request.table.blocks
-            placements += [(request.running_row, i, blocks[i]) for i in range(request.placed_blocks, len(blocks))]
-            request.placed_blocks = len(blocks)
+            if request.placed_blocks < len(blocks):
+                placements += [(request.running_row, i, blocks[i]) for i in range(request.placed_blocks, len(blocks))]
+                request.placed_blocks = len(blocks)
         if placements:
             rows, indices, numbers = self.tensor(list(zip(*placements, strict=True)))
             self.block_tables[rows, indices] = numbers.to(torch.int32)

@@ -21,7 +21,7 @@ import torch
 from fledge.decoding.params import SamplingParams
 from fledge.decoding.statistics import AcceptanceStatistics
 from fledge.engine.admission import AdmissionPolicy, budgets_for
-from fledge.engine.arms import PLAIN, Acceptance
+from fledge.engine.arms import PLAIN, Acceptance, RequestKind
 from fledge.engine.block_manager import BlockManager
 from fledge.engine.config import EngineConfig
 from fledge.engine.constraint import TokenConstraint
@@ -166,7 +166,8 @@ class LLMEngine:
             # A request with a seed of its own has the text of that seed, whatever is drafted.
             choice = request.may_sample_drafts = self.config.sample_drafts is None and params.seed is None
             choice = choice and self._depth_policy.samples_drafts(request, self.requests.values(), self._costs)
-            request.sample_drafts = self.config.sample_drafts or choice
+            if self.config.sample_drafts or choice:
+                request.kind = RequestKind.SAMPLED_DRAFTS
         self.requests[request_id] = request
         self.scheduler.add(request)
 
@@ -235,7 +236,7 @@ class LLMEngine:
         self._stats.read_seconds += ended - launched
         if previous is not None and batch.decoding and not (batch.chunks or previous.batch.chunks):
             seconds = max(ended - started - self._device_seconds, 0.0)
-            self._costs.tables[kind_of_round(batch.decoding)].add_host(batch=len(batch.decoding), seconds=seconds)
+            self._costs.tables[batch.kind].add_host(batch=len(batch.decoding), seconds=seconds)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: every block, row and request accounted for."""
@@ -255,23 +256,24 @@ class LLMEngine:
                 arm = self._depth_policy.choose(requests, self._costs.tables[kind_of_round(requests)])
                 assert 0 <= arm.depth <= self.config.max_depth, f"{arm} is beyond what the engine was set up for"
             try:
-                return self._admitted(self.scheduler.schedule(arm))
+                return self._arranged(self.scheduler.schedule(arm, self.runner.prompts_along))
             except MustSettle:
                 self._settle()
 
-    def _admitted(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch, with how many drafts its round verifies."""
-        requests, arm = batch.decoding, batch.verify
+    def _arranged(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch in one pass, or with how many drafts its round verifies: beside prompts all are."""
+        requests, arm, costs = batch.decoding, batch.verify, self._costs.tables[batch.kind]
+        if self.runner.mixes(batch, than=1 - costs.discount_of(len(requests), arm)):
+            return replace(batch, is_mixed=True)
         if self.admission is None or not requests or not arm.depth or arm.is_tree or arm != batch.draft:
             return batch
-        costs = self._costs.tables[kind_of_round(requests)]
         return replace(batch, admit=self.admission.admit(requests, arm.depth, costs, self.runner.confidence))
 
     def _launch(self, batch: ScheduledBatch) -> Launch:
         self._involved = batch.requests
         launch = self.runner.launch(batch)
         self._stats.steps += 1
-        self._stats.prompt_tokens += sum(chunk.end - chunk.start for chunk in batch.chunks)
+        self._stats.prompt_tokens += batch.num_prompt_tokens
         return launch
 
     def _settle(self) -> None:
@@ -287,15 +289,18 @@ class LLMEngine:
         results = self.runner.read(launch)
         now = time.perf_counter()
         self._device_seconds += results.waited
+        told = len(self._updates)
         for result in results.requests:
             if result.request.phase is not Phase.FINISHED:  # it may have ended while this was in flight
                 self._updates.append(self._take(result, now, launch.batch))
+        if launch.batch.verify.depth:
+            self._stats.acceptance.count((one.drafted, one.accepted) for one in self._updates[told:])
         for chunk in launch.batch.chunks:
             request = chunk.request
             if request.phase is not Phase.FINISHED:
                 self.block_manager.commit(request.table, request.tokens, min(chunk.end, request.settled))
         if results.prefill_seconds is not None:
-            self.scheduler.observe_prefill(sum(c.end - c.start for c in launch.batch.chunks), results.prefill_seconds)
+            self.scheduler.observe_prefill(launch.batch.num_prompt_tokens, results.prefill_seconds)
         stats, report, admission = self._stats, results.report, self.admission
         if admission is not None and results.outcomes is not None and admission.observe(results.outcomes):
             self.runner.state.set_acceptance(admission.model.coefficients)
@@ -304,34 +309,34 @@ class LLMEngine:
             stats.num_rounds += 1
             seconds = sum(report.seconds)
             self._device_seconds += 0.0 if self._reads_late else seconds
-            kind = kind_of_round(launch.batch.decoding)
+            kind = launch.batch.kind
             if report.admit is not None and admission is not None:
                 depth, full = report.verify.depth, self._costs.tables[kind]
                 admission.observe_cost(report.batch, depth, report.admit, seconds, full)
-            elif report.verify == report.draft:  # others change the arm: no one's cost
+            elif report.verify == report.draft and not report.prompt_tokens:  # others are no arm's cost
                 self._costs.add(kind, batch=report.batch, arm=report.verify, seconds=seconds)
             self._depth_policy.observe_round(arm=report.draft, seconds=seconds)
         if not results.drafts_finite:
             self._give_up_drafter("it computed values that are not finite")
 
     def _take(self, result: RequestResult, now: float, batch: ScheduledBatch) -> RequestUpdate:
-        request = result.request
+        request, drafted, accepted = result.request, result.drafted, result.accepted
         request.in_flight -= result.in_flight
         if not result.is_finite:
             self.runner.state.clear_blocks(self.block_manager.forget(request.table))
             return self._finish(request, "error", failure=NOT_FINITE)
         known = len(request.tokens)
-        told = request.wants_prompt_logprobs
+        is_first = known == len(request.prompt)
+        told = is_first and request.wants_prompt_logprobs
         tokens = request.accept(result.tokens)
         request.first_token_at = request.first_token_at or now
-        for tally in (request.acceptance, self._stats.acceptance):
-            tally.add(drafted=result.drafted, accepted=result.accepted)
         in_step = request.settled >= known - 1  # the drafter has read all that it drafted from
-        unchosen = result.drafted if in_step and batch.admit is None else 0  # what is admitted is accepted more often
-        is_tree = batch.verify.is_tree
-        self._depth_policy.observe(request, is_tree=is_tree, drafted=unchosen, accepted=result.accepted)
-        if result.drafted > 0:
-            request.rounds.append(RoundRecord(start=known, drafted=result.drafted, accepted=result.accepted))
+        if drafted:
+            request.rounds.append(RoundRecord(known, drafted, accepted))
+        unchosen = drafted if in_step and batch.admit is None else 0  # what is admitted is accepted more often
+        if unchosen or request.finish_reason is not None:
+            is_tree = batch.verify.is_tree
+            self._depth_policy.observe(request, is_tree=is_tree, drafted=unchosen, accepted=accepted)
         if in_step and result.state_norms:
             self._stats.state_growth = self._stats.state_growth.plus(result.state_norms)
         self._stats.output_tokens += len(tokens)
@@ -340,16 +345,11 @@ class LLMEngine:
         if (batch.draft.depth or self.runner.state.drafter is None) and in_step:
             request.settled = max(request.settled, len(request.tokens) - 1)
             self.block_manager.commit(request.table, request.tokens, request.settled)
-        if known > len(request.prompt):  # not its first token: a round has gone well
+        if not is_first:  # a round has gone well
             request.is_suspect = False
-        update = RequestUpdate(
-            request.id,
-            tokens,
-            drafted=result.drafted,
-            accepted=result.accepted,
-            logprobs=None if result.logprobs is None else result.logprobs[: len(tokens)],
-            prompt_logprobs=[TokenLogprobs(request.prompt[0], None), *request.prompt_logprobs] if told else None,
-        )
+        logprobs = None if result.logprobs is None else result.logprobs[: len(tokens)]
+        of_prompt = [TokenLogprobs(request.prompt[0], None), *request.prompt_logprobs] if told else None
+        update = RequestUpdate(request.id, tokens, drafted, accepted, logprobs, of_prompt)
         ended = request.finish_reason
         return update if ended is None else self._finish(request, ended, update, failure=request.failure)
 

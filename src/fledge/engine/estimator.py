@@ -1,6 +1,7 @@
 """How likely drafts are to be accepted, by depth, from those that were: what a round is expected to give."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,27 +33,24 @@ class _DraftCounts:
         self.expected = [0.0]  # accepted drafts of the first n; as of the last `rates`
         self.prior, self.prior_rounds = prior, PRIOR_ROUNDS
         self._counts = np.zeros((2, len(prior)))
-        self._new = [[0] * len(prior), [0] * len(prior)]
-        self._rounds = 0  # in `_new`
+        self._new: Counter[tuple[int, int]] = Counter()  # rounds since then, by drafts reached and accepted
         self.rates()
 
     def add(self, reached: int, accepted: int) -> None:
         """One round of one request."""
-        for k in range(reached):
-            self._new[0][k] += 1
-        for k in range(accepted):
-            self._new[1][k] += 1
-        self._rounds += 1
+        self._new[reached, accepted] += 1
 
     def rates(self) -> Array:
         """Probability that the draft at each depth stands if all before it do. One not tried is as the one before.
 
         As much as the prior has it above or below that one.
         """
-        if self._rounds:
-            self._counts = self._counts * (1 - 1 / MEMORY) ** self._rounds + np.array(self._new)
-            self._new = [[0] * len(self._new[0]) for _ in self._new]
-            self._rounds = 0
+        if self._new:
+            rounds, depths = np.array([*self._new.values()]), np.arange(len(self.prior))
+            has_drafts = np.array([*self._new])[:, :, None] > depths  # [outcomes, 2, depths]
+            new = (rounds[:, None, None] * has_drafts).sum(axis=0)
+            self._counts = self._counts * (1 - 1 / MEMORY) ** int(rounds.sum()) + new
+            self._new.clear()
         rates: list[float] = []
         for depth, (reached, accepted) in enumerate(self._counts.T.tolist()):
             prior = self.prior[depth] if not depth else rates[-1] * self.prior[depth] / self.prior[depth - 1]

@@ -1,4 +1,4 @@
-"""Rounds and prompts as CUDA graphs: which programs there are, and the captured ones.
+"""Rounds and prompts as CUDA graphs: which programs there are, and the captured ones. `mixing.py` has those of both.
 
 Launched one by one from Python, the kernels of a round or a short prompt take many times as long as the device needs
 for them; a graph replays a whole program with one launch. It reads its inputs from a fixed tensor and everything else
@@ -8,7 +8,7 @@ that nobody reads. Long prompts keep the device busy for longer than they take t
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -55,11 +55,16 @@ class RoundProgram(NamedTuple):
         adjusting = entries_adjusting(requests, self.adjusting, self.batch)
         return state.tensor([*rows, *self.asked.entries(requests), *adjusting])
 
-    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+    def unpack(self, state: DeviceState, packed: Tensor) -> tuple[Sampler, Tensor | None]:
+        """Take apart what `inputs` put together; the second are the entries that ask for log-probabilities."""
         rows, asking, adjusting = packed.tensor_split((self.batch, self.batch + self.asked.size))
         sampler = Sampler(state, rows, self.sampling, adjusting.view(2, -1) if self.adjusting else None)
+        return sampler, asking if self.asked else None
+
+    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Request] = ()) -> PassOutcome:
+        sampler, asking = self.unpack(state, packed)
         if on_host:
-            sampler = HostSampler(on_host, state, state.drafted(rows, self.verify), sampler.adjusting)
+            sampler = HostSampler(on_host, state, state.drafted(sampler.rows, self.verify), sampler.adjusting)
         return run_round(
             state,
             sampler,
@@ -67,7 +72,7 @@ class RoundProgram(NamedTuple):
             draft=self.draft,
             sample_drafts=self.sample_drafts,
             admit=self.admit,
-            asking=asking if self.asked else None,
+            asking=asking,
             top=self.asked.top,
         )
 
@@ -96,11 +101,14 @@ class PromptProgram(NamedTuple):
             state, chunks, tokens=self.tokens, rows=self.chunks, more=[*self.asked.entries(requests), *adjusting]
         )
 
-    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
+    def unpack(self, state: DeviceState, packed: Tensor) -> tuple[PrefillInputs, Sampler]:
         inputs = PrefillInputs.of(
             packed, tokens=self.tokens, chunks=self.chunks, max_chunk=self.max_chunk, asked=self.asked.size
         )
-        sampler = Sampler(state, inputs.rows, self.sampling, inputs.adjusting if self.adjusting else None)
+        return inputs, Sampler(state, inputs.rows, self.sampling, inputs.adjusting if self.adjusting else None)
+
+    def run(self, state: DeviceState, packed: Tensor, on_host: Sequence[Chunk] = ()) -> PassOutcome:
+        inputs, sampler = self.unpack(state, packed)
         if any(chunk.chooses and chunk.request.needs_host for chunk in on_host):
             sampler = HostSampler([chunk.request for chunk in on_host], state, adjusting=sampler.adjusting)
         asks = any(chunk.prompt_rows for chunk in on_host)
@@ -115,7 +123,17 @@ class PromptProgram(NamedTuple):
         )
 
 
-Program = RoundProgram | PromptProgram
+class Program(Protocol):
+    """What can be captured: a device program of a fixed size, told apart by its fields."""
+
+    @property
+    def uses_drafter(self) -> bool: ...
+
+    def inputs(self, state: DeviceState, work: Sequence[Any]) -> Tensor:
+        """Lay out on the device what it is to work on; nothing: nobody's rows."""
+        ...
+
+    def run(self, state: DeviceState, packed: Tensor) -> Any: ...
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -137,8 +155,9 @@ class GraphRunner:
         self.sizes = sizes
         self.budgets = budgets  # of drafts
         self.coarse = False
+        self.arms: Sequence[Arm] = ()  # that there are
         self.prompt_arms: Sequence[Arm] = ()  # what is captured of prompts; others are captured when they come
-        self.captured: dict[Program, tuple[Tensor, Callable[[], PassOutcome]]] = {}  # inputs and replay
+        self.captured: dict[Program, tuple[Tensor, Callable[[], Any]]] = {}  # inputs, and replay, with what `run` gives
         self._state = state
         self._capacity = capacity
         self._pool: Any = None  # of graph memory; torch gives its type no public name
@@ -146,6 +165,10 @@ class GraphRunner:
 
     def round(self, program: RoundProgram, requests: Sequence[Request]) -> PassOutcome:
         """Run a round; in its outcome, rows of padding come after the others."""
+        return cast("PassOutcome", self.play(self.padded_round(program), requests))
+
+    def padded_round(self, program: RoundProgram) -> RoundProgram:
+        """The program of a size that there are graphs of, that this one runs as."""
         sizes = self._round_sizes(program.draft)
         batch = next(size for size in sizes if size >= program.batch)
         adjusting = next(size for size in SIZES if size >= program.adjusting)
@@ -153,16 +176,14 @@ class GraphRunner:
         if admit is not None:
             admit = next((size for size in self.budgets.sizes(batch, program.verify.depth) if size >= admit), None)
         # Drawing drafts that nobody wants drawn costs little, a second set of graphs does not.
-        sample_drafts = program.sampling is SamplingMode.SAMPLED and self._samples(program.draft)
-        padded = program._replace(
+        sample_drafts = program.sampling is SamplingMode.SAMPLED and self.samples(program.draft)
+        return program._replace(
             batch=batch,
             sample_drafts=program.sample_drafts or sample_drafts,
             asked=program.asked.of(batch),
             adjusting=adjusting,
             admit=admit,
         )
-        outcome = self._replay(padded, requests)
-        return self._play(padded, padded.inputs(self._state, requests)) if outcome is None else outcome
 
     def prefill(self, program: PromptProgram, chunks: Sequence[Chunk]) -> PassOutcome:
         """Read the chunks: as a graph, or if there are too many or they are too long for one, as they are.
@@ -172,22 +193,20 @@ class GraphRunner:
         count = next((size for size in PROMPT_CHUNKS if size >= program.chunks), 0)
         least = max(program.tokens + 1, PROMPT_CHUNKS.get(count, 0))
         tokens = next((size for size in PROMPT_TOKENS if size >= least), 0)
-        draft = program.draft
-        if draft.depth and not draft.is_tree and draft not in self.prompt_arms:
-            draft = next((arm for arm in self.prompt_arms if arm.depth and not arm.is_tree), draft)
+        draft = self.prompt_arm(program.draft)
         # A few rows more or less to sample cost nothing, a second set of graphs does.
         sampling = SamplingMode.SAMPLED if program.sampling is SamplingMode.GREEDY else program.sampling
         adjusting = next(size for size in SIZES if size >= program.adjusting)
-        sample_drafts = self._samples(draft)
+        sample_drafts = self.samples(draft)
         program = program._replace(draft=draft, sampling=sampling, sample_drafts=sample_drafts, adjusting=adjusting)
         if tokens and count:
             asked = program.asked.of(count)
-            outcome = self._replay(program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked), chunks)
-            if outcome is not None:
-                return outcome
+            padded = program._replace(tokens=tokens, chunks=count, max_chunk=tokens, asked=asked)
+            if self.capture(padded):
+                return cast("PassOutcome", self.play(padded, chunks))
         tokens = -(-(program.tokens + 1) // LONG_TOKENS) * LONG_TOKENS
         padded = program._replace(tokens=tokens, chunks=-(-program.chunks // LONG_CHUNKS) * LONG_CHUNKS)
-        return self._play(padded, padded.inputs(self._state, chunks))
+        return cast("PassOutcome", self._play(padded, padded.inputs(self._state, chunks)))
 
     def compile_long_prompts(self, *, max_batch: int, max_tokens: int) -> None:
         """Run prompts that are too many for a graph once, with nothing in them: their kernels are compiled then."""
@@ -196,7 +215,7 @@ class GraphRunner:
             tokens = min(PROMPT_TOKENS[-1], -(-max_tokens // LONG_TOKENS) * LONG_TOKENS) + LONG_TOKENS
             has_drafter = self._state.drafter is not None
             program = PromptProgram(
-                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self._samples(arm)
+                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self.samples(arm)
             )
             self._play(program, program.inputs(self._state, []))
 
@@ -208,24 +227,24 @@ class GraphRunner:
         has_drafter = self._state.drafter is not None
         self.coarse = len(arms) > 2
         programs: list[Program] = [
-            RoundProgram(size, arm, arm, sampling, sampling is SamplingMode.SAMPLED and self._samples(arm), admit=admit)
+            RoundProgram(size, arm, arm, sampling, sampling is SamplingMode.SAMPLED and self.samples(arm), admit=admit)
             for sampling in (SamplingMode.GREEDY, SamplingMode.SAMPLED)
             for arm in sorted(arms)
             for size in reversed(self._round_sizes(arm))
             if size <= max_batch
             for admit in (None, *(() if arm.is_tree else self.budgets.sizes(size, arm.depth)))
         ]
-        self.prompt_arms = self._prompt_arms(arms)
+        self.arms, self.prompt_arms = sorted(arms), self._prompt_arms(arms)
         programs += (
             PromptProgram(
-                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self._samples(arm)
+                tokens, chunks, tokens, arm, has_drafter, SamplingMode.SAMPLED, sample_drafts=self.samples(arm)
             )
             for arm in self.prompt_arms
             for tokens, chunks in _prompt_sizes(max_tokens, max_batch)
         )
         return [program for program in programs if program not in self.captured]
 
-    def _samples(self, arm: Arm) -> bool:
+    def samples(self, arm: Arm) -> bool:
         """Whether drafts of this arm may have to be drawn at random."""
         return self._state.can_sample_drafts and arm.depth > 0 and not arm.is_tree
 
@@ -235,6 +254,12 @@ class GraphRunner:
         if len(chains) > 2:
             chains = [PLAIN, Arm(min(USUAL_DEPTH, chains[-1].depth))]
         return [*chains, *(arm for arm in sorted(arms) if arm.is_tree)]
+
+    def prompt_arm(self, draft: Arm) -> Arm:
+        """What is captured of prompts in place of a chain that is not."""
+        if not draft.depth or draft.is_tree or draft in self.prompt_arms:
+            return draft
+        return next((arm for arm in self.prompt_arms if arm.depth and not arm.is_tree), draft)
 
     def _round_sizes(self, draft: Arm) -> Sequence[int]:
         """The batch sizes of rounds: where many arms are captured, fewer of those that draft."""
@@ -255,7 +280,7 @@ class GraphRunner:
             self.captured[program] = inputs, self.record(lambda: self._play(program, inputs))
         return program in self.captured
 
-    def record(self, play: Callable[[], PassOutcome]) -> Callable[[], PassOutcome]:
+    def record(self, play: Callable[[], Any]) -> Callable[[], Any]:
         """Return what does the same as `play`, with one launch. Results of one call are overwritten by the next.
 
         Plays once aside first, so that kernels are compiled and libraries set up.
@@ -274,20 +299,22 @@ class GraphRunner:
                 graph.capture_end()
         self._pool = graph.pool()
 
-        def replay() -> PassOutcome:
+        def replay() -> Any:
             graph.replay()
             return outcome
 
         return replay
 
-    def _replay(self, program: Program, work: Sequence[Any]) -> PassOutcome | None:
+    def play(self, program: Program, work: Sequence[Any]) -> Any:
+        """Run a program on `work`, as a graph if there is room for one; return what it does."""
+        given = program.inputs(self._state, work)
         if not self.capture(program):
-            return None
+            return self._play(program, given)
         inputs, replay = self.captured[program]
-        inputs.copy_(program.inputs(self._state, work), non_blocking=True)
+        inputs.copy_(given, non_blocking=True)
         return replay()
 
-    def _play(self, program: Program, inputs: Tensor) -> PassOutcome:
+    def _play(self, program: Program, inputs: Tensor) -> Any:
         outcome = program.run(self._state, inputs)
         self._state.reset_padding()
         return outcome

@@ -31,7 +31,7 @@ from fledge.kernels.round_ends import OpenedRound, SettledRound, count_drafts, d
 from fledge.kernels.sample import choose
 from fledge.kernels.timestamp import timestamp
 from fledge.kernels.tree_ends import OpenedTrees
-from fledge.layers.paged_cache import ChunkPass, PagedCache, PagedPass
+from fledge.layers.paged_cache import ChunkPass, MixedPass, PagedCache, PagedPass
 from fledge.models.drafter.base import Drafter, DraftStates
 from fledge.models.target.decoder import TargetStates
 
@@ -127,9 +127,7 @@ def run_round(
     if asking is not None:
         decided_by = decided_by.view(len(rows), width)[asking].flatten()
         logprobs = LogprobsTensors.from_logits(logits[decided_by], tokens[asking].flatten(), top)
-    if sampler.adjusting is not None:
-        entries, slots = sampler.adjusting
-        state.adjustments.count(slots, tokens[entries.clamp(max=len(rows) - 1)])
+    count_adjusted(state, sampler, tokens)
     settled = settle_round(rows, state, opened, tokens, accepted, draft.depth)
     clock.mark()
     health = torch.empty(
@@ -149,7 +147,7 @@ def run_round(
             storage = state.ragged_storage(state.drafter_cache, opened, fed)
         else:
             storage = state.storage(state.drafter_cache, settled.places.tables, opened.context, opened.slots)
-        health[:, width:] = _extend_drafter(
+        health[:, width:] = extend_drafter(
             state, rows, states, positions, storage, settled, draft, sample_drafts=sample_drafts
         )
     clock.mark()
@@ -164,12 +162,19 @@ def run_round(
     )
 
 
-def _extend_drafter(
+def count_adjusted(state: DeviceState, sampler: Sampler, tokens: Tensor) -> None:
+    """Take down what was emitted for those whose logits were adjusted: tokens [batch, width], then PADDING."""
+    if sampler.adjusting is not None:
+        entries, slots = sampler.adjusting
+        state.adjustments.count(slots, tokens[entries.clamp(max=len(tokens) - 1)])
+
+
+def extend_drafter(
     state: DeviceState,
     rows: Tensor,
     states: TargetStates,
     positions: Tensor,
-    storage: PagedPass,
+    storage: PagedPass | MixedPass,
     settled: SettledRound,
     arm: Arm,
     *,
@@ -300,49 +305,64 @@ def run_prefill(
     """
     drafter = state.drafter  # reads along even if nothing is drafted now: its rows are needed when it is
     aux_layer_ids = drafter.aux_layer_ids if drafter is not None else ()
-    tables = state.block_tables[inputs.rows]
-
-    def storage(cache: PagedCache) -> ChunkPass:
-        return ChunkPass(
-            cache=cache,
-            block_tables=tables,
-            context_lens=inputs.context_lens,
-            query_starts=inputs.query_starts.to(torch.int32),
-            slots=inputs.slots,
-            max_chunk=inputs.max_chunk,
-            max_context=state.max_length,
-        )
-
-    states = state.target(inputs.tokens, inputs.positions, storage(state.target_cache), aux_layer_ids)
+    storage = chunk_storage(state, inputs, state.target_cache)
+    states = state.target(inputs.tokens, inputs.positions, storage, aux_layer_ids)
     final = states.final[inputs.ends]
     logits = state.target.logits(final)
-    decided = inputs.lengths[:, None]
+    first_tokens, logprobs = choose_first(state, inputs, sampler, logits, top)
+    health = [final.sum(-1, dtype=torch.float32)[:, None]]
+    if state.drafter_cache is not None and drafter is not None:
+        settled = settle_prompts(state, inputs, draft.depth)
+        storage = chunk_storage(state, inputs, state.drafter_cache)
+        rows, positions = inputs.settled_rows, inputs.positions
+        health.append(
+            extend_drafter(state, rows, states, positions, storage, settled, draft, sample_drafts=sample_drafts)
+        )
+    return PassOutcome(
+        tokens=first_tokens[:, None],
+        health=torch.cat(health, dim=1),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs(state, chunks, states.final) if chunks else (),
+    )
+
+
+def chunk_storage(state: DeviceState, inputs: PrefillInputs, cache: PagedCache) -> ChunkPass:
+    return ChunkPass(
+        cache=cache,
+        block_tables=state.block_tables[inputs.rows],
+        context_lens=inputs.context_lens,
+        query_starts=inputs.query_starts.to(torch.int32),
+        slots=inputs.slots,
+        max_chunk=inputs.max_chunk,
+        max_context=state.max_length,
+    )
+
+
+def choose_first(
+    state: DeviceState, inputs: PrefillInputs, sampler: Sampler, logits: Tensor, top: int
+) -> tuple[Tensor, LogprobsTensors | None]:
+    """Choose the tokens after the chunks by `logits` of their last ones, where they are not known. Writes them down.
+
+    Returns them [chunks], and the log-probabilities that were asked for.
+    """
+    decided, asking = inputs.lengths[:, None], inputs.asking
     choices = sampler.choices(sampler.adjusted(logits, decided), decided)
-    if sampler.adjusting is not None:
-        entries, slots = sampler.adjusting
-        places = entries.clamp(max=len(choices) - 1)
-        state.adjustments.count(slots, torch.where(inputs.chooses != 0, choices, PADDING)[places, None])
+    count_adjusted(state, sampler, torch.where(inputs.chooses != 0, choices, PADDING)[:, None])
     first_tokens = torch.where(inputs.chooses != 0, choices, inputs.following[inputs.ends])
     inputs.following[inputs.ends] = first_tokens
     rows = inputs.settled_rows
     state.length[rows] = inputs.lengths
     state.last_token[rows] = first_tokens
     state.draft_count.index_fill_(0, rows, 0)  # assigning a number would copy it from the host, which graphs cannot
-    health = [final.sum(-1, dtype=torch.float32)[:, None]]
-    if state.drafter_cache is not None and drafter is not None:
-        length = state.length[rows]
-        places = draft_places(length, state.block_tables[rows], depth=draft.depth, block_size=state.block_size)
-        settled = SettledRound(tokens=inputs.following, last_rows=inputs.ends, places=places)
-        along = storage(state.drafter_cache)
-        health.append(
-            _extend_drafter(state, rows, states, inputs.positions, along, settled, draft, sample_drafts=sample_drafts)
-        )
-        if draft.depth:
-            count_drafts(rows, state, length, draft.depth)
-    asking = inputs.asking
-    return PassOutcome(
-        tokens=first_tokens[:, None],
-        health=torch.cat(health, dim=1),
-        logprobs=LogprobsTensors.from_logits(logits[asking], choices[asking], top) if len(asking) else None,
-        prompt_logprobs=prompt_logprobs(state, chunks, states.final) if chunks else (),
-    )
+    told = LogprobsTensors.from_logits(logits[asking], choices[asking], top) if len(asking) else None
+    return first_tokens, told
+
+
+def settle_prompts(state: DeviceState, inputs: PrefillInputs, depth: int) -> SettledRound:
+    """Lay out what the drafter reads of chunks after which all tokens are known, and up to `depth` drafts of each."""
+    rows = inputs.settled_rows
+    length = state.length[rows]
+    if depth:
+        count_drafts(rows, state, length, depth)
+    places = draft_places(length, state.block_tables[rows], depth=depth, block_size=state.block_size)
+    return SettledRound(tokens=inputs.following, last_rows=inputs.ends, places=places)

@@ -84,6 +84,7 @@ class RoundReport(NamedTuple):
     tokens: int  # chosen in it, in all
     seconds: PhaseSeconds
     admit: int | None = None  # drafts that were verified, of all requests together; None: all there were
+    prompt_tokens: int = 0  # that were read in the same pass: its seconds are of both
 
 
 @dataclass(kw_only=True)

@@ -42,9 +42,13 @@ class Request:
     priority: int = 0  # lower is earlier
     draft_limit: int = UNLIMITED  # no more drafts than this in a round
     may_sample_drafts: bool = False  # nothing says whether its drafts are drawn at random: whatever pays
-    sample_drafts: bool = False  # they are
     cache_salt: bytes = b""  # shares cached blocks only with requests that have the same
     constraint: TokenConstraint | None = None  # what the answer may look like; at the state after `tokens`
+
+    # What follows from the above, once: every step asks it of every request.
+    kind: RequestKind = field(init=False)  # not of drawn drafts, until whoever adds it decides so
+    longest: int = field(init=False)  # tokens that it can have, those of the prompt included
+    adjusts: bool = field(init=False)  # its logits are changed before anything is chosen
 
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
@@ -60,8 +64,7 @@ class Request:
     is_suspect: bool = False  # was in such a step, and has not been through a round since
 
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token on, as far as read
-    acceptance: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
-    rounds: list[RoundRecord] = field(default_factory=list)  # what `acceptance` counts, one by one
+    rounds: list[RoundRecord] = field(default_factory=list)
     drafts_expected: float = 0.0  # to be accepted of its latest drafts, by what is accepted of others'
     drafts_accepted: float = 0.0  # of those: the controller's business, both of them
     cached_tokens: int = 0  # of the prompt, found in the pool when it was admitted
@@ -74,6 +77,13 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.parent = self.parent or self.id
+        p = self.params
+        self.kind = RequestKind.GREEDY if p.is_greedy else RequestKind.SAMPLED
+        self.longest = self.max_length
+        if p.max_tokens is not None:
+            self.longest = min(self.max_length, len(self.prompt) + p.max_tokens)
+        penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        self.adjusts = penalised or p.logit_bias is not None or p.min_tokens > 0
 
     @property
     def running_row(self) -> int:
@@ -82,10 +92,9 @@ class Request:
         return self.row
 
     @property
-    def kind(self) -> RequestKind:
-        if self.params.is_greedy:
-            return RequestKind.GREEDY
-        return RequestKind.SAMPLED_DRAFTS if self.sample_drafts else RequestKind.SAMPLED
+    def sample_drafts(self) -> bool:
+        """Whether its drafts are drawn at random."""
+        return self.kind is RequestKind.SAMPLED_DRAFTS
 
     @property
     def output(self) -> list[int]:
@@ -94,12 +103,6 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.prompt)
-
-    @property
-    def longest(self) -> int:
-        """How many tokens it can have, those of the prompt included."""
-        most = self.params.max_tokens
-        return self.max_length if most is None else min(self.max_length, len(self.prompt) + most)
 
     @property
     def ends_in_flight(self) -> bool:
@@ -122,13 +125,6 @@ class Request:
         return self.params.prompt_logprobs is not None and self.chooses_first_token
 
     @property
-    def adjusts(self) -> bool:
-        """Whether its logits are changed before anything is chosen."""
-        p = self.params
-        penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-        return penalised or p.logit_bias is not None or p.min_tokens > 0
-
-    @property
     def needs_host(self) -> bool:
         """Whether the host must see each round before the next: its choices depend on what only the host knows."""
         return self.constraint is not None or (self.adjusts and self.slot is None)
@@ -138,9 +134,13 @@ class Request:
 
         An answer also ends where its constraint is complete: only an end of text could follow.
         """
-        if len(self.tokens) >= self.longest:  # nothing was asked for but to read the prompt
+        room = self.longest - len(self.tokens)
+        if room <= 0:  # nothing was asked for but to read the prompt
             self.finish_reason = "length"
             return []
+        if self.constraint is None and len(tokens) < room and self.stop_ids.isdisjoint(tokens):
+            self.tokens += tokens
+            return tokens
         for count, token in enumerate(tokens, start=1):
             try:
                 if self.constraint is not None and self.failure is None:
@@ -158,6 +158,13 @@ class Request:
             if self.finish_reason is not None:
                 return tokens[:count]
         return tokens
+
+    @property
+    def acceptance(self) -> AcceptanceStatistics:
+        """Of its rounds, worked out anew."""
+        found = AcceptanceStatistics()
+        found.count((done.drafted, done.accepted) for done in self.rounds)
+        return found
 
     def metrics(self) -> RequestMetrics:
         """Return how it went, once it has ended."""
@@ -186,7 +193,7 @@ class Request:
 
 
 def kind_of_round(requests: Iterable[Request]) -> RequestKind:
-    return RequestKind.of_round(request.kind for request in requests)
+    return RequestKind.of_round({request.kind for request in requests})
 
 
 def requests_at_fault(involved: Iterable[Request]) -> list[Request]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,14 +16,16 @@ from fledge.engine.arms import Arm, RequestKind
 from fledge.engine.device_state import DeviceState
 from fledge.engine.graphs import GraphRunner, PromptProgram, RoundProgram
 from fledge.engine.logprobs import Asked, LogprobsTensors, entries_asking
+from fledge.engine.mixing import MixedProgram, Mixing
 from fledge.engine.outputs import TokenLogprobs
 from fledge.engine.passes import PassOutcome
 from fledge.engine.protocol import PhaseSeconds, RoundReport
-from fledge.engine.request import Request
+from fledge.engine.request import Request, kind_of_round
 from fledge.engine.sampler import SamplingMode
 from fledge.engine.scheduler import ScheduledBatch
 
 SAMPLED_ROUNDS = 8  # of as many that draft, the drafter's states are looked at in one
+SAMPLED_REQUESTS = 16  # of about so many in it: each takes time
 
 Results = TypeVar("Results", PassOutcome, LogprobsTensors)
 
@@ -38,11 +40,15 @@ class Launch(NamedTuple):
 
     def wait(self) -> float:
         """Wait for the results; return the seconds that prompts took."""
-        begun, done = self.times
-        if not isinstance(done, torch.cuda.Event):
-            return float(done - begun)
-        done.synchronize()
-        return float(begun.elapsed_time(done)) * 1e-3
+        return _seconds_between(*self.times)
+
+
+def _seconds_between(begun: Any, done: Any) -> float:
+    """Wait for the second of two times, as `Launch` has them."""
+    if not isinstance(done, torch.cuda.Event):
+        return float(done - begun)
+    done.synchronize()
+    return float(begun.elapsed_time(done)) * 1e-3
 
 
 def _to_host(outcome: PassOutcome) -> PassOutcome:
@@ -69,7 +75,8 @@ def _outcomes(requests: Sequence[Request], outcome: PassOutcome) -> DraftOutcome
     confidence, drafted, accepted = (
         column[: len(requests)].numpy() for column in (outcome.confidence, outcome.drafted, outcome.accepted)
     )
-    return DraftOutcomes(confidence, drafted, accepted, np.array([request.params.is_greedy for request in requests]))
+    is_greedy = np.array([request.kind is RequestKind.GREEDY for request in requests])
+    return DraftOutcomes(confidence, drafted, accepted, is_greedy)
 
 
 class RequestResult(NamedTuple):
@@ -92,7 +99,7 @@ class StepResults:
     requests: list[RequestResult] = field(default_factory=list)
     report: RoundReport | None = None  # of its round
     outcomes: DraftOutcomes | None = None  # of its drafts; None: none were verified, or a grammar had a say
-    prefill_seconds: float | None = None  # None: it read no prompts
+    prefill_seconds: float | None = None  # of the pass that read prompts, with a round or not; None: none did
     waited: float = 0.0  # seconds that the host had nothing to do but wait for the device
     drafts_finite: bool = True  # what the drafter computed was, where the target's states were
 
@@ -103,6 +110,7 @@ class Runner:
     def __init__(self, state: DeviceState, graphs: GraphRunner | None = None) -> None:
         self.state = state
         self.graphs = graphs
+        self.mixing = Mixing(state, graphs) if state.device.type == "cuda" else None
         self._rounds_drafted = 0
 
     @torch.inference_mode()
@@ -111,6 +119,11 @@ class Runner:
         if admitted:
             self.state.begin(admitted)
         self.state.place_blocks(batch.requests)
+        if batch.is_mixed:
+            assert self.mixing is not None
+            begun, work = self._take_time(), (batch.decoding, batch.chunks)
+            both = self.mixing.run(self._mixed_program(batch), work)
+            return Launch(batch, _to_host(both.round), _to_host(both.prompts), (begun, self._take_time()))
         decoded = _to_host(self._launch_round(batch)) if batch.decoding else None
         begun = self._take_time()
         prefilled = _to_host(self._launch_prefill(batch)) if batch.chunks else None
@@ -125,10 +138,16 @@ class Runner:
         return event
 
     @torch.inference_mode()
+    def time(self, play: Callable[[], object]) -> float:
+        """Seconds that what is launched so takes the device."""
+        begun, _, done = self._take_time(), play(), self._take_time()
+        return _seconds_between(begun, done)
+
+    @torch.inference_mode()
     def time_round(self, batch: int, arm: Arm, kind: RequestKind, admit: int | None = None) -> float:
         """Seconds of a round of nobody's: `batch` times the padding row."""
         sampling = SamplingMode.GREEDY if kind is RequestKind.GREEDY else SamplingMode.SAMPLED
-        program = RoundProgram(batch, arm, arm, sampling, _draws([kind], arm), admit=admit)
+        program = RoundProgram(batch, arm, arm, sampling, _draws(kind, arm), admit=admit)
         if self.graphs is not None:
             stamps = self.graphs.round(program, []).stamps
         else:
@@ -159,16 +178,22 @@ class Runner:
         results.waited = time.perf_counter() - asked
         if launch.round is not None:
             self._rounds_drafted += batch.draft.depth > 0
-            is_sampled = batch.draft.depth > 0 and self._rounds_drafted % SAMPLED_ROUNDS == 0
+            turn, rest = divmod(self._rounds_drafted, SAMPLED_ROUNDS)
+            every = -(-len(batch.decoding) // SAMPLED_REQUESTS)
+            is_sampled = batch.draft.depth > 0 and rest == 0
+            sampled = range(turn % every, len(batch.decoding), every) if is_sampled else range(0)
             entries = [(request, True, True) for request in batch.decoding]
-            self._read(launch.round, entries, results, is_sampled=is_sampled)
+            self._read(launch.round, entries, results, sampled)
             stamps = launch.round.stamps
             assert stamps is not None
             seconds = PhaseSeconds(*(stamps.diff().double() * 1e-9).tolist())
             chosen = sum(len(result.tokens) for result in results.requests)
-            if batch.verify.depth and not any(request.needs_host for request in batch.decoding):
+            if batch.verify.depth and not batch.needs_host:
                 results.outcomes = _outcomes(batch.decoding, launch.round)
-            results.report = RoundReport(len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit)
+            along = batch.num_prompt_tokens if batch.is_mixed else 0
+            results.report = RoundReport(
+                len(batch.decoding), batch.verify, batch.draft, chosen, seconds, batch.admit, along
+            )
         if launch.prefill is not None:
             chunks = [(chunk.request, chunk.chooses, chunk.completes) for chunk in batch.chunks]
             self._read(launch.prefill, chunks, results)
@@ -185,57 +210,91 @@ class Runner:
         outcome: PassOutcome,
         entries: list[tuple[Request, bool, bool]],
         results: StepResults,
-        *,
-        is_sampled: bool = False,
+        sampled: range = range(0),
     ) -> None:
-        """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did)."""
+        """Add what a pass did for each request: (request, whether it chose tokens, whether it drafted if any did).
+
+        Of the entries `sampled`, the norms of the drafter's states too.
+        """
         width, nothing = outcome.tokens.shape[1], [0] * len(entries)
-        tokens, health = outcome.tokens.tolist(), outcome.health.tolist()
+        tokens, health = outcome.tokens.tolist(), outcome.health[: len(entries)]
+        all_finite = bool(health.isfinite().all())
+        of_states = health.tolist() if sampled or not all_finite else ()
         accepted = nothing if outcome.accepted is None else outcome.accepted.tolist()
         drafted = nothing if outcome.drafted is None else outcome.drafted.tolist()
         asking = {i: n for n, i in enumerate(entries_asking([request for request, *_ in entries]))}
         for i, (request, chose, drafts) in enumerate(entries):
             kept = tokens[i][: accepted[i] + 1]
-            is_finite = all(map(math.isfinite, health[i][: len(kept)]))
+            is_finite = all_finite or all(map(math.isfinite, of_states[i][: len(kept)]))
             if chose:
                 logprobs = None
                 if i in asking and outcome.logprobs is not None:
                     logprobs = outcome.logprobs.read(asking[i] * width, kept, request.params.logprobs)
-                norms = health[i][width:-1] if is_sampled and request.draft_until else ()
+                norms = of_states[i][width:-1] if i in sampled and request.draft_until else ()
                 results.requests.append(
                     RequestResult(request, kept, drafted[i], accepted[i], width, is_finite, logprobs, norms)
                 )
             # Behind a target that has gone wrong, a drafter cannot be right.
-            if drafts and request.draft_until and is_finite and not all(map(math.isfinite, health[i][width:])):
+            if all_finite or not (drafts and request.draft_until and is_finite):
+                continue
+            if not all(map(math.isfinite, of_states[i][width:])):
                 results.drafts_finite = False
 
-    def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
+    def prompts_along(self, batch: int, arm: Arm) -> tuple[Arm, int] | None:
+        return None if self.mixing is None else self.mixing.along(batch, arm)
+
+    def mixes(self, batch: ScheduledBatch, than: float = 0.0) -> bool:
+        """Whether round and prompts of a batch can be one pass, and are better so: `than` as in `Mixing.takes`.
+
+        Not with trees, where the host comes in between, and where a newcomer's logits are changed or its prompt's
+        log-probabilities are wanted.
+        """
+        if self.mixing is None or not (batch.decoding and batch.chunks):
+            return False
+        if batch.verify != batch.draft or batch.draft.is_tree:
+            return False
+        newcomers = [chunk.request for chunk in batch.chunks]
+        if batch.needs_host or any(one.adjusts or one.constraint or one.wants_prompt_logprobs for one in newcomers):
+            return False
+        return self.mixing.takes(self._mixed_program(batch), than)
+
+    def _mixed_program(self, batch: ScheduledBatch) -> MixedProgram:
+        sampling = SamplingMode.needed_by(batch.requests)
+        samples = _draws(kind_of_round(batch.requests), batch.draft)
+        both = MixedProgram(self._round_program(batch), self._prompt_program(batch, batch.draft))
+        return both.with_both(sampling=sampling, sample_drafts=samples)
+
+    def _round_program(self, batch: ScheduledBatch) -> RoundProgram:
         requests = batch.decoding
         sampling, asked = SamplingMode.needed_by(requests), Asked.by(requests)
         adjusting = sum(request.slot is not None for request in requests)
-        sample_drafts = _draws([request.kind for request in requests], batch.verify, batch.draft)
-        program = RoundProgram(
+        sample_drafts = _draws(batch.kind, batch.verify, batch.draft)
+        return RoundProgram(
             len(requests), batch.verify, batch.draft, sampling, sample_drafts, asked, adjusting, batch.admit
         )
-        needs_host = any(request.needs_host for request in requests)
-        if self.graphs is not None and not needs_host:
-            return self.graphs.round(program, requests)
-        return program.run(self.state, program.inputs(self.state, requests), requests if needs_host else ())
 
-    def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
+    def _launch_round(self, batch: ScheduledBatch) -> PassOutcome:
+        program, requests = self._round_program(batch), batch.decoding
+        if self.graphs is not None and not batch.needs_host:
+            return self.graphs.round(program, requests)
+        return program.run(self.state, program.inputs(self.state, requests), requests if batch.needs_host else ())
+
+    def _prompt_program(self, batch: ScheduledBatch, draft: Arm) -> PromptProgram:
         chunks, requests = batch.chunks, [chunk.request for chunk in batch.chunks]
-        lengths = [chunk.end - chunk.start for chunk in chunks]
-        program = PromptProgram(
-            tokens=sum(lengths),
+        return PromptProgram(
+            tokens=batch.num_prompt_tokens,
             chunks=len(chunks),
-            max_chunk=max(lengths),
-            draft=batch.first_draft,
+            max_chunk=max(chunk.end - chunk.start for chunk in chunks),
+            draft=draft,
             has_drafter=self.state.drafter is not None,
             sampling=SamplingMode.needed_by(requests),
-            sample_drafts=_draws([request.kind for request in requests], batch.first_draft),
+            sample_drafts=_draws(kind_of_round(requests), draft),
             asked=Asked.by(requests),
             adjusting=sum(request.slot is not None for request in requests),
         )
+
+    def _launch_prefill(self, batch: ScheduledBatch) -> PassOutcome:
+        program, chunks = self._prompt_program(batch, batch.first_draft), batch.chunks
         needs_host = any((chunk.chooses and chunk.request.needs_host) or chunk.prompt_rows for chunk in chunks)
         if self.graphs is not None and not needs_host:
             return self.graphs.prefill(program, chunks)
@@ -244,6 +303,6 @@ class Runner:
         return outcome
 
 
-def _draws(kinds: Sequence[RequestKind], *arms: Arm) -> bool:
-    """Whether a program for requests of these kinds has to do with drafts that are drawn at random."""
-    return RequestKind.SAMPLED_DRAFTS in kinds and any(arm.depth and not arm.is_tree for arm in arms)
+def _draws(kind: RequestKind, *arms: Arm) -> bool:
+    """Whether a program of this kind has to do with drafts that are drawn at random."""
+    return kind is RequestKind.SAMPLED_DRAFTS and any(arm.depth and not arm.is_tree for arm in arms)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fledge.decoding.random import Stream, in_round, uniform
 from fledge.decoding.sampling import SamplingRows, TokenHistory, choose_at, distribution
 from fledge.decoding.tree import DraftTree, visibility
+from fledge.engine.arms import RequestKind
 from fledge.engine.constraint import Masks, TokenConstraint
 from fledge.engine.device_state import DeviceState
 from fledge.engine.request import Request
@@ -30,7 +31,7 @@ class SamplingMode(StrEnum):
 
     @classmethod
     def needed_by(cls, requests: Sequence[Request]) -> "SamplingMode":
-        sampled = [request.params for request in requests if not request.params.is_greedy]
+        sampled = [request.params for request in requests if request.kind is not RequestKind.GREEDY]
         if not sampled:
             return cls.GREEDY
         filtered = any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in sampled)

@@ -9,16 +9,18 @@ import bisect
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from fledge.engine.arms import PLAIN, Arm
+from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.block_manager import BlockManager
-from fledge.engine.request import Phase, Request
+from fledge.engine.request import Phase, Request, kind_of_round
 
 PREFILL_SECONDS = 0.25  # that the prompts of one step may take: how long a token of somebody else's may be late
 FIRST_CHUNK = 256  # tokens, before it is known how long they take
 LEAST_CHUNK = 32  # tokens, however long they take
+FEW_PROMPTS = 4  # that are read beside a round: they are cut so that it holds up nobody for long
 FEW_NEWCOMERS = 0.25  # of those that decode: for fewer, all others would wait longer than drafts of theirs are worth
 
 
@@ -48,19 +50,38 @@ class ScheduledBatch:
     verify: Arm
     draft: Arm
     admit: int | None = None  # drafts that are verified, of all requests together; None: all there are
+    is_mixed: bool = False  # round and prompts are one pass, in which all draft `draft`
     first_draft: Arm = PLAIN  # for chunks that complete; nothing: nor has their first round anything to verify
 
     @property
     def is_empty(self) -> bool:
         return not self.chunks and not self.decoding
 
-    @property
+    @cached_property
     def requests(self) -> list[Request]:
         return [*(chunk.request for chunk in self.chunks), *self.decoding]
+
+    @cached_property
+    def num_prompt_tokens(self) -> int:
+        """How many its chunks have."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+    @cached_property
+    def kind(self) -> RequestKind:
+        """Of its round."""
+        return kind_of_round(self.decoding)
+
+    @cached_property
+    def needs_host(self) -> bool:
+        """Whether its round does, for one of its requests."""
+        return any(request.needs_host for request in self.decoding)
 
 
 def _priority(request: Request) -> int:
     return request.priority
+
+
+PromptsAlong = Callable[[int, Arm], tuple[Arm, int] | None]  # see `Scheduler.schedule`
 
 
 class MustSettle(Exception):  # noqa: N818 - a signal, not an error
@@ -82,9 +103,9 @@ class Scheduler:
         """`lookahead`: slots that a request needs beyond its known tokens (`DeviceState`)."""
         self.block_manager = block_manager
         self.lookahead = lookahead
+        self._ahead = lookahead - (max_depth + 1)  # the same beyond tokens in flight
         self.max_prefill_tokens = max_prefill_tokens
         self.timely_tokens = FIRST_CHUNK  # of prompts, that are read in `PREFILL_SECONDS`
-        self.max_depth = max_depth
         self.waiting: deque[Request] = deque()  # by priority, then in order of arrival
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
@@ -106,8 +127,11 @@ class Scheduler:
             self._vacate(request, preempted=False)
         request.phase = Phase.FINISHED
 
-    def schedule(self, draft: Arm) -> ScheduledBatch:
+    def schedule(self, draft: Arm, along: PromptsAlong = lambda _batch, _arm: None) -> ScheduledBatch:
         """Decide the next step, which drafts so. Raises MustSettle before anything is changed for good.
+
+        `along` says of a round of so many requests what it drafts if prompts are read in the same pass, and how many
+        tokens of a few of them may be, of more in proportion; None: no such bound.
 
         Changes phases, rows and blocks of the requests it moves.
         """
@@ -121,10 +145,20 @@ class Scheduler:
         verify = self._last_draft if draft.depth and (draft.is_tree or self._last_draft.is_tree) else draft
         decoding = [r for r in self.running if r.phase is Phase.DECODE and not r.ends_in_flight]
         for request in decoding:
-            if request.phase is Phase.DECODE:  # not preempted by an earlier one in this loop
-                self._grow(request)
+            needed = len(request.tokens) + request.in_flight + self._ahead
+            if not self.block_manager.has_room(request.table, needed) and request.phase is Phase.DECODE:
+                self._grow(request, needed)  # and it was not preempted by an earlier one in this loop
         decoding = [request for request in decoding if request.phase is Phase.DECODE]
-        chunks = self._schedule_chunks(self.max_prefill_tokens - len(decoding) * (verify.depth + 1))
+        budget = self.max_prefill_tokens - len(decoding) * (verify.depth + 1)
+        beside = None
+        newcomers = len(self.running) - len(decoding) + min(len(self.waiting), len(self._free_rows))
+        if newcomers and decoding and verify == draft and not any(request.needs_host for request in decoding):
+            beside = along(len(decoding), draft)
+        if beside is not None:
+            budget = min(budget, beside[1] * max(newcomers, FEW_PROMPTS) // FEW_PROMPTS)
+        chunks = self._schedule_chunks(budget)
+        if chunks and beside is not None:
+            verify = draft = beside[0]
         for request in decoding:
             request.in_flight += verify.depth + 1
         self._last_draft = draft
@@ -206,6 +240,8 @@ class Scheduler:
 
         Of those of the first priority that has any.
         """
+        if not self.waiting:
+            return None
         running = Counter(request.parent for request in self.running)
         found: Request | None = None
         for request in self.waiting:
@@ -271,9 +307,8 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _grow(self, request: Request) -> None:
+    def _grow(self, request: Request, needed: int) -> None:
         """Allocate ahead for the next round; preempt from the back of the line until there is room."""
-        needed = len(request.tokens) + request.in_flight + self.lookahead - (self.max_depth + 1)
         while not self.block_manager.grow(request.table, needed):
             if any(other.in_flight for other in self.running):
                 raise MustSettle

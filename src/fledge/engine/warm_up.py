@@ -10,10 +10,14 @@ from fledge.engine.arms import PLAIN, Arm, RequestKind
 from fledge.engine.config import EngineConfig
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.costs import MIN_SAMPLES, RoundCosts
+from fledge.engine.graphs import Program
+from fledge.engine.mixing import FEW, MixedProgram
 from fledge.engine.runner import Runner
+from fledge.engine.sampler import SamplingMode
 
 MEASURING_SECONDS = {"cpu": 3.0, "cuda": 10.0}  # that warming up takes at most to learn what rounds cost
 MEASURED_ROUNDS = 4  # of each kind, size and arm; the first is left out
+MEASURED_TOGETHER = 3  # of each with prompts
 ENOUGH_SECONDS = 0.05  # for these, if they take longer: one is left then
 
 Progress = Callable[[int, int], None]  # how much is done, and of how much
@@ -38,22 +42,49 @@ def warm_up(
     if rounds and cache is not None:
         cache.recall(costs)
     rounds = [one for one in rounds if costs.latest.age(*one) is None]
-    total = len(programs) + len(rounds)
+    mixed = runner.mixing.candidates(config.max_num_batched_tokens) if runner.mixing is not None and programs else []
+    total = len(programs) + len(mixed) + len(rounds)
     for done, program in enumerate(programs):
         progress(done, total)
         assert graphs is not None
         graphs.capture(program)
     if graphs is not None and programs:
         graphs.compile_long_prompts(max_batch=largest, max_tokens=config.max_num_batched_tokens)
+    measure_mixed(runner, mixed, lambda done: progress(len(programs) + done, total))
     measure(
         runner,
         costs,
         rounds,
-        lambda done: progress(len(programs) + done, total),
+        lambda done: progress(len(programs) + len(mixed) + done, total),
         admission if graphs is not None else None,
     )
     if rounds and cache is not None:
         cache.keep(costs)
+
+
+def measure_mixed(runner: Runner, programs: Sequence[MixedProgram], progress: Callable[[int], None]) -> None:
+    """Capture and time rounds with prompts and both apart: one pass is taken where it takes less time."""
+    graphs, mixing = runner.graphs, runner.mixing
+
+    @functools.cache
+    def seconds(program: Program) -> float:
+        assert graphs is not None
+        graphs.capture(program)
+        # Behind one another, so that laying out the next overlaps with the device's work, as it does while serving.
+        return runner.time(lambda: [graphs.play(program, ()) for _ in range(MEASURED_TOGETHER)]) / MEASURED_TOGETHER
+
+    for done, program in enumerate(programs):
+        progress(done)
+        assert graphs is not None
+        assert mixing is not None
+        arm = graphs.prompt_arm(program.prompts.draft)
+        one = graphs.padded_round(program.round._replace(sampling=SamplingMode.GREEDY))
+        prompts = program.prompts._replace(draft=arm, sample_drafts=graphs.samples(arm))
+        times = {"round_seconds": seconds(one), "prompt_seconds": seconds(prompts)}
+        if not mixing.learn(program, seconds=seconds(program), **times):
+            graphs.captured.pop(program, None)
+        elif program.round.batch <= FEW and graphs.samples(program.round.draft):
+            graphs.capture(program.with_both(sample_drafts=True))
 
 
 def measure(

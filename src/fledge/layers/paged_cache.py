@@ -1,13 +1,13 @@
-"""Keys and values in blocks, and the two kinds of forward pass over them: the storages of the engine.
+"""Keys and values in blocks, and the kinds of forward pass over them: the storages of the engine.
 
 `RoundPass` has the same number of new tokens in every sequence (a decoding or verification round, a draft step);
 `ChunkPass` has runs of any length (prompts and parts of prompts). Both finish the heads, store keys and values and
-attend, in two kernels a layer.
+attend, in two kernels a layer. `MixedPass` is one of each behind one another, in three.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -96,7 +96,17 @@ class PagedPass:
     slots: Tensor  # [tokens]
     max_context: int  # no sequence is longer than this
 
+    @property
+    def rows_each(self) -> int:
+        """About how many new tokens a sequence has, where keys and values may be made of what is kept."""
+        return 1
+
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        cached = self.cache.store(heads, spec, self.slots, self.rows_each)
+        return cached.leave(self.attend_stored(cached, heads, spec))
+
+    def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
+        """Attention [tokens, heads, dim] of the queries of `cached`, whose keys and values are stored already."""
         raise NotImplementedError
 
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
@@ -121,14 +131,13 @@ class RoundPass(PagedPass):
     depths: Tensor | None = None  # [batch or 1, keys]: their positions less the context; the rows are the last
     _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)  # by window and its kind
 
-    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
-        cached = self.cache.store(heads, spec, self.slots, rows=1)
+    def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
         query = cached.query.view(-1, self.rows, *cached.query.shape[1:])
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
             mask = self._mask(spec.sliding_window, spec.chunked, group=query.shape[2] // keys.shape[2])
             mixed = attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale, heads.sinks, cached.read)
-            return cached.leave(mixed.flatten(0, 1))
+            return mixed.flatten(0, 1)
         mixed = paged_attention(
             query,
             keys,
@@ -143,7 +152,7 @@ class RoundPass(PagedPass):
             key_depths=self.depths,
             sinks=heads.sinks,
         )
-        return cached.leave(mixed.flatten(0, 1))
+        return mixed.flatten(0, 1)
 
     @cached_property
     def _blocks_in_use(self) -> Tensor:
@@ -173,12 +182,14 @@ class ChunkPass(PagedPass):
     max_chunk: int
     is_round: bool = False  # a few tokens each, behind contexts of any length: attended to as in `RoundPass`
 
-    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+    @property
+    def rows_each(self) -> int:
         # Kernels attend to rows as they are kept; only torch can make keys and values of them first.
-        rows = 1 if runs_triton(self.cache.keys) or self.is_round else self.max_chunk
-        cached = self.cache.store(heads, spec, self.slots, rows)
+        return 1 if runs_triton(self.cache.keys) or self.is_round else self.max_chunk
+
+    def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
         if self.is_round and runs_triton(self.cache.keys):
-            mixed = paged_attention(
+            return paged_attention(
                 cached.query,
                 self.cache.keys[spec.layer],
                 self.cache.values[spec.layer],
@@ -192,8 +203,7 @@ class ChunkPass(PagedPass):
                 query_starts=self.query_starts,
                 max_queries=self.max_chunk,
             )
-            return cached.leave(mixed)
-        mixed = paged_prefill_attention(
+        return paged_prefill_attention(
             cached.query,
             self.cache.keys[spec.layer],
             self.cache.values[spec.layer],
@@ -207,4 +217,29 @@ class ChunkPass(PagedPass):
             sinks=heads.sinks,
             read=cached.read,
         )
-        return cached.leave(mixed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPass:
+    """A round's new tokens and, behind them, chunks of other sequences, over the same cache: linears see all at once.
+
+    Each part attends in its own way.
+    """
+
+    round: RoundPass
+    chunks: ChunkPass
+
+    @cached_property
+    def slots(self) -> Tensor:
+        return torch.cat([self.round.slots, self.chunks.slots])
+
+    def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
+        cached = self.round.cache.store(heads, spec, self.slots, self.round.rows_each)
+        queries = cached.query.tensor_split([len(self.round.slots)])
+        parts = zip((self.round, self.chunks), queries, strict=True)
+        mixed = [part.attend_stored(replace(cached, query=query), heads, spec) for part, query in parts]
+        return cached.leave(torch.cat(mixed))
+
+    def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> RoundPass:
+        """As `PagedPass.step`."""
+        return self.round.step(block_tables, positions, slots)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.round_ends import DraftPlaces
 from fledge.layers.attention import KeyValueStorage
-from fledge.layers.paged_cache import PagedPass
+from fledge.layers.paged_cache import MixedPass, PagedPass
 from fledge.models.drafter.base import DraftedChains, Drafter, DraftStates
 from fledge.models.drafter.eagle import Eagle3Drafter, Eagle3FirstLayer, EagleDrafter
 from fledge.models.target.decoder import TargetStates
@@ -68,7 +68,7 @@ class NativeDrafter(Drafter):
         states: TargetStates,
         tokens: Tensor,
         positions: Tensor,
-        storage: PagedPass,
+        storage: PagedPass | MixedPass,
         last_rows: Tensor,
         places: DraftPlaces,
         depth: int,
@@ -77,6 +77,7 @@ class NativeDrafter(Drafter):
         read = self._read(states)
         if choose is not None or not is_lowerable_pass(storage, read):
             return super().draft_chain(states, tokens, positions, storage, last_rows, places, depth, choose)
+        assert isinstance(storage, PagedPass)
         batch = len(last_rows)
         described = pass_struct(len(tokens), self.rope(positions, read.dtype), storage)
         tables = places.tables.contiguous()

@@ -191,7 +191,7 @@ def test_a_tree_is_an_arm_beside_the_chains_and_is_drafted_to_its_depth() -> Non
 def test_trees_and_chains_and_kinds_of_requests_have_acceptance_of_their_own() -> None:
     estimator, one, sampled = AcceptanceEstimator(3), request(), request()
     estimator.expect({RequestKind.SAMPLED: [0.2, 0.1]})
-    sampled.params = SamplingParams(temperature=1.0)
+    sampled.kind = RequestKind.SAMPLED
     assert estimator.expected_tokens([sampled]).tolist() == pytest.approx([1.0, 1.2, 1.22, 1.222]), (
         "what is known of it"
     )

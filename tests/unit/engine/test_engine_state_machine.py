@@ -3,9 +3,9 @@
 Hypothesis joins, aborts, steps and changes what is drafted at will, or the costs by which the controller chooses it,
 and how many drafts are verified, on pools that are too small, with prompts that share prefixes, with chains, with
 chains and trees by turns, with drafts that are sampled for every other request, reading at once or one launch late,
-with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every aborted one a
-prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples
-instead of the fixed ones, and exchanges drafters too.
+with and without (stand-ins for) graphs, prompts in one pass with rounds and apart. Every request that ends must have
+the reference's tokens, every aborted one a prefix of them, and between steps every block and row must be accounted
+for. FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones, and exchanges drafters too.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ from tests.engine_cases import (
     make_engine,
     verify_share,
 )
+from tests.mixing_cases import mix
 
 EXPLORE = int(os.environ.get("FLEDGE_EXPLORE", "0"))
 MAX_DEPTH = 4
@@ -46,6 +47,7 @@ COSTS = st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 9.0]), min_size=MAX_DEPTH 
 ARMS = st.one_of(st.just(PLAIN), st.builds(Arm, st.integers(1, MAX_DEPTH), st.booleans()))
 CHOSEN: Counter[Arm] = Counter()  # by the controller, in all runs together
 ADMITTED: Counter[bool] = Counter()  # rounds that verified some drafts only, and others
+MIXED: Counter[bool] = Counter()  # steps with prompts that were one pass, and others that might have been
 SHARES = st.sampled_from([None, None, 0.0, 0.2, 0.4, 0.5, 0.7, 1.0])  # of the drafts of a round
 
 # Prompts begin alike, so that they find each other's blocks; where they part, the token after a block may differ.
@@ -110,6 +112,8 @@ class EngineMachine(RuleBasedStateMachine):
         graphs=st.booleans(),
         costs=COSTS,
         share=SHARES,
+        mixing=st.sampled_from([True, True, False]),
+        bound=st.sampled_from([None, None, 1, 5]),
     )
     def start(
         self,
@@ -126,6 +130,8 @@ class EngineMachine(RuleBasedStateMachine):
         graphs: bool,
         costs: list[float],
         share: float | None,
+        mixing: bool,
+        bound: int | None,
     ) -> None:
         self.kind = kind
         is_tree = kind.endswith("tree")
@@ -155,6 +161,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         if self.engine.admission is not None and kind != "sampled":
             verify_share(self.engine, share).rounds = ADMITTED
+        if mixing:
+            mix(self.engine, bound).steps = MIXED
         self.asked: list[tuple[Ask, Request]] = []
         self.told: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
@@ -248,6 +256,9 @@ def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
             phases=[Phase.generate] if not EXPLORE else tuple(Phase),
         ),
     )
+    if EXPLORE:
+        return
     assert min(ADMITTED.values()) > 20, ADMITTED
+    assert MIXED[True] > 100, MIXED
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
     assert len(often) > 2, CHOSEN

@@ -13,6 +13,7 @@ from fledge.engine.protocol import DeadEngineError
 from fledge.engine.scheduler import ScheduledBatch
 from fledge.models.drafter.base import Drafter, DraftStates
 from tests.engine_cases import VOCAB, Ask, answer_of, answers, drafter, greedy, make_engine, run, sampled, target
+from tests.mixing_cases import mix
 
 ASKS = [greedy([2, 3, 4], 20), sampled([3, 3, 2, 5], 18, seed=4), greedy([4, 2], 25), sampled([5, 4, 2], 16, seed=9)]
 LATE = pytest.mark.parametrize("read_late", [False, True])
@@ -219,14 +220,22 @@ def _poison() -> Iterator[int]:
 
 
 @LATE
-@pytest.mark.parametrize("speculative", [False, True])
-def test_bad_numerics_end_one_request_and_leave_nothing_behind(poison: int, read_late: bool, speculative: bool) -> None:
+@pytest.mark.parametrize(("speculative", "one_pass"), [(False, False), (True, False), (True, True)])
+def test_bad_numerics_end_one_request_and_leave_nothing_behind(
+    poison: int, read_late: bool, speculative: bool, one_pass: bool
+) -> None:
     well = [token for token in range(VOCAB) if token != poison]
     ban = {"logit_bias": {str(poison): -100.0}}
     asks = [greedy(well[:3], 20, **ban), sampled(well[1:] + well, 18, seed=4, **ban), greedy(well[3:], 25, **ban)]
     sick = greedy([*well, poison, *well, *well], 10)
     made = drafter("reduced-vocabulary") if speculative else None
-    engine = make_engine(drafts=made, read_late=read_late, num_blocks=40)  # few: those of the sick are used again
+    engine = make_engine(
+        drafts=made,
+        read_late=read_late,
+        num_blocks=40,  # few: those of the sick are used again
+        max_num_seqs=3 if one_pass else 4,  # it comes while others decode
+    )
+    mixing = mix(engine) if one_pass else None
     for turn in range(3):
         requests = [ask.submit(engine, f"{turn}-{i}") for i, ask in enumerate([*asks, sick])]
         run(engine)
@@ -235,5 +244,6 @@ def test_bad_numerics_end_one_request_and_leave_nothing_behind(poison: int, read
         assert requests[3].output == []
         assert requests[3].cached_tokens == 0  # its blocks cannot be found
     assert engine.runner.state.target_cache.values[:, 1:].isfinite().all()
+    assert mixing is None or mixing.steps[True] >= 3
     assert engine.stats().failed == 3
     assert engine.stats().drafter_failure is None  # it had nothing to go by

@@ -148,7 +148,8 @@ def test_new_requests_get_the_way_to_draft_that_gives_more_and_a_few_the_other(
             id=str(number), prompt=[1], params=one.params, seed=0, stop_ids=frozenset(), max_length=99, draft_until=99
         )
         request.may_sample_drafts = True
-        request.sample_drafts = policy.samples_drafts(request, [], costs)
+        if policy.samples_drafts(request, [], costs):
+            request.kind = RequestKind.SAMPLED_DRAFTS
         rate = drawn_rate if request.sample_drafts else other_rate
         for _ in range(20):
             accepted = next((i for i in range(3) if chance.random() >= rate), 3)

@@ -282,3 +282,29 @@ def test_an_admission_that_fails_leaves_no_trace() -> None:
     assert waiting.phase is Phase.WAITING
     assert before[1:] == (scheduler.block_manager.asked_tokens, scheduler.block_manager.hit_tokens)
     scheduler.check_integrity()
+
+
+def test_prompts_beside_a_round_are_cut_and_the_round_drafts_what_is_captured_with_them() -> None:
+    scheduler = make(budget=100)
+    ask(scheduler, "a", 3)
+    read(scheduler.schedule(CHAIN))
+    plan = scheduler.schedule(CHAIN, along=lambda _batch, _arm: (PLAIN, 4))
+    assert (plan.verify, plan.draft, plan.chunks) == (CHAIN, CHAIN, []), "there are none"
+    read(plan)
+    ask(scheduler, "b", 9)
+    told: list[tuple[int, Arm]] = []
+    plan = scheduler.schedule(CHAIN, along=lambda batch, arm: told.append((batch, arm)) or (PLAIN, 4))
+    assert told == [(1, CHAIN)]
+    assert spans(plan) == [("b", 0, 4, False)]
+    assert (plan.verify, plan.draft) == (PLAIN, PLAIN)
+    assert [request.in_flight for request in plan.decoding] == [1]
+
+
+def test_more_prompts_beside_a_round_may_be_longer_together() -> None:
+    scheduler = make(requests=9)
+    ask(scheduler, "a", 3)
+    read(scheduler.schedule(CHAIN))
+    for name in "bcdefgh":
+        ask(scheduler, name, 2)
+    plan = scheduler.schedule(CHAIN, along=lambda _batch, arm: (arm, 4))
+    assert sum(chunk.end - chunk.start for chunk in plan.chunks) == 7

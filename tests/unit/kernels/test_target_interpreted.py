@@ -10,14 +10,14 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
 from fledge.layers.dense_cache import DenseCache
-from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
+from fledge.layers.paged_cache import ChunkPass, MixedPass, PagedCache, RoundPass
 from tests.tiny_models import TARGET_CONFIGS, make_target
 from tests.unit.kernels.interpreter import in_triton
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "deepseek-v2", "llama4"])
 @torch.no_grad()
-def test_a_prompt_and_a_round(name: str) -> None:
+def test_a_prompt_and_a_round_with_another_prompt(name: str) -> None:
     """Sinks, heads that torch finishes, ropes and windows of some layers, latent rows, chunks: all reach kernels."""
     config = TARGET_CONFIGS[name]
     target = make_target(
@@ -27,15 +27,31 @@ def test_a_prompt_and_a_round(name: str) -> None:
     expected = target(tokens, positions, DenseCache(3).extend(positions)).final
 
     cache = PagedCache(
-        config.layer.kv_cache, num_layers=3, num_blocks=6, block_size=4, dtype=torch.float32, device=torch.device("cpu")
+        config.layer.kv_cache, num_layers=3, num_blocks=9, block_size=4, dtype=torch.float32, device=torch.device("cpu")
     )
-    tables = torch.tensor([[5, 2, 4, 1]], dtype=torch.int32)
-    slots = tables[0, positions // 4].long() * 4 + positions % 4
-    common = {"cache": cache, "block_tables": tables, "max_context": 16}
-    prompt = ChunkPass(
-        context_lens=torch.tensor([0]), slots=slots[:11], query_starts=torch.tensor([0, 11]), max_chunk=11, **common
+    tables = torch.tensor([[5, 2, 4, 1], [3, 8, 6, 7]], dtype=torch.int32)
+    slots = tables[:, positions // 4].long() * 4 + positions % 4
+
+    def prompt(row: int) -> ChunkPass:
+        return ChunkPass(
+            cache=cache,
+            block_tables=tables[row : row + 1],
+            context_lens=torch.tensor([0]),
+            slots=slots[row, :11],
+            query_starts=torch.tensor([0, 11]),
+            max_chunk=11,
+            max_context=16,
+        )
+
+    round_ = RoundPass(
+        cache=cache,
+        block_tables=tables[:1],
+        context_lens=torch.tensor([11]),
+        slots=slots[0, 11:],
+        rows=3,
+        max_context=16,
     )
-    round_ = RoundPass(context_lens=torch.tensor([11]), slots=slots[11:], rows=3, **common)
-    for part, storage in ((slice(0, 11), prompt), (slice(11, 14), round_)):
-        found = in_triton(target)(tokens[part], positions[part], storage).final
-        torch.testing.assert_close(found, expected[part], atol=1e-4, rtol=1e-4)
+    both = torch.cat([positions[11:], positions[:11]])
+    for rows, storage in ((positions[:11], prompt(0)), (both, MixedPass(round=round_, chunks=prompt(1)))):
+        found = in_triton(target)(tokens[rows], rows, storage).final
+        torch.testing.assert_close(found, expected[rows], atol=1e-4, rtol=1e-4)

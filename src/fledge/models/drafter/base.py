@@ -21,7 +21,7 @@ from fledge.kernels.round_ends import DraftPlaces
 from fledge.kernels.top_rows import top_rows
 from fledge.layers.attention import KeyValueStorage
 from fledge.layers.linear import Linear
-from fledge.layers.paged_cache import PagedPass
+from fledge.layers.paged_cache import MixedPass, PagedPass
 from fledge.layers.rope import RotaryEmbedding
 from fledge.models.config import Architecture, DrafterConfig
 from fledge.models.target.decoder import TargetModel, TargetStates
@@ -140,7 +140,7 @@ class Drafter(nn.Module):
         states: TargetStates,
         tokens: Tensor,
         positions: Tensor,
-        storage: PagedPass,
+        storage: PagedPass | MixedPass,
         last_rows: Tensor,
         places: DraftPlaces,
         depth: int,

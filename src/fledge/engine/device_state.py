@@ -4,6 +4,7 @@ A round reads and writes it without the host in between. The last row belongs to
 what they compute for it goes to block 0 of the caches, which belongs to nobody either.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,17 +21,20 @@ from fledge.decoding.tree import DraftTree, level_widths, tree_size
 from fledge.devices import choose_dtype
 from fledge.engine.adjustments import Adjustments
 from fledge.engine.arms import Arm
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
 from fledge.kernels.admit import AcceptanceCoefficients, AdmittedRound
+from fledge.kernels.cache_codes import FP8
 from fledge.kernels.round_ends import OpenedRound
+from fledge.layers.block import attentions
 from fledge.layers.linear import compute_weight
 from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
 DEFAULT_CPU_CACHE_BYTES = 2 * 2**30
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert E4M3
 MAX_TREE_ROWS = 64  # what tree attention takes in one pass
 DRAFT_PROBS_BYTES = 2**30  # that distributions of sampled drafts may take; where they are asked for they may take more
 
@@ -276,7 +280,10 @@ class DeviceState:
 
 
 def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype:
-    """Return the dtype of a model's KV cache. Attention computes in one dtype, so it is the model's own."""
+    """Return the dtype of a model's KV cache: its own, since attention computes in one dtype, or that of codes."""
+    if config.kv_cache_dtype in FP8_CACHE_DTYPES:
+        _check_codes(config, model)
+        return FP8
     own, wanted = compute_weight(model).dtype, choose_dtype(config.kv_cache_dtype)
     if wanted not in (None, own):
         raise ConfigError(
@@ -284,6 +291,21 @@ def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype
             f"{str(own).removeprefix('torch.')}; use auto"
         )
     return own
+
+
+def _check_codes(config: EngineConfig, model: TargetModel | Drafter) -> None:
+    """Refuse, in one line, keys and values in eight bits where the device or the checkpoint has other ideas of them."""
+    device = compute_weight(model).device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype: found {config.kv_cache_dtype!r}, which takes a GPU of compute capability 8.9 or more "
+            f"(Ada, Hopper); this is {torch.cuda.get_device_name(device)}"
+        )
+    if not all(math.isfinite(sum(one.spec.kv_scales)) for one in attentions(model)):
+        raise ConfigError(
+            f"kv_cache_dtype: found {config.kv_cache_dtype!r}, but the checkpoint's k_scale and v_scale are not one "
+            "positive number for each layer; use auto"
+        )
 
 
 def _kv_bytes(config: EngineConfig, model: TargetModel | Drafter) -> int:

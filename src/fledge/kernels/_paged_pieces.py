@@ -9,6 +9,7 @@ results, which a second kernel combines in a fixed order: results do not vary fr
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
 from fledge.kernels._triton import sink_weight, softmax_step, tl, triton
+from fledge.kernels.cache_codes import decoding_query
 
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "num_keys", "slots", "min_split", "row_blocks"])
@@ -21,6 +22,7 @@ def piece_kernel(
     tree_ptr,
     depths_ptr,
     scale,
+    value_scale,
     window,
     batch,
     num_queries,
@@ -88,6 +90,7 @@ def piece_kernel(
     if RAGGED:
         query_at += first_query * query_stride
     query = tl.load(query_ptr + query_at + dim[None, :], mask=tile_inside, other=0.0)
+    query = decoding_query(query, key_ptr.dtype.element_ty)
 
     depth = number
     if TREE:
@@ -116,6 +119,7 @@ def piece_kernel(
         value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
         value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kv_inside, other=0.0)
 
+        key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         own = key_number - context  # the key's number after the context, negative before
         if TREE:
@@ -140,7 +144,7 @@ def piece_kernel(
     let_successor_in(OVERLAP)
     if SINKS and (DIRECT or pieces == 1):  # else it is for the combination to add, once
         total += sink_weight(sinks_ptr, head, row_inside, peak)
-    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mixed = acc / tl.where(total == 0.0, 1.0, total / value_scale)[:, None]
     if DIRECT or pieces == 1:
         out_at = ((first_query + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
         tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=tile_inside)

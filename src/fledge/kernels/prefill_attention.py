@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, sink_weight, softmax_step, tl, triton
+from fledge.kernels.cache_codes import FP8, Scales, decoding_query
 from fledge.kernels.paged_attention import WIDE_HEAD, ReadRows, attend_blocks, visible_keys
 
 
@@ -29,6 +30,7 @@ def paged_prefill_attention(
     sliding_window: int | None = None,
     chunked: bool = False,
     sinks: Tensor | None = None,
+    kv_scales: Scales = (1.0, 1.0),
     read: ReadRows | None = None,
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of chunks whose keys and values are stored already.
@@ -40,12 +42,13 @@ def paged_prefill_attention(
     `block_tables[b, n // block_size]` of the caches [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that
     belong to no chunk get zeros.
     `sinks` [heads] are scores of something that every token sees and that adds nothing. Where the value cache has no
-    width, keys are values too; without Triton `read` says how, as in `attend_blocks`.
+    width, keys are values too; without Triton `read` says how, as in `attend_blocks`. Caches have the dtype of the
+    query, or are FP8 with these `kv_scales`.
     """
     if not runs_triton(query, key_cache, value_cache):
         chunks = (block_tables, query_starts, context_lens)
         window = (sliding_window, chunked)
-        return _attend_chunks(query, key_cache, value_cache, chunks, scale, window, sinks, read)
+        return _attend_chunks(query, key_cache, value_cache, chunks, scale, window, (sinks, read, kv_scales))
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
     value_cache = value_cache if value_cache.shape[-1] else key_cache
@@ -54,6 +57,8 @@ def paged_prefill_attention(
     group = heads // kv_heads
     rows = max_query_len * group
     launch = choose_launch(rows=rows, head_dim=head_dim, element_size=query.element_size())
+    if key_cache.dtype != FP8:
+        kv_scales = (1.0, 1.0)
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     grid = (kv_heads * -(-rows // launch["BLOCK_M"]), context_lens.shape[0])
@@ -64,7 +69,8 @@ def paged_prefill_attention(
         query if sinks is None else sinks,
         out,
         (block_tables, query_starts, context_lens),
-        scale / math.log(2),
+        scale * kv_scales[0] / math.log(2),
+        kv_scales[1],
         0 if sliding_window is None else sliding_window,
         query.stride()[:2],
         key_cache.stride()[:3],
@@ -91,8 +97,7 @@ def _attend_chunks(
     chunks: tuple[Tensor, Tensor, Tensor],
     scale: float,
     window: tuple[int | None, bool],
-    sinks: Tensor | None,
-    read: ReadRows | None,
+    more: tuple[Tensor | None, ReadRows | None, Scales],
 ) -> Tensor:
     """One chunk after the other. Reads the lengths on the host, which costs nothing on a CPU."""
     block_tables, query_starts, context_lens = chunks
@@ -107,12 +112,13 @@ def _attend_chunks(
         keys = blocks.shape[1] * block_size
         visible = visible_keys(context, stop - start, keys, window[0], None, None, window[1])
         rows = query[None, start:stop]
-        mixed = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, sinks, read)[0]
+        mixed = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, *more)[0]
         if out is None:
             out = mixed.new_zeros(len(query), *mixed.shape[1:])
         out[start:stop] = mixed
     if out is not None:
         return out
+    read = more[1]
     width = query.shape[-1] if read is None else read(key_cache[:1, :1], value_cache[:1, :1])[1].shape[-1]
     return query.new_zeros(*query.shape[:-1], width)
 
@@ -146,6 +152,7 @@ def _prefill_kernel(
     out_ptr,
     chunks,
     scale,
+    value_scale,
     window,
     query_strides,
     key_strides,
@@ -187,6 +194,7 @@ def _prefill_kernel(
     at = (chunk_start + token).to(tl.int64)
     query_at = at * query_stride + head * query_head_stride
     query = tl.load(query_ptr + query_at[:, None] + dim[None, :], mask=inside, other=0.0)
+    query = decoding_query(query, key_ptr.dtype.element_ty)
 
     first_token = tile * BLOCK_M // GROUP
     last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
@@ -221,6 +229,7 @@ def _prefill_kernel(
         else:
             key = tl.load(key_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
             value = tl.load(value_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, False)
 
@@ -237,6 +246,7 @@ def _prefill_kernel(
         kv_inside = stored[:, None] & (dim < HEAD_DIM)[None, :]
         key = tl.load(key_at, mask=kv_inside, other=0.0)
         value = tl.load(value_at, mask=kv_inside, other=0.0)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         visible = key_number[None, :] <= position[:, None]
         if WINDOW:
@@ -249,6 +259,6 @@ def _prefill_kernel(
 
     if SINKS:
         total += sink_weight(sinks_ptr, head, token < num_tokens, peak)
-    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mixed = acc / tl.where(total == 0.0, 1.0, total / value_scale)[:, None]
     out_at = (at * (KV_HEADS * GROUP) + head) * HEAD_DIM
     tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside)

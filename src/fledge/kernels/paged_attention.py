@@ -123,6 +123,8 @@ def paged_attention(
         "RAGGED": query_starts is not None,
         **overlapping(query.device),
     }
+    if is_coded:
+        key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     piece_kernel[(kv_heads * row_blocks, units)](
         (query, key_cache, value_cache),
         (out, partial, partial_lse),
@@ -143,9 +145,10 @@ def paged_attention(
         0 if key_depths is None or key_depths.shape[0] == 1 else key_depths.stride(0),
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_M=launch.block_m,
-        BLOCK_D=max(16, next_power_of_two(head_dim)),
+        BLOCK_D=max(32 if is_coded else 16, next_power_of_two(head_dim)),
         TREE=tree_mask is not None,
         DIRECT=direct,
+        CODED=is_coded,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -268,8 +271,8 @@ def choose_launch(query: Tensor, kv_heads: int, *, batch: int, queries: int, is_
     A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
     keys, of which a piece needs no more than one, and registers for four programs on a multiprocessor. With 64 rows
     the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
-    the GPU. Rows of latent attention are so wide that a multiprocessor holds one program. Steps of codes (`is_coded`)
-    have half the bytes: there is one more under way.
+    the GPU. Rows of latent attention are so wide that a multiprocessor holds one program. Steps of codes have
+    half the bytes, so that one is read while another is computed: five stages, as in `prefill_attention`.
     """
     heads, head_dim = query.shape[-2:]
     rows, element_size, available = queries * heads // kv_heads, query.element_size(), processors(query.device)
@@ -284,5 +287,5 @@ def choose_launch(query: Tensor, kv_heads: int, *, batch: int, queries: int, is_
         block_m=block_m,
         block_n=block_n,
         num_warps=4,
-        num_stages=1 if wide else (3 if large and element_size == 2 else 2) + is_coded,
+        num_stages=1 if wide else 3 if large and element_size == 2 else 5 if is_coded else 2,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, sink_weight, softmax_step, tl, triton
-from fledge.kernels.cache_codes import FP8, Scales, decoding_query
+from fledge.kernels.cache_codes import FP8, Scales, as_float16
 from fledge.kernels.paged_attention import WIDE_HEAD, ReadRows, attend_blocks, visible_keys
 
 
@@ -57,13 +57,15 @@ def paged_prefill_attention(
     group = heads // kv_heads
     rows = max_query_len * group
     launch = choose_launch(rows=rows, head_dim=head_dim, element_size=query.element_size())
-    if key_cache.dtype != FP8:
-        kv_scales = (1.0, 1.0)
     assert query.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == block_tables.stride(-1) == 1
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     grid = (kv_heads * -(-rows // launch["BLOCK_M"]), context_lens.shape[0])
     if min(grid) == 0:
         return out
+    if key_cache.dtype != FP8:
+        kv_scales = (1.0, 1.0)
+    elif query.dtype == torch.bfloat16:
+        query = as_float16(query)
     _prefill_kernel[grid](
         (query, key_cache, value_cache),
         query if sinks is None else sinks,
@@ -194,7 +196,6 @@ def _prefill_kernel(
     at = (chunk_start + token).to(tl.int64)
     query_at = at * query_stride + head * query_head_stride
     query = tl.load(query_ptr + query_at[:, None] + dim[None, :], mask=inside, other=0.0)
-    query = decoding_query(query, key_ptr.dtype.element_ty)
 
     first_token = tile * BLOCK_M // GROUP
     last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
@@ -231,7 +232,8 @@ def _prefill_kernel(
             value = tl.load(value_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, False)
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, False)
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
 
     for start in range(full, end, BLOCK_N):
         key_number = start + tl.arange(0, BLOCK_N)
@@ -255,7 +257,8 @@ def _prefill_kernel(
             else:
                 visible = visible & (position[:, None] - key_number[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
-        peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, WINDOW)
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, WINDOW)
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
 
     if SINKS:
         total += sink_weight(sinks_ptr, head, token < num_tokens, peak)

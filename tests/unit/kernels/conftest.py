@@ -27,7 +27,9 @@ if interpreter is not None:
     def _convert_codes(data, source, destination, rounding):
         """It does not carry where a mantissa of E4M3 is rounded up, and knows no NaN of it: torch does."""
         dtypes = [
-            torch.float8_e4m3fn if one.name == "fp8e4nv" else {"fp16": torch.float16, "fp32": torch.float32}.get(one.name)
+            torch.float8_e4m3fn
+            if one.name == "fp8e4nv"
+            else {"fp16": torch.float16, "fp32": torch.float32}.get(one.name)
             for one in (source, destination)
         ]
         if torch.float8_e4m3fn not in dtypes or None in dtypes:

@@ -60,9 +60,8 @@ for head_dim in (64, 128):
         CASES[f"paged_attention {head_dim}{name}"] = partial(paged, **options)
         CASES[f"prefill_attention {head_dim}{name}"] = partial(prefill, **options)
     CASES[f"paged_attention {head_dim} fp8"] = partial(paged, codes=(0.5, 0.25))
-    CASES[f"paged_attention {head_dim} fp8 tree of 16"] = partial(
-        cases.paged_attention, [300, 5, 70], 16, 32, 8, head_dim, BF16, CPU, block_size=64, tree="each", codes=(1.0, 1.0)
-    )
+    wide = partial(cases.paged_attention, [300, 5, 70], 16, 32, 8, head_dim, BF16, CPU, block_size=64, tree="each")
+    CASES[f"paged_attention {head_dim} fp8 tree of 16"] = partial(wide, codes=(1.0, 1.0))
     CASES[f"prefill_attention {head_dim} fp8"] = partial(prefill, codes=(0.5, 0.25))
     ragged = partial(admit_cases.ragged_attention, [(300, 4), (5, 1), (70, 3)], 32, 8, head_dim, BF16, CPU)
     CASES[f"paged_attention {head_dim} ragged"] = partial(ragged, block_size=64)

@@ -23,7 +23,8 @@ SLOW_DTYPE = (
     "which take up to three times the memory; leave pack_weights on unless memory is short"
 )
 SLOW_CODES = (
-    "kv_cache_dtype {} on a CPU does without the C layers: rounds take two to four times as long, for a quarter of the memory"
+    "kv_cache_dtype {} on a CPU does without the C layers: rounds take two to four times as long, "
+    "for a quarter of the memory"
 )
 _log = logging.getLogger("fledge.engine")
 

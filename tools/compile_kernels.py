@@ -25,7 +25,7 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap
-from tests.unit.kernels import admit_cases, cases, expert_cases, tree_cases
+from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, tree_cases
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
@@ -80,7 +80,7 @@ CASES["paged_attention latent fp8"] = partial(
 CASES["prefill_attention latent fp8"] = partial(
     cases.prefill_attention, [(0, 300), (5, 70)], 16, 1, 576, BF16, CPU, block_size=64, latent=True, codes=(0.5, 0.5)
 )
-CASES["rope_store fp8"] = partial(cases.rope_store_codes, 32, 8, 128, BF16, CPU)
+CASES["rope_store fp8"] = partial(code_cases.rope_store, 32, 8, 128, BF16, CPU)
 
 
 class NoGPU:

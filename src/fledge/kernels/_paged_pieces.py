@@ -153,12 +153,11 @@ def piece_kernel(
             else:
                 visible = visible & (depth[:, None] - key_depth[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
-        peak, total, weights, decay = softmax_step(scores, scale, peak, total, True)
-        weights, decay = weights.to(query.dtype), decay[:, None]
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, query.dtype, True)
         if CODED:
             value, odd_value = decode_pairs(value, query.dtype)
-            odd_acc = tl.dot(weights, odd_value, odd_acc * decay, input_precision=PRECISION)
-        acc = tl.dot(weights, value, acc * decay, input_precision=PRECISION)
+            odd_acc = tl.dot(weights, odd_value, odd_acc * decay[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights, value, acc * decay[:, None], input_precision=PRECISION)
 
     let_successor_in(OVERLAP)
     if SINKS and (DIRECT or pieces == 1):  # else it is for the combination to add, once

@@ -232,8 +232,8 @@ def _prefill_kernel(
             value = tl.load(value_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        peak, total, weights, decay = softmax_step(scores, scale, peak, total, False)
-        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, query.dtype, False)
+        acc = tl.dot(weights, value, acc * decay[:, None], input_precision=PRECISION)
 
     for start in range(full, end, BLOCK_N):
         key_number = start + tl.arange(0, BLOCK_N)
@@ -257,8 +257,8 @@ def _prefill_kernel(
             else:
                 visible = visible & (position[:, None] - key_number[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
-        peak, total, weights, decay = softmax_step(scores, scale, peak, total, WINDOW)
-        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, query.dtype, WINDOW)
+        acc = tl.dot(weights, value, acc * decay[:, None], input_precision=PRECISION)
 
     if SINKS:
         total += sink_weight(sinks_ptr, head, token < num_tokens, peak)

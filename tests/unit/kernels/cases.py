@@ -118,29 +118,6 @@ def skinny_linear(
             assert torch.equal(alone[0], out[-1]), "a row does not depend on its neighbours"
 
 
-def rope_store_codes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """In FP8: what is stored is what `encode` makes of the rows that are stored otherwise, to the last bit."""
-    tokens, block_size, scales = 6, 16, (0.5, 0.003)
-    shape = (4, block_size, kv_heads, head_dim)
-    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
-    qkv[3] *= 500  # beyond the largest code
-    qkv[4, -1] = torch.nan
-    positions, slots = torch.arange(tokens, device=device) * 31, torch.randperm(64, device=device)[:tokens]
-    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    plain = [torch.zeros(shape, dtype=dtype, device=device) for _ in scales]
-    coded = [torch.zeros(shape, device=device).to(FP8) for _ in scales]
-    queries = [
-        rope_and_store_triton(qkv, positions, frequencies, 1.0, slots, *caches, None, None, EPS, scales)
-        for caches in (plain, coded)
-    ]
-    assert torch.equal(*(query.nan_to_num() for query in queries))
-    for rows, codes, scale in zip(plain, coded, scales, strict=True):
-        expected = encode(rows, FP8, scale).float()
-        torch.testing.assert_close(codes.float(), expected, rtol=0, atol=0, equal_nan=True)
-        assert expected.nan_to_num().abs().max() == 448
-    assert coded[1].isnan().sum() == 1
-
-
 def rope_store(
     tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, *, norm: bool
 ) -> None:

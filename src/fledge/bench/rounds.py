@@ -94,11 +94,12 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int, options: EngineConfig
 
 
 def measure_long_context(
-    pair: Pair, tokens: int, depth: int, options: EngineConfig, rounds: int = 50
+    pair: Pair, tokens: int, depth: int, requests: int, options: EngineConfig, rounds: int = 50
 ) -> dict[str, float]:
-    """Decode at the end of a context of `tokens` tokens: milliseconds per round, and bytes read per second."""
-    engine = prompted_engine(pair, depth, 1, tokens, 900, options, room=tokens + 1024)
-    prefill = _seconds(engine.device, lambda: _step_while(engine, lambda: engine.stats().output_tokens == 0))
+    """Decode at the ends of contexts of `tokens` tokens: milliseconds per round, and bytes read per second."""
+    engine = prompted_engine(pair, depth, requests, tokens, 900, options, room=tokens + 1024)
+    waiting = engine.requests.values()
+    prefill = _seconds(engine.device, lambda: _step_while(engine, lambda: any(one.num_output == 0 for one in waiting)))
     for _ in range(8):
         engine.step()
     per_round = _seconds(engine.device, engine.step, rounds)
@@ -106,8 +107,9 @@ def measure_long_context(
     parts: list[tuple[TargetModel | Drafter, int]] = [(pair[0], 1), (pair[1], depth)]
     for model, times in parts:
         weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-        size += times * (weights + kv_bytes(options, model) * tokens)
+        size += times * (weights + kv_bytes(options, model) * tokens * requests)
     return {
+        "requests": requests,
         "prefill_seconds": prefill,
         "milliseconds": 1e3 * per_round,
         "gigabytes_per_round": size / 1e9,

@@ -70,7 +70,9 @@ def rounds(
                 report[f"prefill {name}"] = measure.measure_prefill(pair, 8, 4096, options)
             if long_context:
                 status.update(f"{name}: {long_context} tokens of context")
-                report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths), options)
+                report[f"long context {name}"] = measure.measure_long_context(
+                    pair, long_context, max(depths), sizes[0], options
+                )
     title = f"ms per round, {report['device']}, {precision}" + (
         "" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} keys"
     )

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fledge.kernels.cache_codes import Scales
 from fledge.layers.config import LayerConfig
 from fledge.layers.linear import Linear, RMSNorm, norm_of
 from fledge.layers.rope import Rotation
@@ -26,6 +27,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None  # a query at position p sees keys at positions above p - window
     chunked: bool = False  # or, if so, from the last multiple of the window on
+    kv_scales: Scales = (1.0, 1.0)  # of keys and values where a cache keeps them in eight bits; NaN: not known here
 
 
 def _as_kept(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from fledge.kernels import sample as sampling
 from fledge.kernels import swiglu as gating
 from fledge.kernels.accept import accept_chain_reference
 from fledge.kernels.argmax import argmax_rows_reference
+from fledge.kernels.cache_codes import FP8, Scales, decode, encode
 from fledge.kernels.paged_attention import SplitLaunch
 from fledge.kernels.paged_attention import paged_attention as paged_attention_triton
 from fledge.kernels.prefill_attention import paged_prefill_attention
@@ -155,6 +156,14 @@ def paged_cache(
     return caches[:, 0], caches[:, 1], tables.to(device)
 
 
+def coded(keys: Tensor, values: Tensor, scales: Scales | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return both caches, in FP8 if there are scales; and the rows that they hold, in float32."""
+    if scales is None:
+        return keys, values, keys.float(), values.float()
+    codes = [encode(side, FP8, scale) for side, scale in zip((keys, values), scales, strict=True)]
+    return *codes, *(decode(side, torch.float32, scale) for side, scale in zip(codes, scales, strict=True))
+
+
 def random_tree(rows: int) -> tuple[Tensor, Tensor]:
     """Return the masks (bits) and the depths of a random tree, [rows] both; row 0 is the root."""
     mask = 1 << torch.arange(rows)
@@ -184,14 +193,16 @@ def paged_attention(
     with_sinks: bool = False,
     launch: SplitLaunch | None = None,
     latent: bool = False,
+    codes: Scales | None = None,
 ) -> None:
     """`tree` is None, "shared" (one tree for the batch) or "each"; `before` of its rows are stored already.
 
-    A context of -queries says "no row here". `latent`: the keys are the values too.
+    A context of -queries says "no row here". `latent`: the keys are the values too. `codes`: scales of an FP8 cache.
     """
     stored = before + queries
     keys, values, tables = paged_cache([c + stored for c in contexts], kv_heads, head_dim, block_size, dtype, device)
-    values = keys if latent else values
+    keys, values, *rows = coded(keys, values, codes)
+    keys, values, *rows = (keys, keys, rows[0], rows[0]) if latent else (keys, values, *rows)
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(len(contexts), queries, heads, head_dim, dtype=dtype, device=device)
     mask = depths = None
@@ -216,11 +227,11 @@ def paged_attention(
         key_depths=depths,
         sinks=sinks,
         launch=launch,
+        kv_scales=codes or (1.0, 1.0),
     )
     expected = paged_attention_reference(
         query.float(),
-        keys.float(),
-        values.float(),
+        *rows,
         tables,
         lengths,
         scale=scale,
@@ -250,11 +261,13 @@ def prefill_attention(
     chunked: bool = False,
     with_sinks: bool = False,
     latent: bool = False,
+    codes: Scales | None = None,
 ) -> None:
-    """`chunks` are (context, new tokens). `latent`: the keys are the values too."""
+    """`chunks` are (context, new tokens). `latent`: the keys are the values too. `codes`: scales of an FP8 cache."""
     contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
     keys, values, tables = paged_cache([c + n for c, n in chunks], kv_heads, head_dim, block_size, dtype, device)
-    values, given = (keys, keys[..., :0]) if latent else (values, values)
+    keys, values, *rows = coded(keys, values, codes)
+    given, rows = (keys[..., :0], rows[:1] * 2) if latent else (values, rows)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(sum(lengths), heads, head_dim, dtype=dtype, device=device)
@@ -272,11 +285,11 @@ def prefill_attention(
         sliding_window=window,
         chunked=chunked,
         sinks=sinks,
+        kv_scales=codes or (1.0, 1.0),
     )
     expected = in_plain_torch(paged_prefill_attention)(
         query.float(),
-        keys.float(),
-        values.float(),
+        *rows,
         tables,
         starts,
         context_lens,

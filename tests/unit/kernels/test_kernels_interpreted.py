@@ -10,7 +10,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
 from fledge.kernels.paged_attention import SplitLaunch
-from tests.unit.kernels import cases, expert_cases
+from tests.unit.kernels import cases, code_cases, expert_cases
 
 CPU = "cpu"
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -77,6 +77,23 @@ def test_experts(rows, count, chosen, limit, dtype):
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim"), [(1, 4, 4, 16), (18, 6, 2, 24), (17, 5, 1, 16)])
 def test_rope_and_store(tokens, heads, kv_heads, head_dim, norm, dtype):
     cases.rope_store(tokens, heads, kv_heads, head_dim, dtype, CPU, norm=norm)
+
+
+def test_rope_and_store_in_fp8():
+    code_cases.rope_store(6, 2, 24, torch.float16, CPU)
+
+
+@pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
+def test_attention_to_fp8_keys_and_values(launch):
+    codes = {"codes": (0.02, 0.5)}
+    cases.paged_attention([37, 0, 90], 4, 6, 2, 24, torch.float32, CPU, tree="each", launch=launch, **codes)
+    cases.prefill_attention([(0, 37), (21, 1)], 6, 2, 24, torch.float32, CPU, window=13, **codes)
+    cases.paged_attention([37, 0], 3, 6, 1, 288, torch.float16, CPU, latent=True, codes=(0.03, 0.03))
+
+
+def test_keys_that_weigh_little_count():
+    code_cases.light_keys(torch.float16, CPU)
+    code_cases.light_keys(torch.float16, CPU, (0.25, 0.5))
 
 
 @dot_dtypes

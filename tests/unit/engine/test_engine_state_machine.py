@@ -98,9 +98,13 @@ ASKS = st.builds(
 )
 
 
+KINDS = {"chain": 12, "controlled chain": 10, "tree": 8, "controlled tree": 8, "sampled": 5, "plain": 2}  # examples
+
+
 class EngineMachine(RuleBasedStateMachine):
+    kind = ""  # of a subclass: drawn, some kinds would be in a few examples only
+
     @initialize(
-        kind=st.sampled_from(["chain", "controlled chain", "tree", "controlled tree", "sampled", "plain"]),
         name=st.sampled_from(sorted(DRAFTERS)),
         drafter_positions=st.sampled_from([MAX_LENGTH, MAX_LENGTH, 20]),
         arm=ARMS,
@@ -118,7 +122,6 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        kind: str,
         name: str,
         drafter_positions: int,
         arm: Arm,
@@ -134,7 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         mixing: bool,
         bound: int | None,
     ) -> None:
-        self.kind, self.kv_cache_dtype = kind, "fp8" if seqs % 2 == 0 else "auto"
+        kind, self.kv_cache_dtype = self.kind, "fp8" if seqs % 2 == 0 else "auto"
         is_tree = kind.endswith("tree")
         self.change_arm(arm)
         self.drafter = None if kind == "plain" else drafter(name, drafter_positions)
@@ -246,21 +249,22 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_the_engine_gives_the_references_tokens_whatever_happens() -> None:
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(
-            max_examples=EXPLORE or 45,
-            stateful_step_count=25,
-            derandomize=not EXPLORE,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate] if not EXPLORE else tuple(Phase),
-        ),
-    )
+    for kind, examples in KINDS.items():
+        run_state_machine_as_test(
+            type(f"Engine of {kind}", (EngineMachine,), {"kind": kind}),
+            settings=settings(
+                max_examples=EXPLORE or examples,
+                stateful_step_count=25,
+                derandomize=not EXPLORE,
+                database=None,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate] if not EXPLORE else tuple(Phase),
+            ),
+        )
     if EXPLORE:
         return
     assert min(ADMITTED.values()) > 20, ADMITTED
-    assert MIXED[True] > 100, MIXED
+    assert MIXED[True] > 50, MIXED
     often = {arm for arm in CHOSEN if CHOSEN[arm] > 5}
-    assert len(often) > 2, CHOSEN
+    assert len(often) > 4, CHOSEN

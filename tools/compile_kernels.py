@@ -41,9 +41,10 @@ CASES: dict[str, Callable[[], None]] = {
     "top_rows": partial(tree_cases.top_rows, 4, 9001, 8, BF16, CPU),
     "trees": partial(tree_cases.trees, 8, 32, 5, 9001, CPU),
     "route": partial(expert_cases.route, 3, 256, 8, CPU, n_group=8, topk_group=4, is_biased=True),
-    "experts pairs": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
-    "experts pairs clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),
-    "experts tiles": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
+    "experts": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
+    "experts clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),
+    "experts and a shared one": partial(expert_cases.experts, 2, 16, 6, 2048, 1408, BF16, CPU, parts=2),
+    "experts of many rows": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
     "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
 }
 for norm in (False, True):

@@ -22,13 +22,21 @@ def route(
     topk_group: int = 1,
     normalised: bool = True,
     scale: float = 1.0,
+    shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return weights (float32) and numbers (int64) of the experts chosen for logits [rows, experts], [rows, chosen].
 
     With a `bias` [experts] scores are sigmoids, and it counts for the choice only; without, a softmax of all. Of
-    `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at.
+    `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
+    whose numbers come after all others, follow the chosen ones of every row with a weight of 1: [rows, chosen + shared].
     """
-    options: dict[str, Any] = {"n_group": n_group, "topk_group": topk_group, "normalised": normalised, "scale": scale}
+    options: dict[str, Any] = {
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "normalised": normalised,
+        "scale": scale,
+        "shared": shared,
+    }
     if runs_triton(logits, bias) and logits.numel() > 0:
         return _route_triton(logits.contiguous(), bias, chosen=chosen, **options)
     return route_reference(logits, bias, chosen=chosen, **options)
@@ -43,6 +51,7 @@ def route_reference(
     topk_group: int,
     normalised: bool,
     scale: float,
+    shared: int,
 ) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     scores = logits.softmax(-1) if bias is None else logits.sigmoid()
@@ -57,15 +66,28 @@ def route_reference(
     weights = scores.gather(-1, experts)
     if normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be nothing
-    return weights * scale if scale != 1 else weights, experts
+    weights = weights * scale if scale != 1 else weights
+    if shared:
+        numbers = torch.arange(logits.shape[1], logits.shape[1] + shared, device=logits.device)
+        experts = torch.cat([experts, numbers.expand(len(logits), -1)], dim=1)
+        weights = torch.cat([weights, weights.new_ones(len(logits), shared)], dim=1)
+    return weights, experts
 
 
 def _route_triton(
-    logits: Tensor, bias: Tensor | None, *, chosen: int, n_group: int, topk_group: int, normalised: bool, scale: float
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    chosen: int,
+    n_group: int,
+    topk_group: int,
+    normalised: bool,
+    scale: float,
+    shared: int,
 ) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
-    weights = torch.empty(rows, chosen, dtype=torch.float32, device=logits.device)
-    numbers = torch.empty(rows, chosen, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, chosen + shared, dtype=torch.float32, device=logits.device)
+    numbers = torch.empty(rows, chosen + shared, dtype=torch.int64, device=logits.device)
     _route_kernel[(rows,)](
         logits,
         logits if bias is None else bias,
@@ -75,7 +97,8 @@ def _route_triton(
         EXPERTS=experts,
         BLOCK=next_power_of_two(experts),
         CHOSEN=chosen,
-        BLOCK_CHOSEN=next_power_of_two(chosen),
+        SHARED=shared,
+        BLOCK_CHOSEN=next_power_of_two(chosen + shared),
         GROUPS=n_group,
         KEPT=topk_group,
         BIASED=bias is not None,
@@ -96,6 +119,7 @@ def _route_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -142,5 +166,10 @@ def _route_kernel(
         liked = tl.where(expert == best, float("-inf"), liked)
     if NORMALISED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    tl.store(weights_ptr + row * CHOSEN + place, weights * scale, mask=place < CHOSEN)
-    tl.store(numbers_ptr + row * CHOSEN + place, numbers, mask=place < CHOSEN)
+    weights *= scale
+    if SHARED > 0:
+        weights = tl.where(place < CHOSEN, weights, 1.0)
+        numbers = tl.where(place < CHOSEN, numbers, EXPERTS + place - CHOSEN)
+    all_chosen: tl.constexpr = CHOSEN + SHARED
+    tl.store(weights_ptr + row * all_chosen + place, weights, mask=place < all_chosen)
+    tl.store(numbers_ptr + row * all_chosen + place, numbers, mask=place < all_chosen)

@@ -85,7 +85,12 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[*lead, hidden] -> [*lead, hidden]."""
         rows, config = x.reshape(-1, x.shape[-1]), self.config
-        logits = self.gate(rows).float()
+        has_kernels = self._has_kernels(rows)
+        # With many rows it is a matter of arithmetic, which torch's grouped product is better at.
+        is_many = rows.dtype == torch.bfloat16 and len(rows) * config.num_experts_per_token > MANY_PAIRS
+        # Kernels take a shared expert along as some more of the others.
+        parts = self._shared_parts if has_kernels and not is_many else 0
+        logits = self.gate(rows)
         weights, experts = route(
             logits,
             self.e_score_correction_bias,
@@ -94,27 +99,42 @@ class SparseMLP(nn.Module):
             topk_group=config.topk_group,
             normalised=config.normalised,
             scale=config.routed_scaling_factor,
+            shared=parts,
         )
         if config.weighted_inputs:  # of rows for each choice, which are summed up as they come out
-            weights, tokens = logits.gather(-1, experts).sigmoid(), len(rows)
+            weights, tokens = logits.float().gather(-1, experts).sigmoid(), len(rows)
             rows = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
             weights, experts = torch.ones_like(weights).view(-1, 1), experts.reshape(-1, 1)
-        if not self._has_kernels(rows):
+        if not has_kernels:
             mixed = self._sum_of_groups(rows, weights, experts, self._one_by_one)
-        elif rows.dtype == torch.bfloat16 and experts.numel() > MANY_PAIRS:
+        elif is_many:
             mixed = self._sum_of_groups(rows, weights, experts, self._all_at_once)
         else:
-            stacked = self._stack("gate_up_proj"), self._stack("down_proj")
-            mixed = few_experts(rows, weights, experts, *stacked, limit=config.swiglu_limit)
+            stacked, shared = (self._stack("gate_up_proj"), self._stack("down_proj")), None
+            if parts and self.shared_experts is not None:
+                shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
+            mixed = few_experts(rows, weights, experts, *stacked, limit=config.swiglu_limit, shared=shared)
         if config.weighted_inputs:
             mixed = mixed.view(tokens, -1, x.shape[-1]).sum(1)
         mixed = mixed.view(x.shape)
-        if self.shared_experts is None:
+        if self.shared_experts is None or parts:
             return mixed
-        shared: Tensor = self.shared_experts(x)
+        shared_out: Tensor = self.shared_experts(x)
         if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x).sigmoid()
-        return mixed + shared
+            shared_out = shared_out * self.shared_expert_gate(x).sigmoid()
+        return mixed + shared_out
+
+    @property
+    def _shared_parts(self) -> int:
+        """How many experts the shared one is as large as, if kernels can run it as so many; else 0."""
+        config = self.config
+        is_alike = (
+            self.shared_experts is not None
+            and all(type(linear) is Linear for linear in self.shared_experts.children())
+            and not (config.shared_gate or config.weighted_inputs or config.bias or config.swiglu_limit)
+            and config.shared_size % config.intermediate_size == 0
+        )
+        return config.shared_size // config.intermediate_size if is_alike else 0
 
     def _has_kernels(self, rows: Tensor) -> bool:
         return (

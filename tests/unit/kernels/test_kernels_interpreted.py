@@ -66,10 +66,10 @@ def test_route(experts, chosen, options):
 
 @dot_dtypes
 @pytest.mark.parametrize("limit", [None, 0.7])
-@pytest.mark.parametrize(("rows", "count", "chosen"), [(3, 4, 2), (33, 5, 2)])
+@pytest.mark.parametrize(("rows", "count", "chosen"), [(3, 8, 2), (9, 20, 2), (41, 3, 1)])
 def test_experts(rows, count, chosen, limit, dtype):
-    """By pairs, and by tiles: of which some experts have several, and some none."""
-    expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit)
+    """By row and by expert, with fewer pairs than experts and with more: several tiles of one, and the shared one's."""
+    expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit, parts=0 if limit else 2)
 
 
 @dtypes

@@ -25,7 +25,8 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap
-from tests.unit.kernels import admit_cases, cases, expert_cases, tree_cases
+from fledge.layers.config import LatentConfig
+from tests.unit.kernels import admit_cases, cases, expert_cases, latent_cases, tree_cases
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
@@ -65,6 +66,8 @@ for head_dim in (64, 128):
     CASES[f"paged_attention {head_dim} tree"] = partial(paged, tree="each")
 for heads in (16, 64, 128):  # DeepSeek's and Kimi's: latent rows of 512 and 64 rotated
     latent = {"block_size": 64, "latent": True}
+    rows = LatentConfig(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    CASES[f"latent_heads {heads}"] = partial(latent_cases.latent_heads, 2, heads, rows, BF16, CPU, interleaved=True)
     CASES[f"paged_attention latent {heads}"] = partial(
         cases.paged_attention, [300, 5, 70], 4, heads, 1, 576, BF16, CPU, **latent
     )

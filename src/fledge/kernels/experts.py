@@ -41,6 +41,11 @@ class ProductLaunch:
     num_stages: int
     num_warps: int = 4
 
+    @property
+    def options(self) -> dict[str, int]:
+        blocks = {"BLOCK_N": self.columns, "BLOCK_K": self.step, "GROUPS": self.groups}
+        return {**blocks, "num_stages": self.num_stages, "num_warps": self.num_warps}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsLaunch:
@@ -88,14 +93,8 @@ def few_experts(
     assert shared_size % size == 0
     assert shared_size == 0 or (gate_up[1] is None and down[1] is None)
     most = count + shared_size // size
-    common: dict[str, Any] = {
-        "HIDDEN": hidden,
-        "SIZE": size,
-        "SHARED": shared_size,
-        "COUNT": count,
-        "CHOSEN": chosen,
-        **overlapping(x.device),
-    }
+    sizes = {"HIDDEN": hidden, "SIZE": size, "SHARED": shared_size, "COUNT": count}
+    common: dict[str, Any] = {**sizes, **overlapping(x.device)}
     by_expert = {
         "BY_PAIR": pairs <= most,
         "BLOCK_P": min(MOST_SCANNED, max(16, next_power_of_two(pairs))),
@@ -108,10 +107,11 @@ def few_experts(
         _matrices(gate_up, None if shared is None else shared[0]),
         middle,
         pairs,
+        CHOSEN=chosen,
         LIMIT=limit,
         BIAS=gate_up[1] is not None,
         **by_expert,
-        **_blocks(launch.gate_up),
+        **launch.gate_up.options,
         **common,
     )
     out = torch.empty_like(x)
@@ -122,6 +122,7 @@ def few_experts(
             (middle, weights, experts),
             matrices,
             out,
+            CHOSEN=chosen,
             BIAS=down[1] is not None,
             BLOCK_C=next_power_of_two(chosen),
             BLOCK_N=launch.down.columns,
@@ -139,13 +140,11 @@ def few_experts(
         pairs,
         BIAS=down[1] is not None,
         **{**by_expert, "TILE": max(16, by_expert["TILE"])},
-        **_blocks(launch.down),
+        **launch.down.options,
         **common,
     )
-    block = 512
-    _sum_kernel[(rows, triton.cdiv(hidden, block))](
-        parts, out, HIDDEN=hidden, CHOSEN=chosen, BLOCK=block, num_warps=2, **overlapping(x.device)
-    )
+    grid = rows, triton.cdiv(hidden, 512)
+    _sum_kernel[grid](parts, out, HIDDEN=hidden, CHOSEN=chosen, BLOCK=512, num_warps=2, **overlapping(x.device))
     return out
 
 
@@ -154,25 +153,20 @@ def _matrices(stacked: Stacked, shared: Tensor | None) -> tuple[Tensor, Tensor, 
     return weight, weight if bias is None else bias, weight if shared is None else shared
 
 
-def _blocks(launch: ProductLaunch) -> dict[str, int]:
-    return {
-        "BLOCK_N": launch.columns,
-        "BLOCK_K": launch.step,
-        "GROUPS": launch.groups,
-        "num_stages": launch.num_stages,
-        "num_warps": launch.num_warps,
-    }
-
-
 @triton.jit
-def _is_first(expert, number, experts_ptr, pairs, BLOCK_P: tl.constexpr):
-    """Whether no pair before that of this number has the expert."""
-    earlier = number * 0
-    for start in range(0, number, BLOCK_P):
-        pair = start + tl.arange(0, BLOCK_P)
-        has = tl.load(experts_ptr + pair, mask=pair < number, other=-1) == expert
-        earlier += tl.sum(has.to(tl.int32), axis=0)
-    return earlier == 0
+def _expert_of_program(experts_ptr, BY_PAIR: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The expert that a program runs, or -1: there is a pair with it before the program's own."""
+    number = tl.program_id(0)
+    expert = number.to(tl.int64)
+    if BY_PAIR:
+        expert = tl.load(experts_ptr + number)
+        earlier = number * 0
+        for start in range(0, number, BLOCK_P):
+            pair = start + tl.arange(0, BLOCK_P)
+            has = tl.load(experts_ptr + pair, mask=pair < number, other=-1) == expert
+            earlier += tl.sum(has.to(tl.int32), axis=0)
+        expert = tl.where(earlier == 0, expert, -1)
+    return expert
 
 
 @triton.jit
@@ -256,11 +250,9 @@ def _gate_up_kernel(
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
     weight_ptr, bias_ptr, shared_ptr = matrices
-    expert = tl.program_id(0).to(tl.int64)
-    if BY_PAIR:
-        expert = tl.load(experts_ptr + expert)
-        if not _is_first(expert, tl.program_id(0), experts_ptr, pairs, BLOCK_P):
-            return
+    expert = _expert_of_program(experts_ptr, BY_PAIR, BLOCK_P)
+    if expert < 0:
+        return
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < SIZE
     # Gate's rows, and then up's: one product.
@@ -298,7 +290,6 @@ def _down_by_expert_kernel(
     SIZE: tl.constexpr,
     SHARED: tl.constexpr,
     COUNT: tl.constexpr,
-    CHOSEN: tl.constexpr,
     BIAS: tl.constexpr,
     BY_PAIR: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -313,11 +304,9 @@ def _down_by_expert_kernel(
     let_successor_in(OVERLAP)
     middle_ptr, weights_ptr, experts_ptr = given
     weight_ptr, bias_ptr, shared_ptr = matrices
-    expert = tl.program_id(0).to(tl.int64)
-    if BY_PAIR:
-        expert = tl.load(experts_ptr + expert)
-        if not _is_first(expert, tl.program_id(0), experts_ptr, pairs, BLOCK_P):
-            return
+    expert = _expert_of_program(experts_ptr, BY_PAIR, BLOCK_P)
+    if expert < 0:
+        return
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < HIDDEN
     within = tl.minimum(column, HIDDEN - 1)

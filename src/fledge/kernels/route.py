@@ -28,7 +28,7 @@ def route(
 
     With a `bias` [experts] scores are sigmoids, and it counts for the choice only; without, a softmax of all. Of
     `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
-    whose numbers come after all others, follow the chosen ones of every row with a weight of 1: [rows, chosen + shared].
+    with numbers after all others, follow those chosen for every row, with a weight of 1: [rows, chosen + shared].
     """
     options: dict[str, Any] = {
         "n_group": n_group,

@@ -16,6 +16,10 @@ from fledge.layers.config import LayerConfig
 class Linear(nn.Linear):
     """`nn.Linear` with the same parameters and results."""
 
+    def reset_parameters(self) -> None:
+        if self.weight.device.type != "meta":  # else nothing is there yet; some models have ten thousand of these
+            super().reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 

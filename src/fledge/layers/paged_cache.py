@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import runs_triton
+from fledge.kernels.latent_heads import MOST_TOKENS
 from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.tree_ends import move_rows
 from fledge.layers.attention import AttentionSpec, CachedHeads, Heads, ProjectedHeads
 from fledge.layers.config import KVCacheSpec
+from fledge.layers.latent_attention import LatentHeads
 
 
 class PagedCache:
@@ -53,6 +55,8 @@ class PagedCache:
 
     def store(self, heads: Heads, spec: AttentionSpec, slots: Tensor, rows: int) -> CachedHeads:
         """Finish the heads, about `rows` for each sequence, and write keys and values at `slots` [tokens]."""
+        if runs_triton(self.keys) and isinstance(heads, LatentHeads) and len(slots) <= MOST_TOKENS:
+            return heads.stored(slots, self.keys[spec.layer])
         if not runs_triton(self.keys) or not isinstance(heads, ProjectedHeads) or not heads.is_ordinary:
             # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
             cached = heads.for_cache(rows)

@@ -10,7 +10,8 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
 from fledge.kernels.paged_attention import SplitLaunch
-from tests.unit.kernels import cases, expert_cases
+from fledge.layers.config import LatentConfig
+from tests.unit.kernels import cases, expert_cases, latent_cases
 
 CPU = "cpu"
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -147,6 +148,14 @@ def test_paged_attention_does_not_depend_on_the_bound():
 @pytest.mark.parametrize("window", [None, 1, 13])
 def test_prefill_attention(window, dtype):
     cases.prefill_attention([(0, 37), (21, 1), (40, 20)], 6, 2, 24, dtype, CPU, window=window)
+
+
+@dot_dtypes
+@pytest.mark.parametrize("interleaved", [True, False])
+@torch.no_grad()
+def test_latent_heads(dtype, interleaved):
+    config = LatentConfig(q_lora_rank=None, kv_lora_rank=72, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=20)
+    latent_cases.latent_heads(18, 3, config, dtype, CPU, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -27,6 +27,7 @@ from fledge.engine.engine import LLMEngine
 from fledge.engine.graphs import GraphRunner, batch_sizes
 from fledge.engine.outputs import RequestUpdate
 from fledge.engine.request import Request
+from fledge.kernels.cache_codes import FP8
 from fledge.layers.dense_cache import DenseCache
 from fledge.models.config import DrafterConfig
 from fledge.models.drafter.base import Drafter
@@ -115,14 +116,16 @@ def sampled(prompt: Sequence[int], max_tokens: int = 12, seed: int = 0, **settin
     return Ask(prompt=tuple(prompt), params=params, seed=seed, eos_ids=())
 
 
-def rounds_of(ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH) -> list[Round]:
+def rounds_of(
+    ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH, kv_cache_dtype: str = "auto"
+) -> list[Round]:
     """What the reference loop does with a request: worked out once, as many tests ask for the same."""
-    return list(_rounds_of(ask, speculation if ask.speculate else None, max_length))
+    return list(_rounds_of(ask, speculation if ask.speculate else None, max_length, kv_cache_dtype))
 
 
 @functools.cache
 @torch.inference_mode()
-def _rounds_of(ask: Ask, speculation: Speculation | None, max_length: int) -> tuple[Round, ...]:
+def _rounds_of(ask: Ask, speculation: Speculation | None, max_length: int, kv_cache_dtype: str) -> tuple[Round, ...]:
     models = [target(), *([speculation.drafter] if speculation else [])]
     assert not any("forward" in vars(model) for model in models), "what a broken model says would be kept"
     return tuple(
@@ -134,13 +137,16 @@ def _rounds_of(ask: Ask, speculation: Speculation | None, max_length: int) -> tu
             speculation=speculation,
             max_length=max_length,
             eos_ids=ask.eos_ids,
+            kv_cache_dtype=FP8 if kv_cache_dtype == "fp8" else None,
         )
     )
 
 
-def answer_of(ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH) -> tuple[list[int], str]:
+def answer_of(
+    ask: Ask, speculation: Speculation | None = None, max_length: int = MAX_LENGTH, kv_cache_dtype: str = "auto"
+) -> tuple[list[int], str]:
     """Its tokens, and why it ended."""
-    rounds = rounds_of(ask, speculation, max_length)
+    rounds = rounds_of(ask, speculation, max_length, kv_cache_dtype)
     assert rounds[-1].finish_reason is not None
     return [token for done in rounds for token in done.tokens], rounds[-1].finish_reason
 

@@ -61,6 +61,10 @@ for head_dim in (64, 128):
     }.items():
         CASES[f"paged_attention {head_dim}{name}"] = partial(paged, **options)
         CASES[f"prefill_attention {head_dim}{name}"] = partial(prefill, **options)
+    CASES[f"paged_attention {head_dim} fp8"] = partial(paged, codes=(0.5, 0.25))
+    wide = partial(cases.paged_attention, [300, 5, 70], 16, 32, 8, head_dim, BF16, CPU, block_size=64, tree="each")
+    CASES[f"paged_attention {head_dim} fp8 tree of 16"] = partial(wide, codes=(1.0, 1.0))
+    CASES[f"prefill_attention {head_dim} fp8"] = partial(prefill, codes=(0.5, 0.25))
     ragged = partial(admit_cases.ragged_attention, [(300, 4), (5, 1), (70, 3)], 32, 8, head_dim, BF16, CPU)
     CASES[f"paged_attention {head_dim} ragged"] = partial(ragged, block_size=64)
     CASES[f"paged_attention {head_dim} tree"] = partial(paged, tree="each")
@@ -74,6 +78,13 @@ for heads in (16, 64, 128):  # DeepSeek's and Kimi's: latent rows of 512 and 64 
     CASES[f"prefill_attention latent {heads}"] = partial(
         cases.prefill_attention, [(0, 300), (5, 70)], heads, 1, 576, BF16, CPU, **latent
     )
+CASES["paged_attention latent fp8"] = partial(
+    cases.paged_attention, [300, 5, 70], 4, 16, 1, 576, BF16, CPU, block_size=64, latent=True, codes=(0.5, 0.5)
+)
+CASES["prefill_attention latent fp8"] = partial(
+    cases.prefill_attention, [(0, 300), (5, 70)], 16, 1, 576, BF16, CPU, block_size=64, latent=True, codes=(0.5, 0.5)
+)
+CASES["rope_store fp8"] = partial(cases.rope_store_codes, 32, 8, 128, BF16, CPU)
 
 
 class NoGPU:

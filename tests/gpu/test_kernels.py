@@ -152,6 +152,26 @@ def attention_to_latent_rows() -> None:
 
 
 @check
+def fp8_keys_and_values() -> None:
+    for dtype in cases.DTYPES:
+        for heads, kv_heads, head_dim in ((32, 8, 128), (28, 4, 128), (9, 3, 64), (12, 12, 80)):
+            cases.rope_store_codes(heads, kv_heads, head_dim, dtype, GPU)
+            codes = {"codes": (0.02, 0.5)}
+            cases.paged_attention([3000, 0, 17], 4, heads, kv_heads, head_dim, dtype, GPU, **codes)
+            cases.prefill_attention([(0, 700), (300, 1)], heads, kv_heads, head_dim, dtype, GPU, block_size=64, **codes)
+    for contexts, queries, options in (
+        ([131072 - 4], 4, {}),
+        ([3000, 0, 17, -16], 16, {"tree": "each"}),
+        ([3000, 0, 17], 5, {"tree": "each", "window": 200}),
+        ([3000, 0, 17], 4, {"window": 128, "with_sinks": True, "max_context": 9000}),
+        ([200] * 40 + [30000] + [100] * 20, 4, {}),
+    ):
+        cases.paged_attention(contexts, queries, 32, 8, 128, BF16, GPU, block_size=64, codes=(0.02, 0.5), **options)
+    cases.paged_attention([3000, 0, 17], 4, 16, 1, 576, BF16, GPU, latent=True, codes=(0.05, 0.05))
+    cases.prefill_attention([(0, 300), (300, 1)], 16, 1, 576, BF16, GPU, latent=True, codes=(0.05, 0.05))
+
+
+@check
 def prefill() -> None:
     for dtype in cases.DTYPES:
         cases.prefill_attention([(0, 700), (300, 1), (1000, 129)], 32, 8, 128, dtype, GPU)

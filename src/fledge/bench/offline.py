@@ -211,7 +211,7 @@ def cycled(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 class OfflineSettings(RunSettings):
     """What is measured: loads are concurrencies."""
 
-    recorded = (*RunSettings.recorded, "inflate", "dtype", "enforce_eager")
+    recorded = (*RunSettings.recorded, "inflate", "dtype", "kv_cache_dtype", "enforce_eager")
 
     target: str
     drafters: tuple[str, ...]
@@ -219,6 +219,7 @@ class OfflineSettings(RunSettings):
     seed: int = 0
     inflate: str | None = None  # a named shape
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None  # None: what the longest prompt and its answer need
     enforce_eager: bool = False
@@ -286,6 +287,7 @@ class OfflineRun(BenchRun):
             max_num_seqs=max(settings.concurrencies),
             enable_prefix_caching=False,  # prompts come again in every repeat
             enforce_eager=settings.enforce_eager,
+            kv_cache_dtype=settings.kv_cache_dtype,
         )
         with self.progress.task("engines", len(self.contenders)) as advance:
             for one in self.contenders:
@@ -304,6 +306,7 @@ class OfflineRun(BenchRun):
         options |= {"enforce_eager": True} if base.enforce_eager else {}
         dtype = self.facts["dtype"]
         options |= {} if dtype == "auto" else {"dtype": dtype}
+        options |= {} if base.kv_cache_dtype == "auto" else {"kv_cache_dtype": base.kv_cache_dtype}
         python, words = self.settings.vllm_python, self.settings.vllm_options
         return start_vllm(contender, python=python, words=words, **options)
 

@@ -11,6 +11,7 @@ from fledge.bench.inflate import empty_model, shape_named
 from fledge.checkpoints.target import read_target_config
 from fledge.decoding.params import SamplingParams
 from fledge.engine.config import EngineConfig, SpeculativeConfig
+from fledge.engine.device_state import kv_bytes
 from fledge.engine.engine import LLMEngine
 from fledge.errors import ConfigError, FledgeError
 from fledge.models.drafter.base import Drafter
@@ -48,9 +49,9 @@ def weights_read(target: TargetModel, rows: int) -> int:
     return total
 
 
-def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce_eager: bool) -> dict[str, float]:
+def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, options: EngineConfig) -> dict[str, float]:
     """Milliseconds of a round: without the fastest and slowest tenth; of all; and of which the host spent planning."""
-    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 800, room=1024, enforce_eager=enforce_eager)
+    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 800, options, room=1024)
     # Warm up until every prompt is read and a few rounds have run (graphs captured, kernels compiled).
     for _ in range(8 + concurrency * PROMPT_TOKENS // 8192):
         engine.step()
@@ -77,11 +78,11 @@ def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce
     }
 
 
-def measure_prefill(pair: Pair, prompts: int, tokens: int) -> dict[str, float]:
+def measure_prefill(pair: Pair, prompts: int, tokens: int, options: EngineConfig) -> dict[str, float]:
     """Read `prompts` prompts of `tokens` tokens: seconds, and arithmetic done per second."""
 
     def seconds() -> float:
-        engine = prompted_engine(pair, 0, prompts, tokens, 1, room=tokens + 64)
+        engine = prompted_engine(pair, 0, prompts, tokens, 1, options, room=tokens + 64)
         return _seconds(engine.device, lambda: _step_while(engine, lambda: engine.has_unfinished))
 
     best = min(seconds() for _ in range(3))
@@ -92,9 +93,11 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int) -> dict[str, float]:
     return {"seconds": best, "teraflops": prompts * flops / best / 1e12}
 
 
-def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50) -> dict[str, float]:
+def measure_long_context(
+    pair: Pair, tokens: int, depth: int, options: EngineConfig, rounds: int = 50
+) -> dict[str, float]:
     """Decode at the end of a context of `tokens` tokens: milliseconds per round, and bytes read per second."""
-    engine = prompted_engine(pair, depth, 1, tokens, 900, room=tokens + 1024)
+    engine = prompted_engine(pair, depth, 1, tokens, 900, options, room=tokens + 1024)
     prefill = _seconds(engine.device, lambda: _step_while(engine, lambda: engine.stats().output_tokens == 0))
     for _ in range(8):
         engine.step()
@@ -103,8 +106,7 @@ def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50) 
     parts: list[tuple[TargetModel | Drafter, int]] = [(pair[0], 1), (pair[1], depth)]
     for model, times in parts:
         weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-        cached = model.config.num_layers * model.config.layer.kv_cache.numbers_per_token * tokens
-        size += times * (weights + cached * pair[0].lm_head.weight.element_size())
+        size += times * (weights + kv_bytes(options, model) * tokens)
     return {
         "prefill_seconds": prefill,
         "milliseconds": 1e3 * per_round,
@@ -129,17 +131,17 @@ def measure_limits(device: torch.device) -> dict[str, float]:
 
 
 def prompted_engine(
-    pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, *, room: int, enforce_eager: bool = False
+    pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, options: EngineConfig, *, room: int
 ) -> LLMEngine:
     """An engine with so many random prompts to answer."""
     target, drafter = pair
     speculation = SpeculativeConfig(model="random", num_speculative_tokens=max(1, depth), adaptive=False)
-    config = EngineConfig(
+    config = replace(
+        options,
         max_model_len=room,
         max_num_seqs=prompts,
         max_num_batched_tokens=8192,
         speculative_config=speculation if depth else None,
-        enforce_eager=enforce_eager,
         enable_prefix_caching=False,
     )
     engine = LLMEngine(target, drafter if depth else None, config)

@@ -26,6 +26,7 @@ from fledge.checkpoints.formats.dense import (
     dense_tensor,
 )
 from fledge.checkpoints.formats.quantized import UNREAD, Quantized, WeightSummary
+from fledge.checkpoints.kv_scales import load_kv_scales
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
 from fledge.errors import CheckpointError
 from fledge.layers.attention import Attention
@@ -123,7 +124,7 @@ def stored_shapes(
 
 
 def weight_names(names: Mapping[str, str], form: WeightFormat) -> dict[str, str]:
-    """`names` without scales of what is not quantised here: activations, keys and values."""
+    """`names` without scales of what is no weight: activations, keys and values."""
     unread = () if form is DENSE else UNREAD
     return {ours: stored for ours, stored in names.items() if ours.rpartition(".")[2] not in unread}
 
@@ -175,6 +176,8 @@ def load_weights(
     `names` are what the files call each tensor, by our names before joining: exactly the `stored_shapes`, or one line
     says which do not fit, before anything is read. The caller completes `tied` linears itself.
     """
+    if form is not DENSE:
+        load_kv_scales(model, files, names)
     names = weight_names(names, form)
     _check_names(files, names, stored_shapes(model, form, names, files.infos, tied=tied))
     parts, held = _parts(model, names), _held(names, files.infos)

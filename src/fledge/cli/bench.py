@@ -14,7 +14,7 @@ from fledge.checkpoints.source import DRAFTERS, TARGET
 from fledge.cli.command import leave, numbers, one_of, options, run_bench, settings_of
 from fledge.cli.tune import run_tune
 from fledge.cli.vllm_command import EngineCommand
-from fledge.engine.config import MAX_DEPTH
+from fledge.engine.config import MAX_DEPTH, EngineConfig
 from fledge.errors import ConfigError
 from fledge.files import distinct_names
 from fledge.progress import Progress
@@ -30,6 +30,7 @@ def rounds(
     depth: str = "0,3",
     concurrency: str = "1,4,16",
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     device: str = "auto",
     count: int = 100,
     prefill: bool = False,
@@ -48,7 +49,9 @@ def rounds(
     precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
     depths, sizes = numbers("depth", depth, int, 0, MAX_DEPTH), numbers("concurrency", concurrency, int, 1, 512)
     console = Console(stderr=True)
+    options = EngineConfig(kv_cache_dtype=kv_cache_dtype, enforce_eager=enforce_eager)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
+    report["kv_cache_dtype"] = kv_cache_dtype
     if on_gpu:
         report["limits"] = measure.measure_limits(place)
     cells, body = [], []
@@ -58,17 +61,19 @@ def rounds(
             for k in depths:
                 body.append([name, str(k)])
                 for size in sizes:
-                    cell = measure.measure_round(pair, k, size, count, enforce_eager)
+                    cell = measure.measure_round(pair, k, size, count, options)
                     status.update(f"{name}: K={k}, C={size}: {cell['milliseconds']:.2f} ms")
                     cells.append({"shape": name, **cell})
                     body[-1].append(f"{cell['milliseconds']:.2f}")
             if prefill:
                 status.update(f"{name}: prefill")
-                report[f"prefill {name}"] = measure.measure_prefill(pair, prompts=8, tokens=4096)
+                report[f"prefill {name}"] = measure.measure_prefill(pair, 8, 4096, options)
             if long_context:
                 status.update(f"{name}: {long_context} tokens of context")
-                report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths))
-    title = f"ms per round, {report['device']}, {precision}"
+                report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths), options)
+    title = f"ms per round, {report['device']}, {precision}" + (
+        "" if kv_cache_dtype == "auto" else f", {kv_cache_dtype} keys"
+    )
     table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
     Console().print(*table.to_rich(Console().width))
     print(json.dumps({**report, "rounds": cells}))
@@ -95,6 +100,7 @@ def offline(
     ignore_eos: bool = False,
     inflate: str | None = None,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
     enforce_eager: bool = False,

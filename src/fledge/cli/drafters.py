@@ -33,6 +33,7 @@ def evaluate(
     max_num_seqs: int = 32,
     max_model_len: int | None = None,
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     device: str = "auto",
     from_hub: bool = False,
     out: Path | None = None,

@@ -62,15 +62,19 @@ def generate(
     speculation: Speculation | None = None,
     max_length: int | None = None,
     eos_ids: Sequence[int] = (),
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> Generator[Round, None, None]:
     """Yield rounds until the sequence ends: at an eos or stop id, at `max_tokens`, or at `max_length` tokens in all.
 
     `seed` stands in for `params.seed` where that is None. Stop strings are the caller's business: it sees text.
+    `kv_cache_dtype`: as `DenseCache` has it, for both models.
     """
     sequence = _Sequence(target=target, prompt=prompt, params=params, seed=seed, max_length=max_length, eos_ids=eos_ids)
-    drafter_cache = DenseCache(speculation.drafter.config.num_layers, sequence.device) if speculation else None
+    drafter_cache = None
+    if speculation is not None:
+        drafter_cache = DenseCache(speculation.drafter.config.num_layers, sequence.device, dtype=kv_cache_dtype)
     aux_layer_ids = speculation.drafter.aux_layer_ids if speculation else ()
-    cache = DenseCache(target.config.num_layers, sequence.device)
+    cache = DenseCache(target.config.num_layers, sequence.device, dtype=kv_cache_dtype)
     pending = sequence.tensor(prompt)  # tokens that the target has not seen yet
     draft: Draft | None = None
     while True:

@@ -17,7 +17,8 @@ MAX_DEPTH = 16
 DEFAULT_DEPTH = 3
 DEFAULT_TREE_BUDGET = 60
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")  # two names of one
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", *FP8_CACHE_DTYPES)
 
 _ANOTHER_ENGINE = "more is vLLM's job"
 
@@ -156,7 +157,9 @@ class EngineConfig:
     scheduling_policy: str = option("fcfs", "fcfs (in order of arrival), or priority: requests with a lower one first.")
     gpu_memory_utilization: float = option(0.9, "Share of the GPU's memory to use.")
     kv_cache_bytes: int | None = option(None, "Size of the KV cache, instead; on a CPU too.", least=1)
-    kv_cache_dtype: str = option("auto", "auto, or the dtype that the model computes in.")
+    kv_cache_dtype: str = option(
+        "auto", "auto (what the model computes in), or fp8: half of the memory, with the checkpoint's scales or none."
+    )
     enable_prefix_caching: bool = option(True, "Share equal beginnings of prompts.")
     enforce_eager: bool = option(False, "No CUDA graphs.")
     seed: int = option(0, "For requests that bring none.")
@@ -184,7 +187,7 @@ class EngineConfig:
             )
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise NeedsVllmError(
-                f"kv_cache_dtype: found {self.kv_cache_dtype!r}, allowed is {', '.join(KV_CACHE_DTYPES)}; a quantised "
+                f"kv_cache_dtype: found {self.kv_cache_dtype!r}, allowed is {', '.join(KV_CACHE_DTYPES)}; any other "
                 "KV cache is vLLM's job"
             )
 

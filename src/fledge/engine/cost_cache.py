@@ -46,7 +46,10 @@ class CostCache:
             "torch": torch.__version__,
             "models": [repr(one.config) for one in models],
             "weights": [sorted({(str(w.dtype), str(w.device)) for w in one.state_dict().values()}) for one in models],
-            "options": [config.max_num_seqs, config.pack_weights, config.enforce_eager, config.block_size],
+            "options": [
+                *(config.max_num_seqs, config.pack_weights, config.enforce_eager, config.block_size),
+                config.kv_cache_dtype,
+            ],
         }
         try:
             return cls(cache_directory() / "costs" / f"{digest(facts)}.json")

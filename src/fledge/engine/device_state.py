@@ -4,6 +4,7 @@ A round reads and writes it without the host in between. The last row belongs to
 what they compute for it goes to block 0 of the caches, which belongs to nobody either.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,17 +21,20 @@ from fledge.decoding.tree import DraftTree, level_widths, tree_size
 from fledge.devices import choose_dtype
 from fledge.engine.adjustments import Adjustments
 from fledge.engine.arms import Arm
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
 from fledge.kernels.admit import AcceptanceCoefficients, AdmittedRound
+from fledge.kernels.cache_codes import FP8
 from fledge.kernels.round_ends import OpenedRound
+from fledge.layers.block import attentions
 from fledge.layers.linear import compute_weight
 from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 
 DEFAULT_CPU_CACHE_BYTES = 2 * 2**30
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert E4M3
 MAX_TREE_ROWS = 64  # what tree attention takes in one pass
 DRAFT_PROBS_BYTES = 2**30  # that distributions of sampled drafts may take; where they are asked for they may take more
 
@@ -74,7 +78,7 @@ class DeviceState:
         self.lookahead = 3 * (depth + 1) + scratch
         self.max_length = config.max_model_len + self.lookahead  # bound on any sequence
         # Of a token, that there is room for.
-        self.drafter_kv_bytes = 0 if drafter is None else _kv_bytes(config, drafter)
+        self.drafterkv_bytes = 0 if drafter is None else kv_bytes(config, drafter)
         self.num_blocks = config.num_blocks or self._count_blocks(config)
         self.target_cache = self._make_cache(config, target)
         self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
@@ -129,9 +133,9 @@ class DeviceState:
 
     def unfit(self, config: EngineConfig, drafter: Drafter) -> str | None:
         """Why a drafter cannot take the place of the one that all this was allocated for; None: it can."""
-        needed = _kv_bytes(config, drafter)
-        if needed > self.drafter_kv_bytes:
-            return f"its KV cache takes {needed} bytes a token, and there is room for {self.drafter_kv_bytes}"
+        needed = kv_bytes(config, drafter)
+        if needed > self.drafterkv_bytes:
+            return f"its KV cache takes {needed} bytes a token, and there is room for {self.drafterkv_bytes}"
         tree, vocabularies = self.tree, (self.draft_vocab, drafter.config.draft_vocab_size)
         if tree is not None and len({min(tree.width, size) for size in vocabularies}) > 1:
             return "draft trees have another shape with a vocabulary of its size"
@@ -253,7 +257,7 @@ class DeviceState:
 
     def _count_blocks(self, config: EngineConfig) -> int:
         """As many blocks as memory allows, and no more than all requests at full length could use."""
-        per_block = self.block_size * (_kv_bytes(config, self.target) + self.drafter_kv_bytes)
+        per_block = self.block_size * (kv_bytes(config, self.target) + self.drafterkv_bytes)
         useful = config.max_num_seqs * -(-self.max_length // self.block_size) + 1
         budget = config.kv_cache_bytes or DEFAULT_CPU_CACHE_BYTES
         if config.kv_cache_bytes is None and self.device.type == "cuda":
@@ -276,7 +280,10 @@ class DeviceState:
 
 
 def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype:
-    """Return the dtype of a model's KV cache. Attention computes in one dtype, so it is the model's own."""
+    """Return the dtype of a model's KV cache: its own, since attention computes in one dtype, or that of codes."""
+    if config.kv_cache_dtype in FP8_CACHE_DTYPES:
+        _check_codes(config, model)
+        return FP8
     own, wanted = compute_weight(model).dtype, choose_dtype(config.kv_cache_dtype)
     if wanted not in (None, own):
         raise ConfigError(
@@ -286,6 +293,21 @@ def _kv_dtype(config: EngineConfig, model: TargetModel | Drafter) -> torch.dtype
     return own
 
 
-def _kv_bytes(config: EngineConfig, model: TargetModel | Drafter) -> int:
+def _check_codes(config: EngineConfig, model: TargetModel | Drafter) -> None:
+    """Refuse, in one line, keys and values in eight bits where the device or the checkpoint has other ideas of them."""
+    device = compute_weight(model).device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype: found {config.kv_cache_dtype!r}, which takes a GPU of compute capability 8.9 or more "
+            f"(Ada, Hopper); this is {torch.cuda.get_device_name(device)}"
+        )
+    if not all(math.isfinite(sum(one.spec.kv_scales)) for one in attentions(model)):
+        raise ConfigError(
+            f"kv_cache_dtype: found {config.kv_cache_dtype!r}, but the checkpoint's k_scale and v_scale are not one "
+            "positive number for each layer; use auto"
+        )
+
+
+def kv_bytes(config: EngineConfig, model: TargetModel | Drafter) -> int:
     """What a token takes in a model's KV cache."""
     return model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(_kv_dtype(config, model))

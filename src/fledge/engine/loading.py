@@ -11,7 +11,7 @@ from rich.progress import Progress as Bars
 
 from fledge.checkpoints.target import load_target
 from fledge.devices import choose_device, choose_dtype
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig
 from fledge.engine.cost_cache import CostCache
 from fledge.engine.engine import LLMEngine
 from fledge.engine.swap import load_for
@@ -21,6 +21,10 @@ from fledge.models.target.decoder import TargetModel
 SLOW_DTYPE = (
     "dtype {} on a CPU without packed weights does without the C layers and is 4 to 30 times slower than with them, "
     "which take up to three times the memory; leave pack_weights on unless memory is short"
+)
+SLOW_CODES = (
+    "kv_cache_dtype {} on a CPU does without the C layers: rounds take two to four times as long, "
+    "for a quarter of the memory"
 )
 _log = logging.getLogger("fledge.engine")
 
@@ -36,6 +40,8 @@ def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
             rounded, dtype = dtype, torch.float32
         else:
             warnings.warn(SLOW_DTYPE.format(config.dtype), stacklevel=3)
+    if device.type == "cpu" and config.kv_cache_dtype in FP8_CACHE_DTYPES:
+        warnings.warn(SLOW_CODES.format(config.kv_cache_dtype), stacklevel=3)
     _log.info("loading the target from %s", directory)
     target = load_target(directory, dtype=dtype, device=device)
     if rounded is not None:

@@ -29,6 +29,7 @@ from fledge.engine.request import Request
 from fledge.engine.runner import Runner
 from fledge.engine.scheduler import Scheduler
 from fledge.errors import ConfigError, SwapRefusedError
+from fledge.layers.block import attentions
 from fledge.layers.paged_cache import PagedCache
 from fledge.models.config import Architecture
 from fledge.models.drafter.base import Drafter
@@ -121,7 +122,8 @@ def is_same_build(old: Drafter, new: Drafter) -> bool:
     vocabularies = old.vocabulary, new.vocabulary
     copies = [vocabulary is not None and vocabulary.has_copies for vocabulary in vocabularies]
     shapes = [{name: (w.shape, w.dtype) for name, w in one.state_dict().items()} for one in (old, new)]
-    return old.config == new.config and copies[0] == copies[1] and shapes[0] == shapes[1]
+    specs = [[one.spec for one in attentions(model)] for model in (old, new)]  # scales of keys and values are in them
+    return old.config == new.config and copies[0] == copies[1] and shapes[0] == shapes[1] and specs[0] == specs[1]
 
 
 @torch.inference_mode()

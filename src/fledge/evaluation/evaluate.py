@@ -17,7 +17,15 @@ from fledge.files import distinct_names, read_json
 from fledge.progress import Progress
 from fledge.provenance import run_provenance
 
-_RECORDED = ("depths", "temperatures", "max_tokens", "max_num_seqs", "sample", "seed")  # settings that results tell
+_RECORDED = (
+    "depths",
+    "temperatures",
+    "max_tokens",
+    "max_num_seqs",
+    "sample",
+    "seed",
+    "kv_cache_dtype",
+)  # settings that results tell
 _NAMED = 3  # prompts that a note names; the results have all
 
 

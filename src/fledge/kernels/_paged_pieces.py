@@ -9,6 +9,7 @@ results, which a second kernel combines in a fixed order: results do not vary fr
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in
 from fledge.kernels._triton import sink_weight, softmax_step, tl, triton
+from fledge.kernels.cache_codes import decode_pairs, tile_as_float16
 
 
 @triton.jit(do_not_specialize=["window", "batch", "num_queries", "num_keys", "slots", "min_split", "row_blocks"])
@@ -21,6 +22,7 @@ def piece_kernel(
     tree_ptr,
     depths_ptr,
     scale,
+    value_scale,
     window,
     batch,
     num_queries,
@@ -48,10 +50,21 @@ def piece_kernel(
     RAGGED: tl.constexpr,
     TREE: tl.constexpr,
     DIRECT: tl.constexpr,
+    CODED: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    SAME: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (KV head and block of rows, unit): a unit is a piece of the keys of one sequence."""
+    """Program (KV head and block of rows, unit): a unit is a piece of the keys of one sequence.
+
+    SAME: keys are values too, but for their last TAIL dimensions, which come after the HEAD_DIM others.
+
+    CODED: keys and values are FP8 and given as int16, codes two by two: those of even dimensions and those of odd ones
+    are multiplied apart. GPUs load matrices of 16 bits as their products want them, turned around or not; none of 8.
+    """
+    per_element: tl.constexpr = 2 if CODED else 1  # dimensions in an element of the caches
     begin_overlapped(OVERLAP)
     query_ptr, key_ptr, value_ptr = attended
     out_ptr, partial_ptr, lse_ptr = results
@@ -81,13 +94,23 @@ def piece_kernel(
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     number = row // GROUP  # of the query
     head = kv_head * GROUP + row % GROUP
-    dim = tl.arange(0, BLOCK_D)
+    dim = tl.arange(0, BLOCK_D // per_element)
     row_inside = row < own_queries * GROUP
-    tile_inside = row_inside[:, None] & (dim < HEAD_DIM)[None, :]
-    query_at = sequence * query_batch_stride + number[:, None] * query_stride + head[:, None] * query_head_stride
+    dim_inside = (dim < HEAD_DIM // per_element)[None, :]
+    query_row = sequence * query_batch_stride + number[:, None] * query_stride + head[:, None] * query_head_stride
     if RAGGED:
-        query_at += first_query * query_stride
-    query = tl.load(query_ptr + query_at + dim[None, :], mask=tile_inside, other=0.0)
+        query_row += first_query * query_stride
+    query_at = query_ptr + query_row + dim[None, :] * per_element
+    query = tl.load(query_at, mask=row_inside[:, None] & dim_inside, other=0.0)
+    if TAIL:
+        tail_dim = tl.arange(0, BLOCK_TAIL)
+        tail_inside = (tail_dim < TAIL)[None, :]
+        tail_at = query_ptr + query_row + HEAD_DIM + tail_dim[None, :]
+        tail_query = tl.load(tail_at, mask=row_inside[:, None] & tail_inside, other=0.0)
+    if CODED:
+        odd_query = tl.load(query_at + 1, mask=row_inside[:, None] & dim_inside, other=0.0)
+        if query.dtype == tl.bfloat16:
+            query, odd_query = tile_as_float16(query), tile_as_float16(odd_query)
 
     depth = number
     if TREE:
@@ -98,7 +121,8 @@ def piece_kernel(
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // per_element], tl.float32)
+    odd_acc = acc
     table = tables_ptr + sequence * table_stride
     for start in range(first, last, BLOCK_N):
         key_number = start + tl.arange(0, BLOCK_N)
@@ -110,13 +134,24 @@ def piece_kernel(
         offset = key_number % BLOCK_SIZE
         kv_inside = inside[:, None]
         if BLOCK_D != HEAD_DIM:
-            kv_inside = kv_inside & (dim < HEAD_DIM)[None, :]
+            kv_inside = kv_inside & dim_inside
         key_at = block * key_block_stride + offset * key_token_stride + kv_head * key_head_stride
-        key = tl.load(key_ptr + key_at[:, None] + dim[None, :], mask=kv_inside, other=0.0)
-        value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
-        value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kv_inside, other=0.0)
+        key = tl.load(key_ptr + key_at[:, None] + dim[None, :], mask=kv_inside, other=0)
+        if SAME:
+            value = key
+        else:
+            value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
+            value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kv_inside, other=0)
 
+        if CODED:
+            key, odd_key = decode_pairs(key, query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if TAIL:
+            tail_at = key_ptr + key_at[:, None] + HEAD_DIM + tail_dim[None, :]
+            tail = tl.load(tail_at, mask=inside[:, None] & tail_inside, other=0)
+            scores = tl.dot(tail_query, tl.trans(tail), scores, input_precision=PRECISION)
+        if CODED:
+            scores = tl.dot(odd_query, tl.trans(odd_key), scores, input_precision=PRECISION)
         own = key_number - context  # the key's number after the context, negative before
         if TREE:
             bit = (ancestors[:, None] >> tl.maximum(own, 0)[None, :].to(tl.int64)) & 1
@@ -135,12 +170,21 @@ def piece_kernel(
             else:
                 visible = visible & (depth[:, None] - key_depth[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
-        peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, True)
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, True)
+        weights, decay = weights.to(query.dtype), decay[:, None]
+        if CODED:
+            value, odd_value = decode_pairs(value, query.dtype)
+            odd_acc = tl.dot(weights, odd_value, odd_acc * decay, input_precision=PRECISION)
+        acc = tl.dot(weights, value, acc * decay, input_precision=PRECISION)
 
     let_successor_in(OVERLAP)
     if SINKS and (DIRECT or pieces == 1):  # else it is for the combination to add, once
         total += sink_weight(sinks_ptr, head, row_inside, peak)
-    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if CODED:
+        acc = tl.join(acc, odd_acc).reshape(BLOCK_M, BLOCK_D)
+    dim = tl.arange(0, BLOCK_D)
+    tile_inside = row_inside[:, None] & (dim < HEAD_DIM)[None, :]
+    mixed = acc / tl.where(total == 0.0, 1.0, total / value_scale)[:, None]
     if DIRECT or pieces == 1:
         out_at = ((first_query + number) * (KV_HEADS * GROUP) + head) * HEAD_DIM
         tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=tile_inside)

@@ -99,12 +99,13 @@ def sink_weight(sinks_ptr, head, inside, peak):
 
 
 @triton.jit
-def softmax_step(scores, scale, value, peak, total, acc, PRECISION: tl.constexpr, MASKED: tl.constexpr):
-    """Take scores [rows, keys] and value [keys, dim] of a block of keys into a running softmax (peak, total, acc).
+def softmax_step(scores, scale, peak, total, MASKED: tl.constexpr):
+    """Take scores [rows, keys] of a block of keys into a running softmax (peak, total).
 
     `scale` is positive and turns scores into powers of two. `peak` is the largest scaled score of each row so far,
-    `total` the sum of 2**(scale * score - peak), `acc` the values weighted by the same. With MASKED a row may have
-    seen nothing yet: a peak of -inf then stands for nothing, not for NaN.
+    `total` the sum of 2**(scale * score - peak). With MASKED a row may have seen nothing yet: a peak of -inf then
+    stands for nothing, not for NaN. Return both, the weights of the block [rows, keys], and what sums of values
+    weighted by earlier ones are to be multiplied with [rows].
     """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     shift = new_peak
@@ -112,6 +113,4 @@ def softmax_step(scores, scale, value, peak, total, acc, PRECISION: tl.constexpr
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores * scale - shift[:, None])  # one fused multiply-add each
     decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
-    return new_peak, total, acc
+    return new_peak, total * decay + tl.sum(weights, axis=1), weights, decay

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import next_power_of_two, runs_triton, sink_weight, softmax_step, tl, triton
+from fledge.kernels.cache_codes import FP8, Scales, as_float16
 from fledge.kernels.paged_attention import WIDE_HEAD, ReadRows, attend_blocks, visible_keys
 
 
@@ -29,6 +30,7 @@ def paged_prefill_attention(
     sliding_window: int | None = None,
     chunked: bool = False,
     sinks: Tensor | None = None,
+    kv_scales: Scales = (1.0, 1.0),
     read: ReadRows | None = None,
 ) -> Tensor:
     """Return the attention [tokens, heads, head_dim] of chunks whose keys and values are stored already.
@@ -40,12 +42,13 @@ def paged_prefill_attention(
     `block_tables[b, n // block_size]` of the caches [num_blocks, block_size, kv_heads, head_dim]. Rows of `query` that
     belong to no chunk get zeros.
     `sinks` [heads] are scores of something that every token sees and that adds nothing. Where the value cache has no
-    width, keys are values too; without Triton `read` says how, as in `attend_blocks`.
+    width, keys are values too; without Triton `read` says how, as in `attend_blocks`. Caches have the dtype of the
+    query, or are FP8 with these `kv_scales`.
     """
     if not runs_triton(query, key_cache, value_cache):
         chunks = (block_tables, query_starts, context_lens)
         window = (sliding_window, chunked)
-        return _attend_chunks(query, key_cache, value_cache, chunks, scale, window, sinks, read)
+        return _attend_chunks(query, key_cache, value_cache, chunks, scale, window, (sinks, read, kv_scales))
     assert query.shape[1] % key_cache.shape[2] == 0
     assert query.shape[2] == key_cache.shape[3]
     value_cache = value_cache if value_cache.shape[-1] else key_cache
@@ -59,12 +62,17 @@ def paged_prefill_attention(
     grid = (kv_heads * -(-rows // launch["BLOCK_M"]), context_lens.shape[0])
     if min(grid) == 0:
         return out
+    if key_cache.dtype != FP8:
+        kv_scales = (1.0, 1.0)
+    elif query.dtype == torch.bfloat16:
+        query = as_float16(query)
     _prefill_kernel[grid](
         (query, key_cache, value_cache),
         query if sinks is None else sinks,
         out,
         (block_tables, query_starts, context_lens),
-        scale / math.log(2),
+        scale * kv_scales[0] / math.log(2),
+        kv_scales[1],
         0 if sliding_window is None else sliding_window,
         query.stride()[:2],
         key_cache.stride()[:3],
@@ -91,8 +99,7 @@ def _attend_chunks(
     chunks: tuple[Tensor, Tensor, Tensor],
     scale: float,
     window: tuple[int | None, bool],
-    sinks: Tensor | None,
-    read: ReadRows | None,
+    more: tuple[Tensor | None, ReadRows | None, Scales],
 ) -> Tensor:
     """One chunk after the other. Reads the lengths on the host, which costs nothing on a CPU."""
     block_tables, query_starts, context_lens = chunks
@@ -107,12 +114,13 @@ def _attend_chunks(
         keys = blocks.shape[1] * block_size
         visible = visible_keys(context, stop - start, keys, window[0], None, None, window[1])
         rows = query[None, start:stop]
-        mixed = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, sinks, read)[0]
+        mixed = attend_blocks(rows, key_cache, value_cache, blocks, visible, scale, *more)[0]
         if out is None:
             out = mixed.new_zeros(len(query), *mixed.shape[1:])
         out[start:stop] = mixed
     if out is not None:
         return out
+    read = more[1]
     width = query.shape[-1] if read is None else read(key_cache[:1, :1], value_cache[:1, :1])[1].shape[-1]
     return query.new_zeros(*query.shape[:-1], width)
 
@@ -146,6 +154,7 @@ def _prefill_kernel(
     out_ptr,
     chunks,
     scale,
+    value_scale,
     window,
     query_strides,
     key_strides,
@@ -221,8 +230,10 @@ def _prefill_kernel(
         else:
             key = tl.load(key_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
             value = tl.load(value_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, False)
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, False)
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
 
     for start in range(full, end, BLOCK_N):
         key_number = start + tl.arange(0, BLOCK_N)
@@ -237,6 +248,7 @@ def _prefill_kernel(
         kv_inside = stored[:, None] & (dim < HEAD_DIM)[None, :]
         key = tl.load(key_at, mask=kv_inside, other=0.0)
         value = tl.load(value_at, mask=kv_inside, other=0.0)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         visible = key_number[None, :] <= position[:, None]
         if WINDOW:
@@ -245,10 +257,11 @@ def _prefill_kernel(
             else:
                 visible = visible & (position[:, None] - key_number[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
-        peak, total, acc = softmax_step(scores, scale, value, peak, total, acc, PRECISION, WINDOW)
+        peak, total, weights, decay = softmax_step(scores, scale, peak, total, WINDOW)
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
 
     if SINKS:
         total += sink_weight(sinks_ptr, head, token < num_tokens, peak)
-    mixed = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mixed = acc / tl.where(total == 0.0, 1.0, total / value_scale)[:, None]
     out_at = (at * (KV_HEADS * GROUP) + head) * HEAD_DIM
     tl.store(out_ptr + out_at[:, None] + dim[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside)

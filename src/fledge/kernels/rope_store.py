@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import next_power_of_two, tl, triton
+from fledge.kernels.cache_codes import Scales, encode_heads
 
 
 def rope_and_store(
@@ -23,12 +24,14 @@ def rope_and_store(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scales: Scales = (1.0, 1.0),
 ) -> Tensor:
     """Return the rotated query [tokens, heads, head_dim]; write keys and values into the caches. Triton's only.
 
     `qkv` is [tokens, (heads + 2 * kv_heads) * head_dim], `positions` and `slots` [tokens] int64, the caches
     [num_blocks, block_size, kv_heads, head_dim]. Token t goes to offset `slots[t] % block_size` of block
-    `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other.
+    `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other. FP8
+    caches hold what `encode` of `cache_codes` makes of rows with these `kv_scales`.
 
     A program has some heads of one token: few of them while tokens are few, for latency, then up to 16.
     """
@@ -50,6 +53,7 @@ def rope_and_store(
         (qkv, qkv) if q_norm_weight is None or k_norm_weight is None else (q_norm_weight, k_norm_weight),
         magnitude,
         eps,
+        (1 / kv_scales[0], 1 / kv_scales[1]),
         qkv.stride(0),
         key_cache.stride()[:3],
         value_cache.stride()[:3],
@@ -80,6 +84,7 @@ def _rope_store_kernel(
     norms,
     magnitude,
     eps,
+    inverse_scales,
     qkv_stride,
     key_strides,
     value_strides,
@@ -116,7 +121,7 @@ def _rope_store_kernel(
         if NORM:
             low, high = _norm_heads(low, high, q_norm_ptr, eps, dim, HALF)
         low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
-        _store_heads(query_ptr + token * (QUERY_HEADS * 2 * HALF) + at, low, high, inside, HALF)
+        _store_heads(query_ptr + token * (QUERY_HEADS * 2 * HALF) + at, low, high, inside, HALF, 1.0)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -131,12 +136,16 @@ def _rope_store_kernel(
                 low, high = _norm_heads(low, high, k_norm_ptr, eps, dim, HALF)
             low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
             out = key_ptr + block * key_block_stride + offset * key_token_stride
-            _store_heads(out + head[:, None] * key_head_stride + dim[None, :], low, high, inside, HALF)
+            _store_heads(
+                out + head[:, None] * key_head_stride + dim[None, :], low, high, inside, HALF, inverse_scales[0]
+            )
         else:
             at = (QUERY_HEADS + KV_HEADS + head)[:, None] * (2 * HALF) + dim[None, :]
             low, high = _load_heads(row + at, inside, HALF)
             out = value_ptr + block * value_block_stride + offset * value_token_stride
-            _store_heads(out + head[:, None] * value_head_stride + dim[None, :], low, high, inside, HALF)
+            _store_heads(
+                out + head[:, None] * value_head_stride + dim[None, :], low, high, inside, HALF, inverse_scales[1]
+            )
 
 
 @triton.jit
@@ -145,9 +154,9 @@ def _load_heads(at, inside, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store_heads(at, low, high, inside, HALF: tl.constexpr):
-    tl.store(at, low.to(at.dtype.element_ty), mask=inside)
-    tl.store(at + HALF, high.to(at.dtype.element_ty), mask=inside)
+def _store_heads(at, low, high, inside, HALF: tl.constexpr, inverse_scale):
+    tl.store(at, encode_heads(low, inverse_scale, at.dtype.element_ty), mask=inside)
+    tl.store(at + HALF, encode_heads(high, inverse_scale, at.dtype.element_ty), mask=inside)
 
 
 @triton.jit

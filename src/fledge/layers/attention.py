@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fledge.kernels.cache_codes import Scales
 from fledge.layers.config import LayerConfig
 from fledge.layers.linear import Linear, RMSNorm, norm_of
 from fledge.layers.rope import Rotation
@@ -26,6 +27,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None  # a query at position p sees keys at positions above p - window
     chunked: bool = False  # or, if so, from the last multiple of the window on
+    kv_scales: Scales = (1.0, 1.0)  # of keys and values where a cache keeps them in eight bits; NaN: not known here
 
 
 def _as_kept(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,6 +46,7 @@ class CachedHeads:
     rows: tuple[Tensor, ...]  # key and value as `KVCacheSpec` has them, [*lead, kv_heads, dim] each; (): kept already
     read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _as_kept  # kept rows -> keys and values for the query
     leave: Callable[[Tensor], Tensor] = _as_attended  # attention [*lead, heads, dim] -> outputs of the heads
+    value_dim: int | None = None  # where keys are values too: so many of their first dimensions are
 
 
 class Heads(Protocol):

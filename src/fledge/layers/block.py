@@ -197,6 +197,11 @@ def attention_of(
     return LatentAttention(config, layer=layer, input_size=input_size)
 
 
+def attentions(model: nn.Module) -> list[Attention | LatentAttention]:
+    """All attention modules of a model, first layer first."""
+    return [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
+
+
 class DecoderLayer(nn.Module):
     """Attention and an MLP, each added to the residual stream; the config says of what kind, and where the norms are.
 

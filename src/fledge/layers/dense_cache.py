@@ -9,14 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.kernels.cache_codes import decode, encode
 from fledge.kernels.paged_attention import masked_attention, window_at
 from fledge.layers.attention import AttentionSpec, Heads
 
 
 class DenseCache:
-    """Grows as tokens are fed, and can forget: `truncate` after a rejected chain, `keep` after a draft tree."""
+    """Grows as tokens are fed, and can forget: `truncate` after a rejected chain, `keep` after a draft tree.
 
-    def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
+    With a `dtype` rows are rounded as a cache of it stores them.
+    """
+
+    def __init__(
+        self, num_layers: int, device: torch.device | str = "cpu", *, dtype: torch.dtype | None = None
+    ) -> None:
+        self.dtype = dtype
         self._stored: list[tuple[Tensor, ...]] = [()] * num_layers  # key and value, each [rows, kv_heads, head_dim]
         self._positions = torch.empty(0, dtype=torch.int64, device=device)  # [length]
 
@@ -51,11 +58,16 @@ class DenseCache:
         self._positions = self._positions[kept]
         self._stored = [tuple(side[kept] for side in sides) for sides in self._stored]
 
-    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Store rows of one layer from `start` on, and return all its rows."""
-        sides = self._stored[layer] or (key[:0], value[:0])
-        self._stored[layer] = tuple(torch.cat([s[:start], new]) for s, new in zip(sides, (key, value), strict=True))
-        return self._stored[layer]
+    def write(self, spec: AttentionSpec, start: int, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Store keys and values of one layer from `start` on, and return all its rows."""
+        if self.dtype is not None:
+            rows = tuple(
+                decode(encode(new, self.dtype, scale), new.dtype, scale)
+                for new, scale in zip(rows, spec.kv_scales, strict=True)
+            )
+        sides = self._stored[spec.layer] or tuple(new[:0] for new in rows)
+        self._stored[spec.layer] = tuple(torch.cat([s[:start], new]) for s, new in zip(sides, rows, strict=True))
+        return self._stored[spec.layer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +82,7 @@ class DensePass:
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         cached = heads.for_cache(len(self.visible))
-        keys, values = cached.read(*self.cache.write(spec.layer, self.start, *cached.rows))
+        keys, values = cached.read(*self.cache.write(spec, self.start, cached.rows))
         visible = self.visible
         if spec.sliding_window is not None:
             visible = visible & (self.distance < window_at(self.positions[:, None], spec.sliding_window, spec.chunked))

@@ -49,7 +49,11 @@ class LatentHeads:
         plain, turned = torch.split(query, [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
         absorbed = torch.einsum("...hd,hdr->...hr", plain, self._matrices()[0])
         return CachedHeads(
-            query=torch.cat([absorbed, turned], dim=-1), rows=kept, read=self._as_one_head, leave=self._take_values
+            query=torch.cat([absorbed, turned], dim=-1),
+            rows=kept,
+            read=self._as_one_head,
+            leave=self._take_values,
+            value_dim=self.config.kv_lora_rank,
         )
 
     def stored(self, slots: Tensor, cache: Tensor) -> CachedHeads:
@@ -68,7 +72,13 @@ class LatentHeads:
             key,
             interleaved=self.rotation.interleaved,
         )
-        return CachedHeads(query=query, rows=(), read=self._as_one_head, leave=lambda mixed: take_values(mixed, value))
+        return CachedHeads(
+            query=query,
+            rows=(),
+            read=self._as_one_head,
+            leave=lambda mixed: take_values(mixed, value),
+            value_dim=self.config.kv_lora_rank,
+        )
 
     def _turn(self) -> tuple[Tensor, Tensor]:
         """Queries, rotated, and rows [*lead, 1, kv_lora_rank + qk_rope_head_dim], normed and rotated."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import runs_triton
+from fledge.kernels.cache_codes import FP8, as_bytes, encode
 from fledge.kernels.latent_heads import MOST_TOKENS
 from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
@@ -44,24 +45,26 @@ class PagedCache:
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Move rows of all layers, from slots to slots [batch, n], as `move_rows` does."""
-        keys, values = (side.flatten(1, 2).flatten(2) for side in (self.keys, self.values))  # views
+        keys, values = (as_bytes(side).flatten(1, 2).flatten(2) for side in (self.keys, self.values))  # views
         move_rows(keys, values, source, destination)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Make blocks as good as new: what is not a number must not be left where masked rows are multiplied."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.keys.device)
         for side in (self.keys, self.values):
-            side.index_fill_(1, index, 0)
+            as_bytes(side).index_fill_(1, index, 0)
 
     def store(self, heads: Heads, spec: AttentionSpec, slots: Tensor, rows: int) -> CachedHeads:
         """Finish the heads, about `rows` for each sequence, and write keys and values at `slots` [tokens]."""
-        if runs_triton(self.keys) and isinstance(heads, LatentHeads) and len(slots) <= MOST_TOKENS:
+        few_in_full = len(slots) <= MOST_TOKENS and self.keys.dtype != FP8
+        if runs_triton(self.keys) and isinstance(heads, LatentHeads) and few_in_full:
             return heads.stored(slots, self.keys[spec.layer])
         if not runs_triton(self.keys) or not isinstance(heads, ProjectedHeads) or not heads.is_ordinary:
             # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
             cached = heads.for_cache(rows)
-            for side, new in zip((self.keys, self.values), cached.rows, strict=True):
-                side[spec.layer].flatten(0, 1).index_copy_(0, slots, new.to(side.dtype))
+            for side, new, scale in zip((self.keys, self.values), cached.rows, spec.kv_scales, strict=True):
+                codes = as_bytes(encode(new, side.dtype, scale))
+                as_bytes(side)[spec.layer].flatten(0, 1).index_copy_(0, slots, codes)
             return cached
         rotation = heads.rotation
         query = rope_and_store(
@@ -75,6 +78,7 @@ class PagedCache:
             None if heads.q_norm is None else heads.q_norm.weight,
             None if heads.k_norm is None else heads.k_norm.weight,
             heads.config.norm_eps,
+            spec.kv_scales,
         )
         return CachedHeads(query=query, rows=())
 
@@ -120,7 +124,8 @@ class RoundPass(PagedPass):
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
             mask = self._mask(spec.sliding_window, spec.chunked, group=query.shape[2] // keys.shape[2])
-            mixed = attend_blocks(query, keys, values, self._blocks_in_use, mask, spec.scale, heads.sinks, cached.read)
+            blocks, more = self._blocks_in_use, (heads.sinks, cached.read, spec.kv_scales)
+            mixed = attend_blocks(query, keys, values, blocks, mask, spec.scale, *more)
             return cached.leave(mixed.flatten(0, 1))
         mixed = paged_attention(
             query,
@@ -135,6 +140,8 @@ class RoundPass(PagedPass):
             tree_mask=self.tree_mask,
             key_depths=self.depths,
             sinks=heads.sinks,
+            kv_scales=spec.kv_scales,
+            value_dim=cached.value_dim,
         )
         return cached.leave(mixed.flatten(0, 1))
 
@@ -182,6 +189,8 @@ class ChunkPass(PagedPass):
                 sliding_window=spec.sliding_window,
                 chunked=spec.chunked,
                 sinks=heads.sinks,
+                kv_scales=spec.kv_scales,
+                value_dim=cached.value_dim,
                 query_starts=self.query_starts,
                 max_queries=self.max_chunk,
             )
@@ -198,6 +207,7 @@ class ChunkPass(PagedPass):
             sliding_window=spec.sliding_window,
             chunked=spec.chunked,
             sinks=heads.sinks,
+            kv_scales=spec.kv_scales,
             read=cached.read,
         )
         return cached.leave(mixed)

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from fledge.checkpoints.contract import describe_target
 from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.target import load_target, save_target, target_files
-from fledge.errors import CheckpointError
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import LLMEngine
+from fledge.errors import CheckpointError, ConfigError
+from fledge.layers.block import attentions
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
 from tests.broken_checkpoints import EAGLE31
@@ -127,6 +130,46 @@ def test_an_older_modelopt_config_lies_beside(target: Path, tmp_path: Path) -> N
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (tmp_path / "stored" / "hf_quant_config.json").write_text(json.dumps(beside))
     assert isinstance(load_target(tmp_path / "stored").layers[0].mlp.down_proj, QuantizedLinear)
+
+
+KV_ONLY = [
+    {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"type": "float", "num_bits": 8}},
+    {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+]
+
+
+@pytest.mark.parametrize(
+    ("stored", "scales"),
+    [
+        ({"k_scale": 0.5, "v_scale": 0.25}, (0.5, 0.25)),
+        ({"k_proj.k_scale": 0.5, "v_proj.v_scale": 0.25}, (0.5, 0.25)),
+        ({"attn.k_scale": 0.5, "attn.v_scale": 0.25, "attn.q_scale": 3.0}, (0.5, 0.25)),
+        ({"k_proj.output_scale": 0.5, "v_proj.output_scale": 0.25, "q_proj.output_scale": 3.0}, (0.5, 0.25)),
+        ({"kv_scale": 0.5}, (0.5, 0.5)),
+        ({"qkv_proj.k_scale": 0.5}, (0.5, 0.5)),
+    ],
+)
+def test_scales_of_keys_and_values(
+    stored: dict[str, float], scales: tuple[float, float], target: Path, tmp_path: Path
+) -> None:
+    """Of the second layer; the first has none. Weights may be quantised or not."""
+    shutil.copytree(target, tmp_path / "stored")
+    added = {f"model.layers.1.self_attn.{name}": torch.tensor([scale]) for name, scale in stored.items()}
+    edit_tensors(tmp_path / "stored", lambda tensors: tensors | added)
+    for config in KV_ONLY:
+        edit_config(tmp_path / "stored", quantization_config=config)
+        found = [one.spec.kv_scales for one in attentions(load_target(tmp_path / "stored"))]
+        assert found == [(1.0, 1.0), scales]
+
+
+def test_scales_of_each_head_are_no_use_to_an_engine(target: Path, tmp_path: Path) -> None:
+    shutil.copytree(target, tmp_path / "stored")
+    edit_tensors(tmp_path / "stored", lambda t: t | {"model.layers.1.self_attn.k_scale": torch.ones(2)})
+    edit_config(tmp_path / "stored", quantization_config=KV_ONLY[0])
+    loaded = load_target(tmp_path / "stored")
+    LLMEngine(loaded, None, EngineConfig(num_blocks=8))
+    with pytest.raises(ConfigError, match="k_scale and v_scale are not one positive number for each layer; use auto"):
+        LLMEngine(loaded, None, EngineConfig(num_blocks=8, kv_cache_dtype="fp8"))
 
 
 DOWN = "model.layers.0.mlp.down_proj"

@@ -288,7 +288,7 @@ def test_every_option_of_the_engine_is_one_of_the_python_api_with_the_same_defau
     ("words", "said"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs: found 0, allowed is an integer of at least 1"),
-        ({"kv_cache_dtype": "fp8"}, "a quantised KV cache is vLLM's job"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8, fp8_e4m3; any other KV cache is vLLM's job"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: found 1.5"),
         ({"max_num_seq": 4}, "unknown engine option 'max_num_seq'. Did you mean 'max_num_seqs'?"),
     ],
@@ -303,7 +303,7 @@ def test_engine_options_out_of_bounds_are_refused(words: dict[str, Any], said: s
     ("words", "said"),
     [
         (["--max-model-len", "long"], "--max-model-len: found 'long'"),
-        (["--kv-cache-dtype", "fp8"], "is vLLM's job: fledge serve --kv-cache-dtype fp8 --engine vllm"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "is vLLM's job: fledge serve --kv-cache-dtype fp8_e5m2 --engine vllm"),
         (["--max-num-seqs", "0"], "max_num_seqs: found 0"),
         (["--log-format", "xml"], "--log-format: found 'xml'"),
         (["--chat-template", "none.jinja"], "--chat-template: none.jinja cannot be read: No such file"),

@@ -2,10 +2,10 @@
 
 Hypothesis joins, aborts, steps and changes what is drafted at will, or the costs by which the controller chooses it,
 and how many drafts are verified, on pools that are too small, with prompts that share prefixes, with chains, with
-chains and trees by turns, with drafts that are sampled for every other request, reading at once or one launch late,
-with and without (stand-ins for) graphs. Every request that ends must have the reference's tokens, every aborted one a
-prefix of them, and between steps every block and row must be accounted for. FLEDGE_EXPLORE=n runs n random examples
-instead of the fixed ones, and exchanges drafters too.
+chains and trees by turns, with drafts that are sampled for every other request, with keys and values in eight bits,
+reading at once or one launch late, with and without (stand-ins for) graphs. Every request that ends must have the
+reference's tokens, every aborted one a prefix of them, and between steps every block and row must be accounted for.
+FLEDGE_EXPLORE=n runs n random examples instead of the fixed ones, and exchanges drafters too.
 """
 
 import contextlib
@@ -127,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
         costs: list[float],
         share: float | None,
     ) -> None:
-        self.kind = kind
+        self.kind, self.kv_cache_dtype = kind, "fp8" if seqs % 2 == 0 else "auto"
         is_tree = kind.endswith("tree")
         self.change_arm(arm)
         self.drafter = None if kind == "plain" else drafter(name, drafter_positions)
@@ -152,6 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             read_late=read_late,
             graphs=graphs,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         if self.engine.admission is not None and kind != "sampled":
             verify_share(self.engine, share).rounds = ADMITTED
@@ -223,7 +224,7 @@ class EngineMachine(RuleBasedStateMachine):
             speculation = None
             if request.sample_drafts and self.arm.depth and self.drafter is not None:
                 speculation = Speculation(drafter=self.drafter, depth=self.arm.depth, sample_drafts=True)
-            tokens, reason = answer_of(ask, speculation, self.max_length)
+            tokens, reason = answer_of(ask, speculation, self.max_length, self.kv_cache_dtype)
             if request.finish_reason == "abort":
                 assert request.output == tokens[: request.num_output]
             else:

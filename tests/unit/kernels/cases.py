@@ -23,6 +23,7 @@ from fledge.kernels import sample as sampling
 from fledge.kernels import swiglu as gating
 from fledge.kernels.accept import accept_chain_reference
 from fledge.kernels.argmax import argmax_rows_reference
+from fledge.kernels.cache_codes import FP8, Scales, decode, encode
 from fledge.kernels.paged_attention import SplitLaunch
 from fledge.kernels.paged_attention import paged_attention as paged_attention_triton
 from fledge.kernels.prefill_attention import paged_prefill_attention
@@ -117,6 +118,29 @@ def skinny_linear(
             assert torch.equal(alone[0], out[-1]), "a row does not depend on its neighbours"
 
 
+def rope_store_codes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    """In FP8: what is stored is what `encode` makes of the rows that are stored otherwise, to the last bit."""
+    tokens, block_size, scales = 6, 16, (0.5, 0.003)
+    shape = (4, block_size, kv_heads, head_dim)
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+    qkv[3] *= 500  # beyond the largest code
+    qkv[4, -1] = torch.nan
+    positions, slots = torch.arange(tokens, device=device) * 31, torch.randperm(64, device=device)[:tokens]
+    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    plain = [torch.zeros(shape, dtype=dtype, device=device) for _ in scales]
+    coded = [torch.zeros(shape, device=device).to(FP8) for _ in scales]
+    queries = [
+        rope_and_store_triton(qkv, positions, frequencies, 1.0, slots, *caches, None, None, EPS, scales)
+        for caches in (plain, coded)
+    ]
+    assert torch.equal(*(query.nan_to_num() for query in queries))
+    for rows, codes, scale in zip(plain, coded, scales, strict=True):
+        expected = encode(rows, FP8, scale).float()
+        torch.testing.assert_close(codes.float(), expected, rtol=0, atol=0, equal_nan=True)
+        assert expected.nan_to_num().abs().max() == 448
+    assert coded[1].isnan().sum() == 1
+
+
 def rope_store(
     tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, *, norm: bool
 ) -> None:
@@ -155,6 +179,14 @@ def paged_cache(
     return caches[:, 0], caches[:, 1], tables.to(device)
 
 
+def coded(keys: Tensor, values: Tensor, scales: Scales | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return both caches, in FP8 if there are scales; and the rows that they hold, in float32."""
+    if scales is None:
+        return keys, values, keys.float(), values.float()
+    codes = [encode(side, FP8, scale) for side, scale in zip((keys, values), scales, strict=True)]
+    return *codes, *(decode(side, torch.float32, scale) for side, scale in zip(codes, scales, strict=True))
+
+
 def random_tree(rows: int) -> tuple[Tensor, Tensor]:
     """Return the masks (bits) and the depths of a random tree, [rows] both; row 0 is the root."""
     mask = 1 << torch.arange(rows)
@@ -184,14 +216,16 @@ def paged_attention(
     with_sinks: bool = False,
     launch: SplitLaunch | None = None,
     latent: bool = False,
+    codes: Scales | None = None,
 ) -> None:
     """`tree` is None, "shared" (one tree for the batch) or "each"; `before` of its rows are stored already.
 
-    A context of -queries says "no row here". `latent`: the keys are the values too.
+    A context of -queries says "no row here". `latent`: the keys are the values too. `codes`: scales of an FP8 cache.
     """
     stored = before + queries
     keys, values, tables = paged_cache([c + stored for c in contexts], kv_heads, head_dim, block_size, dtype, device)
-    values = keys if latent else values
+    keys, values, *rows = coded(keys, values, codes)
+    keys, values, *rows = (keys, keys, rows[0], rows[0]) if latent else (keys, values, *rows)
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(len(contexts), queries, heads, head_dim, dtype=dtype, device=device)
     mask = depths = None
@@ -216,11 +250,12 @@ def paged_attention(
         key_depths=depths,
         sinks=sinks,
         launch=launch,
+        kv_scales=codes or (1.0, 1.0),
+        value_dim=(1 << (head_dim - 1).bit_length()) // 2 if latent else None,
     )
     expected = paged_attention_reference(
         query.float(),
-        keys.float(),
-        values.float(),
+        *rows,
         tables,
         lengths,
         scale=scale,
@@ -231,7 +266,7 @@ def paged_attention(
         key_depths=depths,
         sinks=None if sinks is None else sinks.float(),
     )
-    close(actual, expected.to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))
+    close(actual, expected[..., : actual.shape[-1]].to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))
     for row, context in enumerate(contexts):
         if context + queries <= 0:
             assert not actual[row].any(), "a row that is not there gets zeros"
@@ -250,11 +285,13 @@ def prefill_attention(
     chunked: bool = False,
     with_sinks: bool = False,
     latent: bool = False,
+    codes: Scales | None = None,
 ) -> None:
-    """`chunks` are (context, new tokens). `latent`: the keys are the values too."""
+    """`chunks` are (context, new tokens). `latent`: the keys are the values too. `codes`: scales of an FP8 cache."""
     contexts, lengths = [c for c, _ in chunks], [n for _, n in chunks]
     keys, values, tables = paged_cache([c + n for c, n in chunks], kv_heads, head_dim, block_size, dtype, device)
-    values, given = (keys, keys[..., :0]) if latent else (values, values)
+    keys, values, *rows = coded(keys, values, codes)
+    given, rows = (keys[..., :0], rows[:1] * 2) if latent else (values, rows)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     context_lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     query = randn(sum(lengths), heads, head_dim, dtype=dtype, device=device)
@@ -272,11 +309,11 @@ def prefill_attention(
         sliding_window=window,
         chunked=chunked,
         sinks=sinks,
+        kv_scales=codes or (1.0, 1.0),
     )
     expected = in_plain_torch(paged_prefill_attention)(
         query.float(),
-        keys.float(),
-        values.float(),
+        *rows,
         tables,
         starts,
         context_lens,

@@ -1,6 +1,11 @@
-"""Triton 3.6's interpreter takes a one-element array for an integer, which numpy refuses since 2.4."""
+"""Triton 3.6's interpreter takes a one-element array for an integer, which numpy refuses since 2.4.
+
+And it does not round to eight-bit floats as GPUs do.
+"""
 
 import importlib
+
+import torch
 
 from tests.unit.kernels.quick_interpreter import quicken
 
@@ -17,4 +22,20 @@ if interpreter is not None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+    _convert = interpreter._convert_float
+
+    def _convert_codes(data, source, destination, rounding):
+        """It does not carry where a mantissa of E4M3 is rounded up, and knows no NaN of it: torch does."""
+        dtypes = [
+            torch.float8_e4m3fn
+            if one.name == "fp8e4nv"
+            else {"fp16": torch.float16, "fp32": torch.float32}.get(one.name)
+            for one in (source, destination)
+        ]
+        if torch.float8_e4m3fn not in dtypes or None in dtypes:
+            return _convert(data, source, destination, rounding)
+        converted = torch.from_numpy(data.copy()).view(dtypes[0]).to(dtypes[1])
+        return converted.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.element_size()]).numpy()
+
+    interpreter._convert_float = _convert_codes
     quicken(interpreter)

@@ -80,6 +80,18 @@ def test_rope_and_store(tokens, heads, kv_heads, head_dim, norm, dtype):
     cases.rope_store(tokens, heads, kv_heads, head_dim, dtype, CPU, norm=norm)
 
 
+def test_rope_and_store_in_fp8():
+    cases.rope_store_codes(6, 2, 24, torch.float16, CPU)
+
+
+@pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
+def test_attention_to_fp8_keys_and_values(launch):
+    codes = {"codes": (0.02, 0.5)}
+    cases.paged_attention([37, 0, 90], 4, 6, 2, 24, torch.float32, CPU, tree="each", launch=launch, **codes)
+    cases.prefill_attention([(0, 37), (21, 1)], 6, 2, 24, torch.float32, CPU, window=13, **codes)
+    cases.paged_attention([37, 0], 3, 6, 1, 288, torch.float16, CPU, latent=True, codes=(0.03, 0.03))
+
+
 @dot_dtypes
 @pytest.mark.parametrize("launch", [None, MANY_SPLITS], ids=["default", "many splits"])
 @pytest.mark.parametrize("tree", [None, "each"])

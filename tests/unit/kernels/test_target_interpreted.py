@@ -9,26 +9,34 @@ import torch
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
+from fledge.kernels.cache_codes import FP8
+from fledge.layers.block import attentions
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.paged_cache import ChunkPass, PagedCache, RoundPass
 from tests.tiny_models import TARGET_CONFIGS, make_target
 from tests.unit.kernels.interpreter import in_triton
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "deepseek-v2", "llama4"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt-oss", FP8), ("gemma3", None), ("deepseek-v2", FP8), ("llama4", None)]
+)
 @torch.no_grad()
-def test_a_prompt_and_a_round(name: str) -> None:
-    """Sinks, heads that torch finishes, ropes and windows of some layers, latent rows, chunks: all reach kernels."""
+def test_a_prompt_and_a_round(name: str, dtype: torch.dtype | None) -> None:
+    """Sinks, heads that torch finishes, ropes and windows of some layers, latent rows, chunks: all reach kernels.
+
+    So do keys and values in eight bits, with scales.
+    """
     config = TARGET_CONFIGS[name]
     target = make_target(
         replace(config, num_layers=3, layers=config.layers[-3:], sliding_windows=config.sliding_windows[-3:])
     )
+    for one in attentions(target):
+        one.spec = replace(one.spec, kv_scales=(0.5, 0.5 if config.layer.latent else 0.02))
     tokens, positions = torch.randint(0, config.vocab_size, (14,)), torch.arange(14)
-    expected = target(tokens, positions, DenseCache(3).extend(positions)).final
+    expected = target(tokens, positions, DenseCache(3, dtype=dtype).extend(positions)).final
 
-    cache = PagedCache(
-        config.layer.kv_cache, num_layers=3, num_blocks=6, block_size=4, dtype=torch.float32, device=torch.device("cpu")
-    )
+    kept, device = dtype or torch.float32, torch.device("cpu")
+    cache = PagedCache(config.layer.kv_cache, num_layers=3, num_blocks=6, block_size=4, dtype=kept, device=device)
     tables = torch.tensor([[5, 2, 4, 1]], dtype=torch.int32)
     slots = tables[0, positions // 4].long() * 4 + positions % 4
     common = {"cache": cache, "block_tables": tables, "max_context": 16}

@@ -1,6 +1,7 @@
 """compressed-tensors, as llm-compressor writes it and vLLM and transformers read it: a scheme by group of linears.
 
-Activations are not quantised here, whatever a group says of them: weights are what decoding reads.
+Activations are not quantised here, whatever a group says of them: weights are what decoding reads. Nor do keys and
+values follow `kv_cache_scheme`: that is the engine's `kv_cache_dtype`.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,9 @@ def weight_format(quantization: ConfigFields) -> WeightFormat | None:
             raise CheckpointError(f"{quantization.where}: {field} ({kind}) is not read here")
     groups = quantization.nested("config_groups")
     if groups is None or not groups.values:
-        raise CheckpointError(f"{quantization.where}: required field 'config_groups' is missing")
+        if quantization.nested("kv_cache_scheme") is None:
+            raise CheckpointError(f"{quantization.where}: required field 'config_groups' is missing")
+        groups = ConfigFields({}, quantization.where)  # keys and values alone
     schemes: list[tuple[Callable[[str], bool], Scheme | None]] = [(names_of(quantization, "ignore"), None)]
     for name in groups.values:
         group = groups.nested(name)

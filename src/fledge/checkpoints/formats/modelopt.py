@@ -19,6 +19,8 @@ def weight_format(quantization: ConfigFields) -> WeightFormat | None:
     if not str(quantization.values.get("quant_method")).startswith("modelopt"):
         return None
     nested = quantization.nested("quantization") or quantization
+    if nested.values.get("quant_algo") is None and nested.values.get("kv_cache_quant_algo") is not None:
+        return Quantized(name="modelopt", scheme_of=lambda _name, _held: None)  # keys and values alone
     algorithm = nested.text("quant_algo").upper()
     if (scheme := _SCHEMES.get(algorithm)) is None:
         raise CheckpointError(f"{nested.where}: quant_algo {algorithm} is not read here; {' and '.join(_SCHEMES)} are")

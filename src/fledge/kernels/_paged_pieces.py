@@ -147,8 +147,8 @@ def piece_kernel(
             key, odd_key = decode_pairs(key, query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if TAIL:
-            tail_at = key_ptr + key_at[:, None] + HEAD_DIM + tail_dim[None, :]
-            tail = tl.load(tail_at, mask=inside[:, None] & tail_inside, other=0)
+            key_tail_at = key_ptr + key_at[:, None] + HEAD_DIM + tail_dim[None, :]
+            tail = tl.load(key_tail_at, mask=inside[:, None] & tail_inside, other=0)
             scores = tl.dot(tail_query, tl.trans(tail), scores, input_precision=PRECISION)
         if CODED:
             scores = tl.dot(odd_query, tl.trans(odd_key), scores, input_precision=PRECISION)

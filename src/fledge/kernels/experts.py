@@ -59,13 +59,13 @@ class ExpertsLaunch:
 def choose_launch(rows: int) -> ExpertsLaunch:
     if rows <= 8:
         return ExpertsLaunch(
-            gate_up=ProductLaunch(columns=16, step=64, groups=4, num_stages=4),
+            gate_up=ProductLaunch(columns=32, step=64, groups=1, num_stages=5),
             down=ProductLaunch(columns=8, step=128, groups=1, num_stages=3),
             by_row=True,
         )
     return ExpertsLaunch(
-        gate_up=ProductLaunch(columns=32, step=128, groups=1, num_stages=4),
-        down=ProductLaunch(columns=64, step=128, groups=1, num_stages=4),
+        gate_up=ProductLaunch(columns=64, step=64, groups=1, num_stages=5),
+        down=ProductLaunch(columns=64, step=64, groups=1, num_stages=3),
         by_row=False,
     )
 

@@ -33,17 +33,16 @@ Stacked = tuple[Tensor, Tensor | None]  # weight [experts, out, in] and bias [ex
 
 @dataclass(frozen=True, kw_only=True)
 class ProductLaunch:
-    """How a product by expert is cut. `groups`: warps that walk along the same rows of an expert, each some steps."""
+    """How a product is cut: columns of a program, and elements of an expert's row in a step."""
 
     columns: int
     step: int
-    groups: int
     num_stages: int
     num_warps: int = 4
 
     @property
     def options(self) -> dict[str, int]:
-        blocks = {"BLOCK_N": self.columns, "BLOCK_K": self.step, "GROUPS": self.groups}
+        blocks = {"BLOCK_N": self.columns, "BLOCK_K": self.step}
         return {**blocks, "num_stages": self.num_stages, "num_warps": self.num_warps}
 
 
@@ -59,13 +58,13 @@ class ExpertsLaunch:
 def choose_launch(rows: int) -> ExpertsLaunch:
     if rows <= 8:
         return ExpertsLaunch(
-            gate_up=ProductLaunch(columns=32, step=64, groups=1, num_stages=5),
-            down=ProductLaunch(columns=8, step=128, groups=1, num_stages=3),
+            gate_up=ProductLaunch(columns=32, step=64, num_stages=5),
+            down=ProductLaunch(columns=8, step=128, num_stages=3),
             by_row=True,
         )
     return ExpertsLaunch(
-        gate_up=ProductLaunch(columns=64, step=64, groups=1, num_stages=5),
-        down=ProductLaunch(columns=64, step=64, groups=1, num_stages=3),
+        gate_up=ProductLaunch(columns=64, step=64, num_stages=5),
+        down=ProductLaunch(columns=64, step=64, num_stages=3),
         by_row=False,
     )
 
@@ -98,7 +97,7 @@ def few_experts(
     by_expert = {
         "BY_PAIR": pairs <= most,
         "BLOCK_P": min(MOST_SCANNED, max(16, next_power_of_two(pairs))),
-        "TILE": min(32, max(8 if launch.gate_up.groups > 1 else 16, next_power_of_two(rows))),
+        "TILE": min(32, max(16, next_power_of_two(rows))),
     }
     middle = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
     _gate_up_kernel[(min(pairs, most), triton.cdiv(size, launch.gate_up.columns))](
@@ -139,7 +138,7 @@ def few_experts(
         parts,
         pairs,
         BIAS=down[1] is not None,
-        **{**by_expert, "TILE": max(16, by_expert["TILE"])},
+        **by_expert,
         **launch.down.options,
         **common,
     )
@@ -186,30 +185,17 @@ def _pairs_of(expert, first, experts_ptr, pairs, TILE: tl.constexpr, BLOCK_P: tl
 
 
 @triton.jit
-def _product(weight_at, x_at, there, acc, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr):
+def _product(weight_at, x_at, there, acc, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """acc [N, TILE] plus the products of rows of SIZE numbers, at weight_at [N] and, where `there`, at x_at [TILE]."""
-    if GROUPS == 1:
-        step = tl.arange(0, BLOCK_K)
-        for start in range(0, SIZE, BLOCK_K):
-            along = (start + step < SIZE)[None, :]
-            x = tl.load(x_at[:, None] + (start + step)[None, :], mask=there[:, None] & along, other=0.0)
-            if SIZE % BLOCK_K == 0:
-                weight = tl.load(weight_at[:, None] + (start + step)[None, :])
-            else:
-                weight = tl.load(weight_at[:, None] + (start + step)[None, :], mask=along, other=0.0)
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    else:
-        step = tl.arange(0, GROUPS)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-        products = tl.zeros([GROUPS, weight_at.shape[0], x_at.shape[0]], tl.float32)
-        for start in range(0, SIZE, GROUPS * BLOCK_K):
-            along = start + step < SIZE
-            x = tl.load(x_at[None, :, None] + start + step, mask=there[None, :, None] & along, other=0.0)
-            if SIZE % (GROUPS * BLOCK_K) == 0:
-                weight = tl.load(weight_at[None, :, None] + start + step)
-            else:
-                weight = tl.load(weight_at[None, :, None] + start + step, mask=along, other=0.0)
-            products = tl.dot(weight, tl.permute(x, 0, 2, 1), products, input_precision="ieee")
-        acc += tl.sum(products, axis=0)
+    step = tl.arange(0, BLOCK_K)
+    for start in range(0, SIZE, BLOCK_K):
+        along = (start + step < SIZE)[None, :]
+        x = tl.load(x_at[:, None] + (start + step)[None, :], mask=there[:, None] & along, other=0.0)
+        if SIZE % BLOCK_K == 0:
+            weight = tl.load(weight_at[:, None] + (start + step)[None, :])
+        else:
+            weight = tl.load(weight_at[:, None] + (start + step)[None, :], mask=along, other=0.0)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     return acc
 
 
@@ -243,7 +229,6 @@ def _gate_up_kernel(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Columns of gate * up for the pairs of one expert: out [pairs, SIZE]."""
@@ -268,7 +253,7 @@ def _gate_up_kernel(
     while first < count:
         pair, there, count = _pairs_of(expert, first, experts_ptr, pairs, TILE, BLOCK_P)
         acc = tl.zeros([2 * BLOCK_N, TILE], tl.float32)
-        acc = _product(weight_at, x_ptr + (pair // CHOSEN) * HIDDEN, there, acc, HIDDEN, BLOCK_K, GROUPS)
+        acc = _product(weight_at, x_ptr + (pair // CHOSEN) * HIDDEN, there, acc, HIDDEN, BLOCK_K)
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, TILE]), (1, 2, 0)))
         if BIAS:
             bias_at = bias_ptr + expert * (2 * SIZE) + column
@@ -296,7 +281,6 @@ def _down_by_expert_kernel(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Columns of the outputs of one expert for its pairs, each by its weight: out [pairs, HIDDEN] in float32."""
@@ -319,7 +303,7 @@ def _down_by_expert_kernel(
     while first < count:
         pair, there, count = _pairs_of(expert, first, experts_ptr, pairs, TILE, BLOCK_P)
         acc = tl.zeros([BLOCK_N, TILE], tl.float32)
-        acc = _product(weight_at, middle_ptr + pair * SIZE, there, acc, SIZE, BLOCK_K, GROUPS)
+        acc = _product(weight_at, middle_ptr + pair * SIZE, there, acc, SIZE, BLOCK_K)
         if BIAS:
             acc += tl.load(bias_ptr + expert * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)[:, None]
         acc *= tl.load(weights_ptr + pair, mask=there, other=0.0)[None, :]

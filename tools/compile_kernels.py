@@ -41,6 +41,8 @@ CASES: dict[str, Callable[[], None]] = {
     "round_ends": partial(round_ends, 3, 2, 4),
     "top_rows": partial(tree_cases.top_rows, 4, 9001, 8, BF16, CPU),
     "trees": partial(tree_cases.trees, 8, 32, 5, 9001, CPU),
+    "add_norm_router": partial(expert_cases.add_norm_router, 2, 128, 2048, BF16, CPU),
+    "add_norm_router with long rows": partial(expert_cases.add_norm_router, 2, 256, 7168, BF16, CPU),
     "route": partial(expert_cases.route, 3, 256, 8, CPU, n_group=8, topk_group=4, is_biased=True),
     "experts": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
     "experts clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),

@@ -265,6 +265,9 @@ def experts() -> None:
     for count, chosen, options in ((128, 8, {}), (160, 6, {"n_group": 8, "topk_group": 3, "scale": 16.0})):
         expert_cases.route(70, count, chosen, GPU, **options)
     expert_cases.route(70, 256, 8, GPU, n_group=8, topk_group=4, is_biased=True)
+    for rows, count, size in ((1, 128, 2048), (4, 64, 2048), (8, 32, 2880), (3, 256, 7168)):
+        for dtype in cases.DTYPES:
+            expert_cases.add_norm_router(rows, count, size, dtype, GPU)
     for rows in (1, 4, 20, 100):
         for dtype in (BF16, torch.float16, FP32):
             expert_cases.experts(rows, 32, 4, 1024, 384, dtype, GPU)

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from fledge.kernels._triton import runs_triton
 from fledge.kernels.experts import Stacked, few_experts
-from fledge.kernels.route import route
+from fledge.kernels.route import add_norm_router, route
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
 from fledge.layers.latent_attention import LatentAttention
-from fledge.layers.linear import Linear, norm_of
+from fledge.layers.linear import Linear, RMSNorm, norm_of
 from fledge.layers.rope import Rotation
 
 CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
@@ -82,15 +82,25 @@ class SparseMLP(nn.Module):
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self._stacked: dict[str, Stacked] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[*lead, hidden] -> [*lead, hidden]."""
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (self(norm(x + residual)), x + residual), with the router's product as part of the norm."""
+        if type(norm) is not RMSNorm or type(self.gate) is not Linear:
+            normed, total = norm.add(x, residual)
+            return self(normed), total
+        rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
+        router = self.gate.weight, self.gate.bias
+        normed, total, logits = add_norm_router(rows, added, norm.weight, norm.eps, *router)
+        return self(normed.view(x.shape), logits), total.view(x.shape)
+
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """[*lead, hidden] -> [*lead, hidden]. `logits` [rows, experts]: of the router, where it has been asked."""
         rows, config = x.reshape(-1, x.shape[-1]), self.config
         has_kernels = self._has_kernels(rows)
         # With many rows it is a matter of arithmetic, which torch's grouped product is better at.
         is_many = rows.dtype == torch.bfloat16 and len(rows) * config.num_experts_per_token > MANY_PAIRS
         # Kernels take a shared expert along as some more of the others.
         parts = self._shared_parts if has_kernels and not is_many else 0
-        logits = self.gate(rows)
+        logits = self.gate(rows) if logits is None else logits
         weights, experts = route(
             logits,
             self.e_score_correction_bias,
@@ -242,6 +252,8 @@ class DecoderLayer(nn.Module):
             normed, stream = self.input_layernorm.add(update, stream)
         attended = self.self_attn(normed, rotation, storage)
         if self.post_feedforward_layernorm is None:
+            if isinstance(self.mlp, SparseMLP):
+                return self.mlp.after_norm(self.post_attention_layernorm, attended, stream)
             normed, stream = self.post_attention_layernorm.add(attended, stream)
             return self.mlp(normed), stream
         attended = self.post_attention_layernorm(attended)

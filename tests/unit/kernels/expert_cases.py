@@ -6,10 +6,24 @@ import torch.nn.functional as F
 from fledge.kernels import route as routing
 from fledge.kernels.experts import few_experts
 from fledge.kernels.route import route_reference
-from tests.unit.kernels.cases import close, randn
-from tests.unit.kernels.interpreter import in_triton
+from tests.unit.kernels.cases import EPS, close, randn
+from tests.unit.kernels.interpreter import in_plain_torch, in_triton
 
-route_triton = in_triton(routing.route)
+route_triton, add_norm_router_triton = in_triton(routing.route), in_triton(routing.add_norm_router)
+
+
+def add_norm_router(rows: int, experts: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """One kernel against norm and product in torch; rows of the update are apart from each other."""
+    x = randn(rows, 2 * size, dtype=dtype, device=device)[:, :size]
+    residual, weight = randn(rows, size, dtype=dtype, device=device), randn(size, dtype=dtype, device=device)
+    router, bias = randn(experts, size, dtype=dtype, device=device), randn(experts, dtype=dtype, device=device)
+    for added in (None, bias):
+        found = add_norm_router_triton(x, residual, weight, EPS, router, added)
+        expected = in_plain_torch(routing.add_norm_router)(x, residual, weight, EPS, router, added)
+        for one, other, units in zip(found, expected, (2, 1, 2), strict=True):
+            close(one, other, units, size=float(other.abs().max()))
+        alone = add_norm_router_triton(x[-1:], residual[-1:], weight, EPS, router, added)
+        assert all(torch.equal(one[0], all_[-1]) for one, all_ in zip(alone, found, strict=True)), "row by row"
 
 
 def route(rows: int, experts: int, chosen: int, device: str, *, is_biased: bool = False, **options: object) -> None:

@@ -52,6 +52,12 @@ def test_skinny_linear(rows, columns, wide, dtype):
     cases.skinny_linear(rows, columns, 1024, dtype, CPU, launch=launch)
 
 
+@dtypes
+@pytest.mark.parametrize(("rows", "experts", "size"), [(1, 5, 96), (3, 130, 2049)])
+def test_norm_and_router(rows, experts, size, dtype):
+    expert_cases.add_norm_router(rows, experts, size, dtype, CPU)
+
+
 @pytest.mark.parametrize(
     ("experts", "chosen", "options"),
     [

@@ -13,7 +13,7 @@ from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
 from fledge.layers.latent_attention import LatentAttention
-from fledge.layers.linear import Linear, RMSNorm, norm_of
+from fledge.layers.linear import Linear, RMSNorm, join_rows, norm_of
 from fledge.layers.rope import Rotation
 
 CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
@@ -147,12 +147,17 @@ class SparseMLP(nn.Module):
         return config.shared_size // config.intermediate_size if is_alike else 0
 
     def _has_kernels(self, rows: Tensor) -> bool:
-        return (
-            len(rows) > 0
-            and runs_triton(rows, self.gate.weight)
-            and not torch.is_grad_enabled()
-            and all(type(linear) is Linear for expert in self.experts for linear in expert.children())
-        )
+        return len(rows) > 0 and runs_triton(rows, self.gate.weight) and not torch.is_grad_enabled() and self._is_plain
+
+    @property
+    def _is_plain(self) -> bool:
+        return all(type(linear) is Linear for expert in self.experts for linear in expert.children())
+
+    def join(self) -> None:
+        """Stack the experts now rather than with the first rows: see `join_weights`."""
+        if self._is_plain:
+            for name in ("gate_up_proj", "down_proj"):
+                self._stack(name)
 
     def _sum_of_groups(
         self, rows: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -182,19 +187,21 @@ class SparseMLP(nn.Module):
 
         return product("down_proj", first.gated(product("gate_up_proj", grouped)))
 
-    @torch.inference_mode(False)
     def _stack(self, name: str) -> Stacked:
-        """Return weight and bias of all experts, [experts, ...]; their own become views of it, so there is no copy."""
+        """Return weight and bias of all experts, [experts, ...]; their own become views of it."""
         if name not in self._stacked:
             linears = [getattr(expert, name) for expert in self.experts]
-            kinds = []
-            for kind in ("weight", "bias") if self.config.bias else ("weight",):
-                stacked = torch.stack([getattr(linear, kind).detach() for linear in linears])
-                for linear, part in zip(linears, stacked, strict=True):
-                    setattr(linear, kind, nn.Parameter(part, requires_grad=False))
-                kinds.append(stacked)
-            self._stacked[name] = kinds[0], kinds[1] if self.config.bias else None
+            shape = len(linears), linears[0].out_features
+            bias = join_rows(linears, "bias").view(shape) if self.config.bias else None
+            self._stacked[name] = join_rows(linears).view(*shape, -1), bias
         return self._stacked[name]
+
+
+def join_weights(model: nn.Module) -> None:
+    """Lay weights that a GPU reads in one product beside each other, for inference; names and shapes stay."""
+    for module in model.modules():
+        if isinstance(module, SparseMLP | LatentAttention):
+            module.join()
 
 
 def attention_of(

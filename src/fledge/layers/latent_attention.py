@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.latent_heads import absorb_and_store, take_values
+from fledge.kernels.skinny_linear import linear
 from fledge.layers.attention import AttentionSpec, CachedHeads, KeyValueStorage
 from fledge.layers.config import LatentConfig, LayerConfig
-from fledge.layers.linear import Linear, RMSNorm
+from fledge.layers.linear import Linear, RMSNorm, join_rows
 from fledge.layers.rope import Rotation, yarn_mscale
 
 # Of the norms of latents, whatever the config says of the others: so it is in DeepSeek's own code.
@@ -133,12 +134,25 @@ class LatentAttention(nn.Module):
         made_size = config.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.kv_b_proj = Linear(latent.kv_lora_rank, made_size, bias=False)
         self.o_proj = Linear(config.num_heads * latent.v_head_dim, config.hidden_size, bias=config.output_bias)
+        self._joined: Tensor | None = None
+
+    def join(self) -> None:
+        """Make the two products of the input one: see `join_weights`."""
+        both = self._first, self.kv_a_proj_with_mqa
+        if self._joined is None and all(type(one) is Linear and one.bias is None for one in both):
+            self._joined = join_rows(both)
 
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""
+        if self._joined is None:
+            query, row = self._first(x), self.kv_a_proj_with_mqa(x)
+        else:
+            query, row = linear(x, self._joined).tensor_split([self._first.out_features], dim=-1)
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            query = self.q_b_proj(self.q_a_layernorm(query))
         heads = LatentHeads(
-            query=self._queries(x).view(*x.shape[:-1], self.num_heads, -1),
-            row=self.kv_a_proj_with_mqa(x),
+            query=query.view(*x.shape[:-1], self.num_heads, -1),
+            row=row,
             rotation=rotation,
             norm=self.kv_a_layernorm,
             kv_b_proj=self.kv_b_proj,
@@ -147,14 +161,9 @@ class LatentAttention(nn.Module):
         out: Tensor = self.o_proj(storage.attend(heads, self.spec).flatten(-2))
         return out
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """[*lead, heads * qk_head_dim]."""
-        out: Tensor
-        if self.q_proj is not None:
-            out = self.q_proj(x)
-        else:
-            assert self.q_a_proj is not None
-            assert self.q_a_layernorm is not None
-            assert self.q_b_proj is not None
-            out = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        return out
+    @property
+    def _first(self) -> Linear:
+        """What makes queries of the input, or the latent that they are made of."""
+        first = self.q_proj if self.q_a_proj is None else self.q_a_proj
+        assert first is not None
+        return first

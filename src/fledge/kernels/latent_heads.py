@@ -86,10 +86,9 @@ def take_values(mixed: Tensor, value_matrices: Tensor) -> Tensor:
         SIZE=size,
         RANK=rank,
         BLOCK_N=16,
-        BLOCK_K=min(256, max(16, next_power_of_two(rank))),
+        BLOCK_K=max(16, next_power_of_two(rank)),
         TILE=TILE,
         num_warps=4,
-        num_stages=2,
         **overlapping(mixed.device),
     )
     return out
@@ -124,8 +123,6 @@ def _absorb_kernel(
 
     After the heads comes what all share: the row.
     """
-    begin_overlapped(OVERLAP)
-    let_successor_in(OVERLAP)
     query_ptr, row_ptr, matrix_ptr, norm_ptr = given
     positions_ptr, frequencies_ptr, slots_ptr = places
     out_ptr, cache_ptr = results
@@ -133,6 +130,14 @@ def _absorb_kernel(
     matrix_head_stride, matrix_stride = matrix_strides
     cache_block_stride, cache_stride = cache_strides
     head = tl.program_id(0)
+    dim = tl.arange(0, BLOCK_PLAIN)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Weights, which no kernel writes, come while the kernel before still runs.
+    matrix_at = matrix_ptr + head * matrix_head_stride + dim[:, None] * matrix_stride + column[None, :]
+    in_matrix = (dim < PLAIN)[:, None] & (column < RANK)[None, :] & (head < HEADS)
+    matrix = tl.load(matrix_at, mask=in_matrix, other=0.0)
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
     token = tl.program_id(2) * TILE + tl.arange(0, TILE)
     there = token < tokens
     wide_token = token.to(tl.int64)
@@ -150,11 +155,7 @@ def _absorb_kernel(
         out_at = out_ptr + (wide_token * HEADS + head) * out_size
         if tl.program_id(1) == 0:
             _rotate_rows(query_at + PLAIN, out_at + RANK, place, there, HALF, BLOCK_HALF, INTERLEAVED)
-        dim = tl.arange(0, BLOCK_PLAIN)
-        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         query = tl.load(query_at[:, None] + dim[None, :], mask=there[:, None] & (dim < PLAIN)[None, :], other=0.0)
-        matrix_at = matrix_ptr + head * matrix_head_stride + dim[:, None] * matrix_stride + column[None, :]
-        matrix = tl.load(matrix_at, mask=(dim < PLAIN)[:, None] & (column < RANK)[None, :], other=0.0)
         absorbed = tl.dot(query, matrix, input_precision="ieee").to(out_ptr.dtype.element_ty)
         tl.store(out_at[:, None] + column[None, :], absorbed, mask=there[:, None] & (column < RANK)[None, :])
 
@@ -207,23 +208,21 @@ def _take_values_kernel(
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_overlapped(OVERLAP)
-    let_successor_in(OVERLAP)
     mixed_stride, mixed_head_stride = mixed_strides
     matrix_head_stride, matrix_stride = matrix_strides
     head = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_K)
+    along = (dim < RANK)[None, :]
+    matrix_at = matrix_ptr + head * matrix_head_stride + tl.minimum(column, SIZE - 1) * matrix_stride
+    matrix = tl.load(matrix_at[:, None] + dim[None, :], mask=along, other=0.0)  # before the wait, as in `_absorb_kernel`
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
     token = tl.program_id(2) * TILE + tl.arange(0, TILE)
     there = token < tokens
-    step = tl.arange(0, BLOCK_K)
     mixed_at = mixed_ptr + token.to(tl.int64) * mixed_stride + head * mixed_head_stride
-    matrix_at = matrix_ptr + head * matrix_head_stride + tl.minimum(column, SIZE - 1) * matrix_stride
-    acc = tl.zeros([TILE, BLOCK_N], tl.float32)
-    for start in range(0, RANK, BLOCK_K):
-        along = (start + step < RANK)[None, :]
-        mixed = tl.load(mixed_at[:, None] + (start + step)[None, :], mask=there[:, None] & along, other=0.0)
-        matrix = tl.load(matrix_at[:, None] + (start + step)[None, :], mask=along, other=0.0)
-        acc = tl.dot(mixed, tl.trans(matrix), acc, input_precision="ieee")
+    mixed = tl.load(mixed_at[:, None] + dim[None, :], mask=there[:, None] & along, other=0.0)
+    acc = tl.dot(mixed, tl.trans(matrix), input_precision="ieee")
     out_at = out_ptr + (token.to(tl.int64) * tl.num_programs(0) + head) * SIZE
     inside = there[:, None] & (column < SIZE)[None, :]
     tl.store(out_at[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -215,7 +215,7 @@ def _take_values_kernel(
     dim = tl.arange(0, BLOCK_K)
     along = (dim < RANK)[None, :]
     matrix_at = matrix_ptr + head * matrix_head_stride + tl.minimum(column, SIZE - 1) * matrix_stride
-    matrix = tl.load(matrix_at[:, None] + dim[None, :], mask=along, other=0.0)  # before the wait, as in `_absorb_kernel`
+    matrix = tl.load(matrix_at[:, None] + dim[None, :], mask=along, other=0.0)  # before the wait, as above
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
     token = tl.program_id(2) * TILE + tl.arange(0, TILE)

@@ -25,7 +25,8 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from fledge.kernels import _overlap
-from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, tree_cases
+from fledge.layers.config import LatentConfig
+from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, latent_cases, tree_cases
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
@@ -40,10 +41,13 @@ CASES: dict[str, Callable[[], None]] = {
     "round_ends": partial(round_ends, 3, 2, 4),
     "top_rows": partial(tree_cases.top_rows, 4, 9001, 8, BF16, CPU),
     "trees": partial(tree_cases.trees, 8, 32, 5, 9001, CPU),
+    "add_norm_router": partial(expert_cases.add_norm_router, 2, 128, 2048, BF16, CPU),
+    "add_norm_router with long rows": partial(expert_cases.add_norm_router, 2, 256, 7168, BF16, CPU),
     "route": partial(expert_cases.route, 3, 256, 8, CPU, n_group=8, topk_group=4, is_biased=True),
-    "experts pairs": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
-    "experts pairs clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),
-    "experts tiles": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
+    "experts": partial(expert_cases.experts, 2, 16, 8, 2048, 768, BF16, CPU),
+    "experts clamped": partial(expert_cases.experts, 2, 16, 4, 2880, 2880, BF16, CPU, 7.0),
+    "experts and a shared one": partial(expert_cases.experts, 2, 16, 6, 2048, 1408, BF16, CPU, parts=2),
+    "experts of many rows": partial(expert_cases.experts, 16, 16, 8, 2048, 768, BF16, CPU, 7.0),
     "draft_input": partial(cases.draft_input, 5, 2048, BF16, CPU),
 }
 for norm in (False, True):
@@ -68,6 +72,8 @@ for head_dim in (64, 128):
     CASES[f"paged_attention {head_dim} tree"] = partial(paged, tree="each")
 for heads in (16, 64, 128):  # DeepSeek's and Kimi's: latent rows of 512 and 64 rotated
     latent = {"block_size": 64, "latent": True}
+    rows = LatentConfig(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    CASES[f"latent_heads {heads}"] = partial(latent_cases.latent_heads, 2, heads, rows, BF16, CPU, interleaved=True)
     CASES[f"paged_attention latent {heads}"] = partial(
         cases.paged_attention, [300, 5, 70], 4, heads, 1, 576, BF16, CPU, **latent
     )

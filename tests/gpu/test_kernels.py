@@ -18,11 +18,11 @@ from fledge.kernels.paged_attention import paged_attention
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.layers.attention import AttentionSpec, ProjectedHeads
 from fledge.layers.block import SparseMLP
-from fledge.layers.config import ExpertsConfig, LayerConfig, RopeConfig
+from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeConfig
 from fledge.layers.paged_cache import PagedCache
 from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks
-from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases
+from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, latent_cases
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -132,6 +132,14 @@ def paged_attention_windows_and_trees() -> None:
         for queries in (5, 16, 64):
             for window in (None, 1, 200):
                 cases.paged_attention(contexts, queries, 16, 4, 128, BF16, GPU, window=window, tree=tree)
+
+
+@check
+@torch.no_grad()
+def heads_of_latent_attention() -> None:
+    config = LatentConfig(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    for tokens, heads, dtype in ((1, 16, BF16), (4, 128, BF16), (50, 16, BF16), (5, 16, FP32)):
+        latent_cases.latent_heads(tokens, heads, config, dtype, GPU, interleaved=True)
 
 
 @check
@@ -259,10 +267,14 @@ def experts() -> None:
     for count, chosen, options in ((128, 8, {}), (160, 6, {"n_group": 8, "topk_group": 3, "scale": 16.0})):
         expert_cases.route(70, count, chosen, GPU, **options)
     expert_cases.route(70, 256, 8, GPU, n_group=8, topk_group=4, is_biased=True)
+    for rows, count, size in ((1, 128, 2048), (4, 64, 2048), (8, 32, 2880), (3, 256, 7168)):
+        for dtype in cases.DTYPES:
+            expert_cases.add_norm_router(rows, count, size, dtype, GPU)
     for rows in (1, 4, 20, 100):
         for dtype in (BF16, torch.float16, FP32):
             expert_cases.experts(rows, 32, 4, 1024, 384, dtype, GPU)
         expert_cases.experts(rows, 32, 4, 720, 200, BF16, GPU, 1.5)
+        expert_cases.experts(rows, 32, 4, 1024, 384, BF16, GPU, parts=2)
 
 
 @check

@@ -10,10 +10,11 @@ import torch
 from fledge.bench.inflate import empty_model, shape_named
 from fledge.checkpoints.target import read_target_config
 from fledge.decoding.params import SamplingParams
-from fledge.engine.config import EngineConfig, SpeculativeConfig
-from fledge.engine.device_state import kv_bytes
+from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig, SpeculativeConfig
 from fledge.engine.engine import LLMEngine
 from fledge.errors import ConfigError, FledgeError
+from fledge.kernels.cache_codes import FP8
+from fledge.layers.linear import compute_weight
 from fledge.models.drafter.base import Drafter
 from fledge.models.drafter.variants import EAGLE_3_1, build
 from fledge.models.target.decoder import TargetModel
@@ -104,10 +105,12 @@ def measure_long_context(
         engine.step()
     per_round = _seconds(engine.device, engine.step, rounds)
     size = 0  # weights and keys and values that a round must read: the target's once, the drafter's `depth` times
+    dtype = FP8 if options.kv_cache_dtype in FP8_CACHE_DTYPES else compute_weight(pair[0]).dtype
     parts: list[tuple[TargetModel | Drafter, int]] = [(pair[0], 1), (pair[1], depth)]
     for model, times in parts:
         weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-        size += times * (weights + kv_bytes(options, model) * tokens * requests)
+        cached = model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(dtype) * tokens * requests
+        size += times * (weights + cached)
     return {
         "requests": requests,
         "prefill_seconds": prefill,

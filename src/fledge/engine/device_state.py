@@ -78,7 +78,7 @@ class DeviceState:
         self.lookahead = 3 * (depth + 1) + scratch
         self.max_length = config.max_model_len + self.lookahead  # bound on any sequence
         # Of a token, that there is room for.
-        self.drafterkv_bytes = 0 if drafter is None else kv_bytes(config, drafter)
+        self.drafter_kv_bytes = 0 if drafter is None else _kv_bytes(config, drafter)
         self.num_blocks = config.num_blocks or self._count_blocks(config)
         self.target_cache = self._make_cache(config, target)
         self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
@@ -133,9 +133,9 @@ class DeviceState:
 
     def unfit(self, config: EngineConfig, drafter: Drafter) -> str | None:
         """Why a drafter cannot take the place of the one that all this was allocated for; None: it can."""
-        needed = kv_bytes(config, drafter)
-        if needed > self.drafterkv_bytes:
-            return f"its KV cache takes {needed} bytes a token, and there is room for {self.drafterkv_bytes}"
+        needed = _kv_bytes(config, drafter)
+        if needed > self.drafter_kv_bytes:
+            return f"its KV cache takes {needed} bytes a token, and there is room for {self.drafter_kv_bytes}"
         tree, vocabularies = self.tree, (self.draft_vocab, drafter.config.draft_vocab_size)
         if tree is not None and len({min(tree.width, size) for size in vocabularies}) > 1:
             return "draft trees have another shape with a vocabulary of its size"
@@ -258,7 +258,7 @@ class DeviceState:
 
     def _count_blocks(self, config: EngineConfig) -> int:
         """As many blocks as memory allows, and no more than all requests at full length could use."""
-        per_block = self.block_size * (kv_bytes(config, self.target) + self.drafterkv_bytes)
+        per_block = self.block_size * (_kv_bytes(config, self.target) + self.drafter_kv_bytes)
         useful = config.max_num_seqs * -(-self.max_length // self.block_size) + 1
         budget = config.kv_cache_bytes or DEFAULT_CPU_CACHE_BYTES
         if config.kv_cache_bytes is None and self.device.type == "cuda":
@@ -309,6 +309,6 @@ def _check_codes(config: EngineConfig, model: TargetModel | Drafter) -> None:
         )
 
 
-def kv_bytes(config: EngineConfig, model: TargetModel | Drafter) -> int:
+def _kv_bytes(config: EngineConfig, model: TargetModel | Drafter) -> int:
     """What a token takes in a model's KV cache."""
     return model.config.num_layers * model.config.layer.kv_cache.bytes_per_token(_kv_dtype(config, model))

@@ -2,8 +2,9 @@
 
 A kernel launched with `overlapping` may be resident before its predecessor has ended, which hides the launch:
 
-    begin_overlapped   first of all: waits for everything before, so that memory may be touched. Every kernel so
-                       launched must wait, because its successor relies on it for all that came earlier.
+    begin_overlapped   first of all: waits for everything before, so that memory may be touched; before it only
+                       weights may be, which nothing writes. Every kernel so launched must wait, because its
+                       successor relies on it for all that came earlier.
     let_successor_in   from here on the successor may come. A short kernel calls it when its input is read: a linear
                        layer that comes earlier is spread unevenly over the multiprocessors still in use. A linear
                        layer, whose successor is short, calls it at once.

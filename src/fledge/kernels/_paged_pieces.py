@@ -51,10 +51,15 @@ def piece_kernel(
     TREE: tl.constexpr,
     DIRECT: tl.constexpr,
     CODED: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    SAME: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Program (KV head and block of rows, unit): a unit is a piece of the keys of one sequence.
+
+    SAME: keys are values too, but for their last TAIL dimensions, which come after the HEAD_DIM others.
 
     CODED: keys and values are FP8 and given as int16, codes two by two: those of even dimensions and those of odd ones
     are multiplied apart. GPUs load matrices of 16 bits as their products want them, turned around or not; none of 8.
@@ -92,11 +97,16 @@ def piece_kernel(
     dim = tl.arange(0, BLOCK_D // per_element)
     row_inside = row < own_queries * GROUP
     dim_inside = (dim < HEAD_DIM // per_element)[None, :]
-    query_at = sequence * query_batch_stride + number[:, None] * query_stride + head[:, None] * query_head_stride
+    query_row = sequence * query_batch_stride + number[:, None] * query_stride + head[:, None] * query_head_stride
     if RAGGED:
-        query_at += first_query * query_stride
-    query_at = query_ptr + query_at + dim[None, :] * per_element
+        query_row += first_query * query_stride
+    query_at = query_ptr + query_row + dim[None, :] * per_element
     query = tl.load(query_at, mask=row_inside[:, None] & dim_inside, other=0.0)
+    if TAIL:
+        tail_dim = tl.arange(0, BLOCK_TAIL)
+        tail_inside = (tail_dim < TAIL)[None, :]
+        tail_at = query_ptr + query_row + HEAD_DIM + tail_dim[None, :]
+        tail_query = tl.load(tail_at, mask=row_inside[:, None] & tail_inside, other=0.0)
     if CODED:
         odd_query = tl.load(query_at + 1, mask=row_inside[:, None] & dim_inside, other=0.0)
         if query.dtype == tl.bfloat16:
@@ -127,12 +137,19 @@ def piece_kernel(
             kv_inside = kv_inside & dim_inside
         key_at = block * key_block_stride + offset * key_token_stride + kv_head * key_head_stride
         key = tl.load(key_ptr + key_at[:, None] + dim[None, :], mask=kv_inside, other=0)
-        value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
-        value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kv_inside, other=0)
+        if SAME:
+            value = key
+        else:
+            value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
+            value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kv_inside, other=0)
 
         if CODED:
             key, odd_key = decode_pairs(key, query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if TAIL:
+            key_tail_at = key_ptr + key_at[:, None] + HEAD_DIM + tail_dim[None, :]
+            tail = tl.load(key_tail_at, mask=inside[:, None] & tail_inside, other=0)
+            scores = tl.dot(tail_query, tl.trans(tail), scores, input_precision=PRECISION)
         if CODED:
             scores = tl.dot(odd_query, tl.trans(odd_key), scores, input_precision=PRECISION)
         own = key_number - context  # the key's number after the context, negative before

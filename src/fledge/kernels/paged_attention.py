@@ -52,6 +52,7 @@ def paged_attention(
     key_depths: Tensor | None = None,
     sinks: Tensor | None = None,
     kv_scales: Scales = (1.0, 1.0),
+    value_dim: int | None = None,
     query_starts: Tensor | None = None,
     max_queries: int = 0,
     launch: SplitLaunch | None = None,
@@ -67,8 +68,9 @@ def paged_attention(
     `key_depths` [batch or 1, keys] are their positions less the context. With a `sliding_window`, of those only keys
     at positions above its own minus the window or, if that is `chunked`, from its last multiple on. A query that sees
     nothing (a context_len below zero says "no row here") gets zeros. `sinks` [heads] are scores of something that every
-    query sees and that adds nothing. Where the value cache has no width, keys are values too. Caches have the dtype of
-    the query, or are FP8 with these `kv_scales`.
+    query sees and that adds nothing. Caches have the dtype of the query, or are FP8 with these `kv_scales`.
+    Where the value cache has no width, keys are values too; if only the first `value_dim` dimensions are wanted of
+    them, the result may have no more.
 
     Ragged: the queries of chains lie one after another, [tokens, heads, head_dim], and so does the result; row b has
     those from `query_starts[b]` to `query_starts[b + 1]` [batch + 1] int32, `max_queries` at most. All belong to a row.
@@ -78,7 +80,11 @@ def paged_attention(
     """
     heads, head_dim = query.shape[-2:]
     batch, queries = query.shape[:2] if query_starts is None else (len(context_lens), max_queries)
-    value_cache = value_cache if value_cache.shape[-1] else key_cache
+    is_coded, are_same = key_cache.dtype == FP8, value_cache.shape[-1] == 0
+    value_cache = key_cache if are_same else value_cache
+    # Rows of 512 + 64 numbers: what only keys have is a second product, and nothing is padded to 1,024.
+    out_dim = next_power_of_two(value_dim) if are_same and value_dim is not None and not is_coded else head_dim
+    out_dim = head_dim if out_dim < 16 else min(out_dim, head_dim)
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     rows = queries * group
@@ -90,7 +96,6 @@ def paged_attention(
         assert tree_mask.stride(1) == key_depths.stride(1) == 1
     if max_context is None:
         max_context = block_tables.shape[1] * key_cache.shape[1]
-    is_coded = key_cache.dtype == FP8
     if not is_coded:
         kv_scales = (1.0, 1.0)
     launch = launch or choose_launch(query, kv_heads, batch=batch, queries=queries, is_coded=is_coded)
@@ -101,10 +106,10 @@ def paged_attention(
     most_pieces = max(1, (2 * (longest + num_keys) + launch.min_split) // (2 * launch.min_split))
     units = min(launch.slots + batch, batch * most_pieces)
     direct = most_pieces == 1
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.empty(*query.shape[:-1], out_dim, dtype=query.dtype, device=query.device)
     partial, partial_lse = out, out
     if not direct:
-        partial = torch.empty(units, kv_heads, rows, head_dim, dtype=torch.float32, device=query.device)
+        partial = torch.empty(units, kv_heads, rows, out_dim, dtype=torch.float32, device=query.device)
         partial_lse = torch.empty(units, kv_heads, rows, dtype=torch.float32, device=query.device)
     row_blocks = -(-rows // launch.block_m)
     cut = (sliding_window or 0, batch, queries, num_keys, launch.slots, launch.min_split)
@@ -114,7 +119,7 @@ def paged_attention(
     shared: dict[str, Any] = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
-        "HEAD_DIM": head_dim,
+        "HEAD_DIM": out_dim,
         "BLOCK_B": block_b,
         "BLOCK_N": launch.block_n,
         "WINDOW": sliding_window is not None,
@@ -145,7 +150,10 @@ def paged_attention(
         0 if key_depths is None or key_depths.shape[0] == 1 else key_depths.stride(0),
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_M=launch.block_m,
-        BLOCK_D=max(32 if is_coded else 16, next_power_of_two(head_dim)),
+        BLOCK_D=max(32 if is_coded else 16, next_power_of_two(out_dim)),
+        TAIL=head_dim - out_dim,
+        BLOCK_TAIL=max(16, next_power_of_two(head_dim - out_dim)),
+        SAME=are_same and not is_coded,
         TREE=tree_mask is not None,
         DIRECT=direct,
         CODED=is_coded,
@@ -166,7 +174,7 @@ def paged_attention(
             sequences,
             *cut,
             rows,
-            BLOCK_D=next_power_of_two(head_dim),
+            BLOCK_D=next_power_of_two(out_dim),
             PIECES=min(at_once, next_power_of_two(min(launch.slots, most_pieces))),
             ROWS=combined,
             num_warps=4,
@@ -271,21 +279,23 @@ def choose_launch(query: Tensor, kv_heads: int, *, batch: int, queries: int, is_
     A tile has 16 to 64 rows. Up to 32 rows memory is the limit, and latency where contexts are short: steps of up to 64
     keys, of which a piece needs no more than one, and registers for four programs on a multiprocessor. With 64 rows
     the matrix products count too: two programs, and pieces of at least 128 keys, or 256 where the sequences alone fill
-    the GPU. Rows of latent attention are so wide that a multiprocessor holds one program. Steps of codes have
-    half the bytes, so that one is read while another is computed: five stages, as in `prefill_attention`.
+    the GPU. Of the wide rows of latent attention a multiprocessor holds two programs in 16 bits, else one. Steps of
+    codes have half the bytes, so that one is read while another is computed: five stages, as in `prefill_attention`.
     """
     heads, head_dim = query.shape[-2:]
     rows, element_size, available = queries * heads // kv_heads, query.element_size(), processors(query.device)
     wide = head_dim > WIDE_HEAD
+    lean = wide and element_size == 2 and not is_coded
     block_m = min(16 if wide else 64, max(16, next_power_of_two(rows)))
     large = block_m == 64
     block_n = max(16, min(128 if large else 64, 16384 // (max(16, next_power_of_two(head_dim)) * element_size)))
+    block_n = 32 if lean else block_n
     programs_per_piece = kv_heads * -(-rows // block_m)
     return SplitLaunch(
-        slots=max(1, (1 if wide else 2 if large else 4) * available // programs_per_piece),
+        slots=max(1, (2 if lean or large else 1 if wide else 4) * available // programs_per_piece),
         min_split=64 if not large else 128 if batch * programs_per_piece <= available else 256,
         block_m=block_m,
         block_n=block_n,
         num_warps=4,
-        num_stages=1 if wide else 3 if large and element_size == 2 else 5 if is_coded else 2,
+        num_stages=2 if lean else 1 if wide else 3 if large and element_size == 2 else 5 if is_coded else 2,
     )

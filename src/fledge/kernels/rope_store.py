@@ -110,6 +110,7 @@ def _rope_store_kernel(
     kv_parts: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     dim = tl.arange(0, HALF_BLOCK)
     row = qkv_ptr + token * qkv_stride
+    position = tl.load(positions_ptr + token).to(tl.float32)
     let_successor_in(OVERLAP)
 
     if part < query_parts:
@@ -119,7 +120,7 @@ def _rope_store_kernel(
         low, high = _load_heads(row + at, inside, HALF)
         if NORM:
             low, high = _norm_heads(low, high, q_norm_ptr, eps, dim, HALF)
-        low, high = _rotate_heads(low, high, positions_ptr + token, frequencies_ptr, magnitude, dim, HALF)
+        low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
         _store_heads(query_ptr + token * (QUERY_HEADS * 2 * HALF) + at, low, high, inside, HALF, 1.0)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -133,7 +134,7 @@ def _rope_store_kernel(
             low, high = _load_heads(row + at, inside, HALF)
             if NORM:
                 low, high = _norm_heads(low, high, k_norm_ptr, eps, dim, HALF)
-            low, high = _rotate_heads(low, high, positions_ptr + token, frequencies_ptr, magnitude, dim, HALF)
+            low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
             out = key_ptr + block * key_block_stride + offset * key_token_stride
             _store_heads(
                 out + head[:, None] * key_head_stride + dim[None, :], low, high, inside, HALF, inverse_scales[0]
@@ -172,13 +173,12 @@ def _norm_heads(low, high, weight_ptr, eps, dim, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotate_heads(low, high, position_ptr, frequencies_ptr, magnitude, dim, HALF: tl.constexpr):
-    """Rotate heads given as halves [heads, half]: dimension i pairs with i + half."""
+def rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF: tl.constexpr):
+    """Rotate heads given as halves [heads, half], all to one float32 position or to one each [heads, 1]."""
     dtype: tl.constexpr = low.dtype
-    position = tl.load(position_ptr).to(tl.float32)
-    angle = position * tl.load(frequencies_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-    cos = (tl.cos(angle) * magnitude).to(dtype).to(tl.float32)[None, :]
-    sin = (tl.sin(angle) * magnitude).to(dtype).to(tl.float32)[None, :]
+    angle = position * tl.load(frequencies_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    cos = (tl.cos(angle) * magnitude).to(dtype).to(tl.float32)
+    sin = (tl.sin(angle) * magnitude).to(dtype).to(tl.float32)
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     rotated_low = (wide_low * cos).to(dtype).to(tl.float32) - (wide_high * sin).to(dtype).to(tl.float32)
     rotated_high = (wide_high * cos).to(dtype).to(tl.float32) + (wide_low * sin).to(dtype).to(tl.float32)

@@ -1,7 +1,10 @@
-"""Which experts a token goes to, and with which weights: softmax or sigmoid scores, groups, the best few.
+"""Which experts a token goes to, and with which weights.
 
-One program has one token and all its experts: as torch operations, choosing takes longer than eight experts' products.
-Where experts are liked equally the first is chosen; torch promises no order.
+    add_norm_router   the residual addition, the norm and the router's product: logits
+    route             softmax or sigmoid scores, groups, the best few
+
+As torch operations, either takes longer than eight experts' products. Where experts are liked equally the first is
+chosen; torch promises no order.
 """
 
 from typing import Any
@@ -10,7 +13,27 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
-from fledge.kernels._triton import next_power_of_two, runs_triton, tl, triton
+from fledge.kernels._triton import as_rows, next_power_of_two, runs_triton, tl, triton
+from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.skinny_linear import linear
+
+FEW_ROWS = 8  # with more, every row's own pass over the router's matrix takes longer than two launches
+
+
+def add_norm_router(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, router: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (normed, x + residual) as `add_rms_norm` does, and the logits [rows, experts] of the normed rows.
+
+    x and residual [rows, hidden], router [experts, hidden], bias [experts]. For a few rows it is one kernel: a program
+    has one row and some experts, and norms the row for itself. Rounding is that of norm and product one by one, and so
+    is the tolerance.
+    """
+    is_alike = x.dtype == residual.dtype == norm_weight.dtype == router.dtype
+    if is_alike and 0 < len(x) <= FEW_ROWS and runs_triton(x, residual, norm_weight, router, bias):
+        return _add_norm_router_triton(as_rows(x), as_rows(residual), norm_weight, eps, router, bias)
+    normed, total = add_rms_norm(x, residual, norm_weight, eps)
+    return normed, total, linear(normed, router, bias)
 
 
 def route(
@@ -22,13 +45,21 @@ def route(
     topk_group: int = 1,
     normalised: bool = True,
     scale: float = 1.0,
+    shared: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return weights (float32) and numbers (int64) of the experts chosen for logits [rows, experts], [rows, chosen].
 
     With a `bias` [experts] scores are sigmoids, and it counts for the choice only; without, a softmax of all. Of
-    `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at.
+    `n_group` groups of neighbouring experts only those of the best `topk_group` are looked at. The `shared` experts,
+    with numbers after all others, follow those chosen for every row, with a weight of 1: [rows, chosen + shared].
     """
-    options: dict[str, Any] = {"n_group": n_group, "topk_group": topk_group, "normalised": normalised, "scale": scale}
+    options: dict[str, Any] = {
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "normalised": normalised,
+        "scale": scale,
+        "shared": shared,
+    }
     if runs_triton(logits, bias) and logits.numel() > 0:
         return _route_triton(logits.contiguous(), bias, chosen=chosen, **options)
     return route_reference(logits, bias, chosen=chosen, **options)
@@ -43,6 +74,7 @@ def route_reference(
     topk_group: int,
     normalised: bool,
     scale: float,
+    shared: int,
 ) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     scores = logits.softmax(-1) if bias is None else logits.sigmoid()
@@ -57,15 +89,28 @@ def route_reference(
     weights = scores.gather(-1, experts)
     if normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be nothing
-    return weights * scale if scale != 1 else weights, experts
+    weights = weights * scale if scale != 1 else weights
+    if shared:
+        numbers = torch.arange(logits.shape[1], logits.shape[1] + shared, device=logits.device)
+        experts = torch.cat([experts, numbers.expand(len(logits), -1)], dim=1)
+        weights = torch.cat([weights, weights.new_ones(len(logits), shared)], dim=1)
+    return weights, experts
 
 
 def _route_triton(
-    logits: Tensor, bias: Tensor | None, *, chosen: int, n_group: int, topk_group: int, normalised: bool, scale: float
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    chosen: int,
+    n_group: int,
+    topk_group: int,
+    normalised: bool,
+    scale: float,
+    shared: int,
 ) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
-    weights = torch.empty(rows, chosen, dtype=torch.float32, device=logits.device)
-    numbers = torch.empty(rows, chosen, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, chosen + shared, dtype=torch.float32, device=logits.device)
+    numbers = torch.empty(rows, chosen + shared, dtype=torch.int64, device=logits.device)
     _route_kernel[(rows,)](
         logits,
         logits if bias is None else bias,
@@ -75,7 +120,8 @@ def _route_triton(
         EXPERTS=experts,
         BLOCK=next_power_of_two(experts),
         CHOSEN=chosen,
-        BLOCK_CHOSEN=next_power_of_two(chosen),
+        SHARED=shared,
+        BLOCK_CHOSEN=next_power_of_two(chosen + shared),
         GROUPS=n_group,
         KEPT=topk_group,
         BIASED=bias is not None,
@@ -84,6 +130,75 @@ def _route_triton(
         **overlapping(logits.device),
     )
     return weights, numbers
+
+
+def _add_norm_router_triton(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, router: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, size), experts = x.shape, len(router)
+    normed, total = torch.empty(2, rows, size, dtype=x.dtype, device=x.device)
+    logits = torch.empty(rows, experts, dtype=x.dtype, device=x.device)
+    block = next_power_of_two(size)
+    per_program = max(1, 8192 // block)  # 16 KB of the router
+    _add_norm_router_kernel[(triton.cdiv(experts, per_program), rows)](
+        (x, residual),
+        (norm_weight, router, router if bias is None else bias),
+        (normed, total, logits),
+        (x.stride(0), residual.stride(0), router.stride(0)),
+        eps,
+        SIZE=size,
+        EXPERTS=experts,
+        BLOCK=block,
+        BLOCK_E=per_program,
+        BIAS=bias is not None,
+        num_warps=4,
+        **overlapping(x.device),
+    )
+    return normed, total, logits
+
+
+@triton.jit
+def _add_norm_router_kernel(
+    given,
+    weights,
+    results,
+    strides,
+    eps,
+    SIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    x_ptr, residual_ptr = given
+    norm_ptr, router_ptr, bias_ptr = weights
+    normed_ptr, total_ptr, logits_ptr = results
+    x_stride, residual_stride, router_stride = strides
+    row = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    # Weights, which no kernel writes, come while the kernel before still runs.
+    router_at = router_ptr + tl.minimum(expert, EXPERTS - 1)[:, None] * router_stride + column[None, :]
+    router = tl.load(router_at, mask=inside[None, :], other=0.0)
+    norm_weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    begin_overlapped(OVERLAP)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+    let_successor_in(OVERLAP)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    wide = total.to(tl.float32)
+    normed = (wide * (1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=0) / SIZE + eps))).to(x.dtype)
+    normed = (normed.to(tl.float32) * norm_weight).to(x.dtype)
+    if tl.program_id(0) == 0:
+        tl.store(total_ptr + row * SIZE + column, total, mask=inside)
+        tl.store(normed_ptr + row * SIZE + column, normed, mask=inside)
+    logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], axis=1)
+    is_expert = expert < EXPERTS
+    if BIAS:
+        logits += tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
+    tl.store(logits_ptr + row * EXPERTS + expert, logits.to(x.dtype), mask=is_expert)
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -96,6 +211,7 @@ def _route_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -136,11 +252,19 @@ def _route_kernel(
     weights = tl.zeros([BLOCK_CHOSEN], tl.float32)
     numbers = tl.zeros([BLOCK_CHOSEN], tl.int64)
     for i in tl.static_range(CHOSEN):
-        best = tl.minimum(tl.argmax(liked, axis=0), EXPERTS - 1)  # whatever the comparison makes of NaN
-        weights = tl.where(place == i, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
+        score, best = tl.max(liked, axis=0, return_indices=True)
+        best = tl.minimum(best, EXPERTS - 1)  # whatever the comparison makes of NaN
+        if BIASED:
+            score = tl.sum(tl.where(expert == best, scores, 0.0), axis=0)
+        weights = tl.where(place == i, score, weights)
         numbers = tl.where(place == i, best.to(tl.int64), numbers)
         liked = tl.where(expert == best, float("-inf"), liked)
     if NORMALISED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    tl.store(weights_ptr + row * CHOSEN + place, weights * scale, mask=place < CHOSEN)
-    tl.store(numbers_ptr + row * CHOSEN + place, numbers, mask=place < CHOSEN)
+    weights *= scale
+    if SHARED > 0:
+        weights = tl.where(place < CHOSEN, weights, 1.0)
+        numbers = tl.where(place < CHOSEN, numbers, EXPERTS + place - CHOSEN)
+    all_chosen: tl.constexpr = CHOSEN + SHARED
+    tl.store(weights_ptr + row * all_chosen + place, weights, mask=place < all_chosen)
+    tl.store(numbers_ptr + row * all_chosen + place, numbers, mask=place < all_chosen)

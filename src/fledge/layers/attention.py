@@ -46,6 +46,7 @@ class CachedHeads:
     rows: tuple[Tensor, ...]  # key and value as `KVCacheSpec` has them, [*lead, kv_heads, dim] each; (): kept already
     read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _as_kept  # kept rows -> keys and values for the query
     leave: Callable[[Tensor], Tensor] = _as_attended  # attention [*lead, heads, dim] -> outputs of the heads
+    value_dim: int | None = None  # where keys are values too: so many of their first dimensions are
 
 
 class Heads(Protocol):

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from fledge.kernels._triton import runs_triton
 from fledge.kernels.experts import Stacked, few_experts
-from fledge.kernels.route import route
+from fledge.kernels.route import add_norm_router, route
 from fledge.kernels.swiglu import swiglu
 from fledge.layers.attention import Attention, KeyValueStorage
 from fledge.layers.config import Activation, ExpertsConfig, LayerConfig
 from fledge.layers.latent_attention import LatentAttention
-from fledge.layers.linear import Linear, norm_of
+from fledge.layers.linear import Linear, RMSNorm, join_rows, norm_of
 from fledge.layers.rope import Rotation
 
 CLAMPED_SLOPE = 1.702  # of gpt-oss's gate, which is all but a GELU
@@ -82,10 +82,25 @@ class SparseMLP(nn.Module):
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if config.shared_gate else None
         self._stacked: dict[str, Stacked] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[*lead, hidden] -> [*lead, hidden]."""
+    def after_norm(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (self(norm(x + residual)), x + residual), with the router's product as part of the norm."""
+        if type(norm) is not RMSNorm or type(self.gate) is not Linear:
+            normed, total = norm.add(x, residual)
+            return self(normed), total
+        rows, added = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
+        router = self.gate.weight, self.gate.bias
+        normed, total, logits = add_norm_router(rows, added, norm.weight, norm.eps, *router)
+        return self(normed.view(x.shape), logits), total.view(x.shape)
+
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """[*lead, hidden] -> [*lead, hidden]. `logits` [rows, experts]: of the router, where it has been asked."""
         rows, config = x.reshape(-1, x.shape[-1]), self.config
-        logits = self.gate(rows).float()
+        has_kernels = self._has_kernels(rows)
+        # With many rows it is a matter of arithmetic, which torch's grouped product is better at.
+        is_many = rows.dtype == torch.bfloat16 and len(rows) * config.num_experts_per_token > MANY_PAIRS
+        # Kernels take a shared expert along as some more of the others.
+        parts = self._shared_parts if has_kernels and not is_many else 0
+        logits = self.gate(rows) if logits is None else logits
         weights, experts = route(
             logits,
             self.e_score_correction_bias,
@@ -94,35 +109,55 @@ class SparseMLP(nn.Module):
             topk_group=config.topk_group,
             normalised=config.normalised,
             scale=config.routed_scaling_factor,
+            shared=parts,
         )
         if config.weighted_inputs:  # of rows for each choice, which are summed up as they come out
-            weights, tokens = logits.gather(-1, experts).sigmoid(), len(rows)
+            weights, tokens = logits.float().gather(-1, experts).sigmoid(), len(rows)
             rows = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
             weights, experts = torch.ones_like(weights).view(-1, 1), experts.reshape(-1, 1)
-        if not self._has_kernels(rows):
+        if not has_kernels:
             mixed = self._sum_of_groups(rows, weights, experts, self._one_by_one)
-        elif rows.dtype == torch.bfloat16 and experts.numel() > MANY_PAIRS:
+        elif is_many:
             mixed = self._sum_of_groups(rows, weights, experts, self._all_at_once)
         else:
-            stacked = self._stack("gate_up_proj"), self._stack("down_proj")
-            mixed = few_experts(rows, weights, experts, *stacked, limit=config.swiglu_limit)
+            stacked, shared = (self._stack("gate_up_proj"), self._stack("down_proj")), None
+            if parts and self.shared_experts is not None:
+                shared = self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight
+            mixed = few_experts(rows, weights, experts, *stacked, limit=config.swiglu_limit, shared=shared)
         if config.weighted_inputs:
             mixed = mixed.view(tokens, -1, x.shape[-1]).sum(1)
         mixed = mixed.view(x.shape)
-        if self.shared_experts is None:
+        if self.shared_experts is None or parts:
             return mixed
-        shared: Tensor = self.shared_experts(x)
+        shared_out: Tensor = self.shared_experts(x)
         if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x).sigmoid()
-        return mixed + shared
+            shared_out = shared_out * self.shared_expert_gate(x).sigmoid()
+        return mixed + shared_out
+
+    @property
+    def _shared_parts(self) -> int:
+        """How many experts the shared one is as large as, if kernels can run it as so many; else 0."""
+        config = self.config
+        is_alike = (
+            self.shared_experts is not None
+            and all(type(linear) is Linear for linear in self.shared_experts.children())
+            and not (config.shared_gate or config.weighted_inputs or config.bias or config.swiglu_limit)
+            and config.shared_size % config.intermediate_size == 0
+        )
+        return config.shared_size // config.intermediate_size if is_alike else 0
 
     def _has_kernels(self, rows: Tensor) -> bool:
-        return (
-            len(rows) > 0
-            and runs_triton(rows, self.gate.weight)
-            and not torch.is_grad_enabled()
-            and all(type(linear) is Linear for expert in self.experts for linear in expert.children())
-        )
+        return len(rows) > 0 and runs_triton(rows, self.gate.weight) and not torch.is_grad_enabled() and self._is_plain
+
+    @property
+    def _is_plain(self) -> bool:
+        return all(type(linear) is Linear for expert in self.experts for linear in expert.children())
+
+    def join(self) -> None:
+        """Stack the experts now rather than with the first rows: see `join_weights`."""
+        if self._is_plain:
+            for name in ("gate_up_proj", "down_proj"):
+                self._stack(name)
 
     def _sum_of_groups(
         self, rows: Tensor, weights: Tensor, experts: Tensor, run: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -152,19 +187,21 @@ class SparseMLP(nn.Module):
 
         return product("down_proj", first.gated(product("gate_up_proj", grouped)))
 
-    @torch.inference_mode(False)
     def _stack(self, name: str) -> Stacked:
-        """Return weight and bias of all experts, [experts, ...]; their own become views of it, so there is no copy."""
+        """Return weight and bias of all experts, [experts, ...]; their own become views of it."""
         if name not in self._stacked:
             linears = [getattr(expert, name) for expert in self.experts]
-            kinds = []
-            for kind in ("weight", "bias") if self.config.bias else ("weight",):
-                stacked = torch.stack([getattr(linear, kind).detach() for linear in linears])
-                for linear, part in zip(linears, stacked, strict=True):
-                    setattr(linear, kind, nn.Parameter(part, requires_grad=False))
-                kinds.append(stacked)
-            self._stacked[name] = kinds[0], kinds[1] if self.config.bias else None
+            shape = len(linears), linears[0].out_features
+            bias = join_rows(linears, "bias").view(shape) if self.config.bias else None
+            self._stacked[name] = join_rows(linears).view(*shape, -1), bias
         return self._stacked[name]
+
+
+def join_weights(model: nn.Module) -> None:
+    """Lay weights that a GPU reads in one product beside each other, for inference; names and shapes stay."""
+    for module in model.modules():
+        if isinstance(module, SparseMLP | LatentAttention):
+            module.join()
 
 
 def attention_of(
@@ -222,6 +259,8 @@ class DecoderLayer(nn.Module):
             normed, stream = self.input_layernorm.add(update, stream)
         attended = self.self_attn(normed, rotation, storage)
         if self.post_feedforward_layernorm is None:
+            if isinstance(self.mlp, SparseMLP):
+                return self.mlp.after_norm(self.post_attention_layernorm, attended, stream)
             normed, stream = self.post_attention_layernorm.add(attended, stream)
             return self.mlp(normed), stream
         attended = self.post_attention_layernorm(attended)

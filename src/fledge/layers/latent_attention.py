@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.latent_heads import absorb_and_store, take_values
+from fledge.kernels.skinny_linear import linear
 from fledge.layers.attention import AttentionSpec, CachedHeads, KeyValueStorage
 from fledge.layers.config import LatentConfig, LayerConfig
-from fledge.layers.linear import Linear, RMSNorm
+from fledge.layers.linear import Linear, RMSNorm, join_rows
 from fledge.layers.rope import Rotation, yarn_mscale
 
 # Of the norms of latents, whatever the config says of the others: so it is in DeepSeek's own code.
@@ -26,26 +28,66 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class LatentHeads:
-    """Queries and rows of some tokens, normed and rotated. Implements `Heads`."""
+    """Queries and rows of some tokens as the projections left them: before norm and rotation. Implements `Heads`."""
 
     query: Tensor  # [*lead, heads, qk_head_dim]
-    row: Tensor  # [*lead, 1, kv_lora_rank + qk_rope_head_dim]
+    row: Tensor  # [*lead, kv_lora_rank + qk_rope_head_dim]
+    rotation: Rotation
+    norm: RMSNorm  # of the latent
     kv_b_proj: Linear
     config: LatentConfig
     sinks: Tensor | None = None  # no family has them
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, *self._expand(self.row)
+        query, row = self._turn()
+        return query, *self._expand(row)
 
     def for_cache(self, rows: int) -> CachedHeads:
-        kept = (self.row, self.row[..., :0])
+        query, row = self._turn()
+        kept = (row, row[..., :0])
         if self.config.expands(rows):
-            return CachedHeads(query=self.query, rows=kept, read=self._expand)
-        plain, turned = torch.split(self.query, [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+            return CachedHeads(query=query, rows=kept, read=self._expand)
+        plain, turned = torch.split(query, [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
         absorbed = torch.einsum("...hd,hdr->...hr", plain, self._matrices()[0])
         return CachedHeads(
-            query=torch.cat([absorbed, turned], dim=-1), rows=kept, read=self._as_one_head, leave=self._take_values
+            query=torch.cat([absorbed, turned], dim=-1),
+            rows=kept,
+            read=self._as_one_head,
+            leave=self._take_values,
+            value_dim=self.config.kv_lora_rank,
         )
+
+    def stored(self, slots: Tensor, cache: Tensor) -> CachedHeads:
+        """As `for_cache` of a few flat tokens on a GPU, and their rows written to the cache: one kernel."""
+        key, value = self._matrices()
+        query = absorb_and_store(
+            self.query,
+            self.row,
+            self.rotation.positions,
+            self.rotation.inverse_frequencies,
+            self.rotation.magnitude,
+            slots,
+            cache,
+            self.norm.weight,
+            self.norm.eps,
+            key,
+            interleaved=self.rotation.interleaved,
+        )
+        return CachedHeads(
+            query=query,
+            rows=(),
+            read=self._as_one_head,
+            leave=lambda mixed: take_values(mixed, value),
+            value_dim=self.config.kv_lora_rank,
+        )
+
+    def _turn(self) -> tuple[Tensor, Tensor]:
+        """Queries, rotated, and rows [*lead, 1, kv_lora_rank + qk_rope_head_dim], normed and rotated."""
+        plain, turned = torch.split(self.query, [self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        latent, shared = torch.split(self.row, [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        turned = self.rotation.apply(torch.cat([turned, shared.unsqueeze(-2)], dim=-2))  # queries and the key at once
+        row = torch.cat([self.norm(latent).unsqueeze(-2), turned[..., -1:, :]], dim=-1)
+        return torch.cat([plain, turned[..., :-1, :]], dim=-1), row
 
     def _expand(self, row: Tensor, _no_value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows [..., 1, size] -> key [..., heads, qk_head_dim] and value [..., heads, v_head_dim]."""
@@ -92,32 +134,36 @@ class LatentAttention(nn.Module):
         made_size = config.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.kv_b_proj = Linear(latent.kv_lora_rank, made_size, bias=False)
         self.o_proj = Linear(config.num_heads * latent.v_head_dim, config.hidden_size, bias=config.output_bias)
+        self._joined: Tensor | None = None
+
+    def join(self) -> None:
+        """Make the two products of the input one: see `join_weights`."""
+        both = self._first, self.kv_a_proj_with_mqa
+        if self._joined is None and all(type(one) is Linear and one.bias is None for one in both):
+            self._joined = join_rows(both)
 
     def forward(self, x: Tensor, rotation: Rotation, storage: KeyValueStorage) -> Tensor:
         """x [*lead, input_size] -> [*lead, hidden_size]."""
-        latent = self.latent
-        query = self._queries(x).view(*x.shape[:-1], self.num_heads, -1)
-        plain, turned = torch.split(query, [latent.qk_nope_head_dim, latent.qk_rope_head_dim], dim=-1)
-        projected = self.kv_a_proj_with_mqa(x)
-        row, shared = torch.split(projected, [latent.kv_lora_rank, latent.qk_rope_head_dim], dim=-1)
-        turned = rotation.apply(torch.cat([turned, shared.unsqueeze(-2)], dim=-2))  # queries and the key at once
+        if self._joined is None:
+            query, row = self._first(x), self.kv_a_proj_with_mqa(x)
+        else:
+            query, row = linear(x, self._joined).tensor_split([self._first.out_features], dim=-1)
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            query = self.q_b_proj(self.q_a_layernorm(query))
         heads = LatentHeads(
-            query=torch.cat([plain, turned[..., :-1, :]], dim=-1),
-            row=torch.cat([self.kv_a_layernorm(row).unsqueeze(-2), turned[..., -1:, :]], dim=-1),
+            query=query.view(*x.shape[:-1], self.num_heads, -1),
+            row=row,
+            rotation=rotation,
+            norm=self.kv_a_layernorm,
             kv_b_proj=self.kv_b_proj,
-            config=latent,
+            config=self.latent,
         )
         out: Tensor = self.o_proj(storage.attend(heads, self.spec).flatten(-2))
         return out
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """[*lead, heads * qk_head_dim]."""
-        out: Tensor
-        if self.q_proj is not None:
-            out = self.q_proj(x)
-        else:
-            assert self.q_a_proj is not None
-            assert self.q_a_layernorm is not None
-            assert self.q_b_proj is not None
-            out = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        return out
+    @property
+    def _first(self) -> Linear:
+        """What makes queries of the input, or the latent that they are made of."""
+        first = self.q_proj if self.q_a_proj is None else self.q_a_proj
+        assert first is not None
+        return first

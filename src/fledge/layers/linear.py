@@ -5,6 +5,9 @@ many. Models construct `Linear` and nothing else: whoever has the weights in ano
 layout for CPUs) puts a module with the same `forward` in its place.
 """
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,8 +19,25 @@ from fledge.layers.config import LayerConfig
 class Linear(nn.Linear):
     """`nn.Linear` with the same parameters and results."""
 
+    def reset_parameters(self) -> None:
+        if self.weight.device.type != "meta":  # else nothing is there yet; some models have ten thousand of these
+            super().reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+@torch.inference_mode(False)
+def join_rows(linears: Sequence[nn.Module], kind: str = "weight") -> Tensor:
+    """Return the rows of all `linears`, one after the other, for inference.
+
+    Their own parameters become views of it under the names they had, so there is no second copy, and get no gradients.
+    """
+    parts = [getattr(one, kind).detach() for one in linears]
+    joined = torch.cat(parts)
+    for one, rows in zip(linears, torch.split(joined, [len(part) for part in parts]), strict=True):
+        setattr(one, kind, nn.Parameter(rows, requires_grad=False))
+    return joined
 
 
 class RMSNorm(nn.RMSNorm):

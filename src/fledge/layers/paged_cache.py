@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import runs_triton
-from fledge.kernels.cache_codes import as_bytes, encode
+from fledge.kernels.cache_codes import FP8, as_bytes, encode
+from fledge.kernels.latent_heads import MOST_TOKENS
 from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
 from fledge.kernels.tree_ends import move_rows
 from fledge.layers.attention import AttentionSpec, CachedHeads, Heads, ProjectedHeads
 from fledge.layers.config import KVCacheSpec
+from fledge.layers.latent_attention import LatentHeads
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,6 +67,9 @@ class PagedCache:
 
     def store(self, heads: Heads, spec: AttentionSpec, slots: Tensor, rows: int) -> CachedHeads:
         """Finish the heads, about `rows` for each sequence, and write keys and values at `slots` [tokens]."""
+        few_in_full = len(slots) <= MOST_TOKENS and self.keys.dtype != FP8
+        if runs_triton(self.keys) and isinstance(heads, LatentHeads) and few_in_full:
+            return heads.stored(slots, self.keys[spec.layer])
         if not runs_triton(self.keys) or not isinstance(heads, ProjectedHeads) or not heads.is_ordinary:
             # Rotations are worked out once for all layers, and rows are copied without a detour over masks.
             cached = heads.for_cache(rows)
@@ -156,6 +161,7 @@ class RoundPass(PagedPass):
             key_depths=self.depths,
             sinks=heads.sinks,
             kv_scales=spec.kv_scales,
+            value_dim=cached.value_dim,
         )
         return mixed.flatten(0, 1)
 
@@ -206,6 +212,7 @@ class ChunkPass(PagedPass):
                 chunked=spec.chunked,
                 sinks=heads.sinks,
                 kv_scales=spec.kv_scales,
+                value_dim=cached.value_dim,
                 query_starts=self.query_starts,
                 max_queries=self.max_chunk,
             )
@@ -245,7 +252,8 @@ class MixedPass:
         queries = cached.query.tensor_split([len(self.round.slots)])
         parts = zip((self.round, self.chunks), queries, strict=True)
         mixed = [part.attend_stored(replace(cached, query=query), heads, spec) for part, query in parts]
-        return cached.leave(torch.cat(mixed))
+        width = min(one.shape[-1] for one in mixed)  # of latent rows one may have what only keys have besides
+        return cached.leave(torch.cat([one[..., :width] for one in mixed]))
 
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> RoundPass:
         """As `PagedPass.step`."""

@@ -10,7 +10,11 @@ import ctypes
 import functools
 from typing import Any
 
+import torch
+
 from fledge.kernels._triton import register_cpu_kernels
+from fledge.layers.block import join_weights
+from fledge.layers.linear import compute_weight
 from fledge.models.drafter.base import Drafter
 from fledge.models.target.decoder import TargetModel
 from fledge.native import library as compiled
@@ -26,12 +30,16 @@ TREE_KERNELS = ("grow_trees", "rank_trees", "open_trees", "accept_trees")
 def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetModel, Drafter | None]:
     """Return the models as they run fastest for inference on their device: on a CPU in float32, in C.
 
-    Their linear layers get another layout, in place: see `pack_linears`. What cannot be lowered is returned as it is.
-    Weights must not change afterwards.
+    Their linear layers get another layout, in place: see `pack_linears`, and on a GPU `join_weights`. What cannot be
+    lowered is returned as it is. Weights must not change afterwards.
     """
+    models = [model for model in (target, drafter) if model is not None]
     if target.embed_tokens.weight.device.type != "cpu":
+        for model in models:
+            join_weights(model)
+        torch.cuda.empty_cache()  # where the weights were there is room for keys and values
         return target, drafter
-    pack_linears(*(model for model in (target, drafter) if model is not None))
+    pack_linears(*models)
     loaded = compiled.library()
     register_cpu_kernels({} if loaded is None else kernels_of(loaded))
     is_uniform = type(target) is TargetModel and target.local_rope is None and target.config.embedding_scale == 1
@@ -43,6 +51,9 @@ def accelerate(target: TargetModel, drafter: Drafter | None) -> tuple[TargetMode
 
 def accelerate_drafter(drafter: Drafter) -> Drafter:
     """The same for a drafter that comes later, to a target that `accelerate` has made ready."""
+    if compute_weight(drafter).device.type != "cpu":
+        join_weights(drafter)
+        return drafter
     pack_linears(drafter)
     return lower_drafter(drafter) or drafter
 

@@ -228,6 +228,7 @@ def paged_attention(
         sinks=sinks,
         launch=launch,
         kv_scales=codes or (1.0, 1.0),
+        value_dim=(1 << (head_dim - 1).bit_length()) // 2 if latent else None,
     )
     expected = paged_attention_reference(
         query.float(),
@@ -242,7 +243,7 @@ def paged_attention(
         key_depths=depths,
         sinks=None if sinks is None else sinks.float(),
     )
-    close(actual, expected.to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))
+    close(actual, expected[..., : actual.shape[-1]].to(dtype), 1, size=float(expected.abs().max().clamp(min=1.0)))
     for row, context in enumerate(contexts):
         if context + queries <= 0:
             assert not actual[row].any(), "a row that is not there gets zeros"

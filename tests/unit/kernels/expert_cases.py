@@ -6,24 +6,38 @@ import torch.nn.functional as F
 from fledge.kernels import route as routing
 from fledge.kernels.experts import few_experts
 from fledge.kernels.route import route_reference
-from tests.unit.kernels.cases import close, randn
-from tests.unit.kernels.interpreter import in_triton
+from tests.unit.kernels.cases import EPS, close, randn
+from tests.unit.kernels.interpreter import in_plain_torch, in_triton
 
-route_triton = in_triton(routing.route)
+route_triton, add_norm_router_triton = in_triton(routing.route), in_triton(routing.add_norm_router)
+
+
+def add_norm_router(rows: int, experts: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """One kernel against norm and product in torch; rows of the update are apart from each other."""
+    x = randn(rows, 2 * size, dtype=dtype, device=device)[:, :size]
+    residual, weight = randn(rows, size, dtype=dtype, device=device), randn(size, dtype=dtype, device=device)
+    router, bias = randn(experts, size, dtype=dtype, device=device), randn(experts, dtype=dtype, device=device)
+    for added in (None, bias):
+        found = add_norm_router_triton(x, residual, weight, EPS, router, added)
+        expected = in_plain_torch(routing.add_norm_router)(x, residual, weight, EPS, router, added)
+        for one, other, units in zip(found, expected, (2, 1, 2), strict=True):
+            close(one, other, units, size=float(other.abs().max()))
+        alone = add_norm_router_triton(x[-1:], residual[-1:], weight, EPS, router, added)
+        assert all(torch.equal(one[0], all_[-1]) for one, all_ in zip(alone, found, strict=True)), "row by row"
 
 
 def route(rows: int, experts: int, chosen: int, device: str, *, is_biased: bool = False, **options: object) -> None:
     logits = randn(rows, experts, dtype=torch.float32, device=device)
     bias = randn(experts, dtype=torch.float32, device=device) * 0.1 if is_biased else None
-    options = {"n_group": 1, "topk_group": 1, "normalised": True, "scale": 1.0, **options}
+    options = {"n_group": 1, "topk_group": 1, "normalised": True, "scale": 1.0, "shared": 2, **options}
     weights, numbers = route_triton(logits, bias, chosen=chosen, **options)
     expected_weights, expected_numbers = route_reference(logits, bias, chosen=chosen, **options)  # type: ignore[arg-type]
     assert torch.equal(numbers, expected_numbers)
     close(weights, expected_weights, 2)
     # Equal experts: any of them, but each once, and weights that belong to them.
     weights, numbers = route_triton(torch.zeros_like(logits), bias, chosen=chosen, **options)
-    assert all(len(set(one)) == chosen and 0 <= min(one) <= max(one) < experts for one in numbers.tolist())
-    numbers = route_triton(torch.full_like(logits, torch.nan), bias, chosen=chosen, **options)[1]
+    assert all(len(set(one)) == len(one) and 0 <= min(one) <= max(one) < experts + 2 for one in numbers.tolist())
+    numbers = route_triton(torch.full_like(logits, torch.nan), bias, chosen=chosen, **options)[1][:, :chosen]
     assert 0 <= int(numbers.min()) <= int(numbers.max()) < experts, "a model gone wrong reads no foreign memory"
 
 
@@ -36,17 +50,31 @@ def experts(
     dtype: torch.dtype,
     device: str,
     limit: float | None = None,
+    *,
+    parts: int = 0,
 ) -> None:
-    """`few_experts` against its definition in float64; with a `limit` also with biases."""
+    """`few_experts` against its definition in float64; with a `limit` also with biases.
+
+    `parts`: of a shared expert, which every row chooses too.
+    """
     x = randn(rows, hidden, dtype=dtype, device=device)
     gate_up = randn(count, 2 * size, hidden, dtype=dtype, device=device) * hidden**-0.5
     down = randn(count, hidden, size, dtype=dtype, device=device) * size**-0.5
     biases = [randn(*one.shape[:2], dtype=dtype, device=device) if limit else None for one in (gate_up, down)]
-    numbers = torch.stack([torch.randperm(count)[:chosen] for _ in range(rows)]).to(device)
-    weights = torch.rand(rows, chosen, device=device)
-    found = few_experts(x, weights, numbers, (gate_up, biases[0]), (down, biases[1]), limit)
+    numbers = torch.stack([torch.randperm(count)[:chosen] for _ in range(rows)])
+    numbers = torch.cat([numbers, torch.arange(count, count + parts).expand(rows, -1)], dim=1).to(device)
+    weights = torch.rand(numbers.shape, device=device)
+    shared = None
+    if parts:
+        shared_gate_up = randn(2, parts, size, hidden, dtype=dtype, device=device) * hidden**-0.5
+        shared_down = randn(hidden, parts, size, dtype=dtype, device=device) * size**-0.5
+        shared = shared_gate_up.view(-1, hidden), shared_down.view(hidden, -1)
+    found = few_experts(x, weights, numbers, (gate_up, biases[0]), (down, biases[1]), limit, shared=shared)
+    if parts:
+        gate_up = torch.cat([gate_up, shared_gate_up.transpose(0, 1).flatten(1, 2)])
+        down = torch.cat([down, shared_down.transpose(0, 1)])
     expected = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
-    for row, choice in [(row, choice) for row in range(rows) for choice in range(chosen)]:
+    for row, choice in [(row, choice) for row in range(rows) for choice in range(chosen + parts)]:
         number = int(numbers[row, choice])
         wide = [one.double() for one in (gate_up[number], x[row], down[number])]
         both = wide[0] @ wide[1] + (0 if biases[0] is None else biases[0][number].double())

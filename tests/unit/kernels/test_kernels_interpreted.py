@@ -10,7 +10,8 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
 
 from fledge.kernels.paged_attention import SplitLaunch
-from tests.unit.kernels import cases, code_cases, expert_cases
+from fledge.layers.config import LatentConfig
+from tests.unit.kernels import cases, code_cases, expert_cases, latent_cases
 
 CPU = "cpu"
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
@@ -51,6 +52,12 @@ def test_skinny_linear(rows, columns, wide, dtype):
     cases.skinny_linear(rows, columns, 1024, dtype, CPU, launch=launch)
 
 
+@dtypes
+@pytest.mark.parametrize(("rows", "experts", "size"), [(1, 5, 96), (3, 9, 1500)])
+def test_norm_and_router(rows, experts, size, dtype):
+    expert_cases.add_norm_router(rows, experts, size, dtype, CPU)
+
+
 @pytest.mark.parametrize(
     ("experts", "chosen", "options"),
     [
@@ -66,10 +73,10 @@ def test_route(experts, chosen, options):
 
 @dot_dtypes
 @pytest.mark.parametrize("limit", [None, 0.7])
-@pytest.mark.parametrize(("rows", "count", "chosen"), [(3, 4, 2), (33, 5, 2)])
+@pytest.mark.parametrize(("rows", "count", "chosen"), [(3, 8, 2), (9, 20, 2), (41, 3, 1)])
 def test_experts(rows, count, chosen, limit, dtype):
-    """By pairs, and by tiles: of which some experts have several, and some none."""
-    expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit)
+    """By row and by expert, with fewer pairs than experts and with more: several tiles of one, and the shared one's."""
+    expert_cases.experts(rows, count, chosen, 72, 40, dtype, CPU, limit, parts=0 if limit else 2)
 
 
 @dtypes
@@ -164,6 +171,14 @@ def test_paged_attention_does_not_depend_on_the_bound():
 @pytest.mark.parametrize("window", [None, 1, 13])
 def test_prefill_attention(window, dtype):
     cases.prefill_attention([(0, 37), (21, 1), (40, 20)], 6, 2, 24, dtype, CPU, window=window)
+
+
+@dot_dtypes
+@pytest.mark.parametrize("interleaved", [True, False])
+@torch.no_grad()
+def test_latent_heads(dtype, interleaved):
+    config = LatentConfig(q_lora_rank=None, kv_lora_rank=72, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=20)
+    latent_cases.latent_heads(18, 3, config, dtype, CPU, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -10,7 +10,7 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
 from fledge.kernels.cache_codes import FP8
-from fledge.layers.block import attentions
+from fledge.layers.block import attentions, join_weights
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.paged_cache import ChunkPass, MixedPass, PagedCache, RoundPass
 from tests.tiny_models import TARGET_CONFIGS, make_target
@@ -35,6 +35,7 @@ def test_a_prompt_and_a_round_with_another_prompt(name: str, dtype: torch.dtype 
     tokens, positions = torch.randint(0, config.vocab_size, (14,)), torch.arange(14)
     expected = target(tokens, positions, DenseCache(3, dtype=dtype).extend(positions)).final
 
+    join_weights(target)
     kept, device = dtype or torch.float32, torch.device("cpu")
     cache = PagedCache(config.layer.kv_cache, num_layers=3, num_blocks=9, block_size=4, dtype=kept, device=device)
     tables = torch.tensor([[5, 2, 4, 1], [3, 8, 6, 7]], dtype=torch.int32)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fledge.drift.replay import CausalPass
+from fledge.layers.block import join_weights
 from fledge.layers.config import LatentConfig
 from fledge.layers.dense_cache import DenseCache
 from fledge.layers.latent_attention import LatentAttention
@@ -58,6 +59,23 @@ def test_rows_are_attended_to_as_they_are_and_expanded_alike(attention: LatentAt
         parts = [attend(attention, x, part, cache.extend(part)) for part in whole.split(sizes)]
         torch.testing.assert_close(torch.cat(parts), plain, rtol=1e-10, atol=1e-10)
     assert {LATENT.expands(rows) for rows in (1, 4, 12, 13)} == {True, False}, "both ways are taken"
+
+
+@pytest.mark.parametrize("rank", [None, 10])
+def test_two_products_of_the_input_are_one(x: Tensor, rank: int | None) -> None:
+    """As an engine joins them on a GPU; a checkpoint has them apart as before."""
+    config = replace(CONFIG, latent=replace(LATENT, q_lora_rank=rank))
+    attention = LatentAttention(config, layer=0).double().requires_grad_(False)
+    randomise(attention, seed=4)
+    before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
+    apart = attend(attention, x, torch.arange(LENGTH), CausalPass())
+    join_weights(attention)
+    after = attention.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    torch.testing.assert_close(attend(attention, x, torch.arange(LENGTH), CausalPass()), apart, rtol=1e-10, atol=1e-10)
+    attention.kv_a_proj_with_mqa.weight.zero_()  # a drafter is copied over another: what is joined changes with it
+    assert attend(attention, x, torch.arange(LENGTH), CausalPass()).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("first", [4, 15])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fledge.layers.block import SparseMLP
+from fledge.layers.block import SparseMLP, join_weights
 from fledge.layers.config import ExpertsConfig
 from tests.tiny_models import randomise
 
@@ -36,6 +36,7 @@ def test_all_experts_at_once_are_what_they_are_one_by_one(kind: dict[str, Any]) 
     numbers = torch.tensor([0, 0, 0, 2, 2, 2, 2, 2, 3])
     expected = mlp._one_by_one(grouped, numbers, ends)
     before = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
+    join_weights(mlp)
     torch.testing.assert_close(mlp._all_at_once(grouped, numbers, ends), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
     assert mlp.experts[2].down_proj.weight.data_ptr() == mlp._stacked["down_proj"][0][2].data_ptr(), "no second copy"

@@ -1,0 +1,228 @@
+"""Latent attention of a few tokens around the cache: queries absorbed and rows stored before, values taken out after.
+
+In torch that is some twenty operations on a few kilobytes, and two products of one small matrix for each head. Here it
+is one kernel before the attention and one after. Rounding follows `LatentHeads` of `fledge.layers`, which is the
+reference, but for the order of sums in the two products.
+"""
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
+from fledge.kernels._triton import next_power_of_two, tl, triton
+from fledge.kernels.rope_store import rotate_heads
+
+MOST_TOKENS = 64  # with more, torch's products of many rows are faster
+TILE = 16  # tokens
+
+
+def absorb_and_store(
+    query: Tensor,
+    row: Tensor,
+    positions: Tensor,
+    inverse_frequencies: Tensor,
+    magnitude: float,
+    slots: Tensor,
+    cache: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    key_matrices: Tensor,
+    *,
+    interleaved: bool,
+) -> Tensor:
+    """Return queries that attend to rows, [tokens, heads, rank + rotary]; norm, rotate and write the tokens' own rows.
+
+    `query` [tokens, heads, plain + rotary] and `row` [tokens, rank + rotary] are as the projections left them,
+    `key_matrices` [heads, plain, rank] with neighbours in the last dimension, the cache [blocks, block_size, 1,
+    rank + rotary]. A negative slot is nowhere. Triton's only.
+    """
+    tokens, heads, _ = query.shape
+    _, plain, rank = key_matrices.shape
+    rotary = row.shape[1] - rank
+    assert query.stride(-1) == row.stride(-1) == key_matrices.stride(-1) == cache.stride(-1) == 1
+    out = torch.empty(tokens, heads, rank + rotary, dtype=query.dtype, device=query.device)
+    block = min(64, max(16, next_power_of_two(rank)))
+    _absorb_kernel[(heads + 1, triton.cdiv(rank, block), triton.cdiv(tokens, TILE))](
+        (query, row, key_matrices, norm_weight),
+        (positions, inverse_frequencies, slots),
+        (out, cache),
+        tokens,
+        magnitude,
+        eps,
+        query.stride()[:2],
+        row.stride(0),
+        key_matrices.stride()[:2],
+        cache.stride()[:2],
+        BLOCK_SIZE=cache.shape[1],
+        HEADS=heads,
+        PLAIN=plain,
+        BLOCK_PLAIN=max(16, next_power_of_two(plain)),
+        RANK=rank,
+        BLOCK_RANK=next_power_of_two(rank),
+        BLOCK_N=block,
+        HALF=rotary // 2,
+        BLOCK_HALF=next_power_of_two(rotary // 2),
+        INTERLEAVED=interleaved,
+        TILE=TILE,
+        num_warps=4,
+        **overlapping(query.device),
+    )
+    return out
+
+
+def take_values(mixed: Tensor, value_matrices: Tensor) -> Tensor:
+    """Return [tokens, heads, value] of mixed rows [tokens, heads, rank or more] and matrices [heads, value, rank]."""
+    tokens, heads, _ = mixed.shape
+    _, size, rank = value_matrices.shape
+    assert mixed.stride(-1) == value_matrices.stride(-1) == 1
+    out = torch.empty(tokens, heads, size, dtype=mixed.dtype, device=mixed.device)
+    _take_values_kernel[(heads, triton.cdiv(size, 16), triton.cdiv(tokens, TILE))](
+        mixed,
+        value_matrices,
+        out,
+        tokens,
+        mixed.stride()[:2],
+        value_matrices.stride()[:2],
+        SIZE=size,
+        RANK=rank,
+        BLOCK_N=16,
+        BLOCK_K=max(16, next_power_of_two(rank)),
+        TILE=TILE,
+        num_warps=4,
+        **overlapping(mixed.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _absorb_kernel(
+    given,
+    places,
+    results,
+    tokens,
+    magnitude,
+    eps,
+    query_strides,
+    row_stride,
+    matrix_strides,
+    cache_strides,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK_PLAIN: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Program (head, columns, tokens): of its absorbed query, and with the first columns what rotates.
+
+    After the heads comes what all share: the row.
+    """
+    query_ptr, row_ptr, matrix_ptr, norm_ptr = given
+    positions_ptr, frequencies_ptr, slots_ptr = places
+    out_ptr, cache_ptr = results
+    query_stride, query_head_stride = query_strides
+    matrix_head_stride, matrix_stride = matrix_strides
+    cache_block_stride, cache_stride = cache_strides
+    head = tl.program_id(0)
+    dim = tl.arange(0, BLOCK_PLAIN)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Weights, which no kernel writes, come while the kernel before still runs.
+    matrix_at = matrix_ptr + head * matrix_head_stride + dim[:, None] * matrix_stride + column[None, :]
+    in_matrix = (dim < PLAIN)[:, None] & (column < RANK)[None, :] & (head < HEADS)
+    matrix = tl.load(matrix_at, mask=in_matrix, other=0.0)
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
+    token = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    there = token < tokens
+    wide_token = token.to(tl.int64)
+    out_size: tl.constexpr = RANK + 2 * HALF
+    place = (positions_ptr + token, frequencies_ptr, magnitude)
+    if head == HEADS:
+        if tl.program_id(1) == 0:
+            slot = tl.load(slots_ptr + token, mask=there, other=-1).to(tl.int64)
+            row_at = row_ptr + wide_token * row_stride
+            stored_at = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_stride
+            _norm_rows(row_at, stored_at, norm_ptr, eps, slot >= 0, RANK, BLOCK_RANK)
+            _rotate_rows(row_at + RANK, stored_at + RANK, place, slot >= 0, HALF, BLOCK_HALF, INTERLEAVED)
+    else:
+        query_at = query_ptr + wide_token * query_stride + head * query_head_stride
+        out_at = out_ptr + (wide_token * HEADS + head) * out_size
+        if tl.program_id(1) == 0:
+            _rotate_rows(query_at + PLAIN, out_at + RANK, place, there, HALF, BLOCK_HALF, INTERLEAVED)
+        query = tl.load(query_at[:, None] + dim[None, :], mask=there[:, None] & (dim < PLAIN)[None, :], other=0.0)
+        absorbed = tl.dot(query, matrix, input_precision="ieee").to(out_ptr.dtype.element_ty)
+        tl.store(out_at[:, None] + column[None, :], absorbed, mask=there[:, None] & (column < RANK)[None, :])
+
+
+@triton.jit
+def _norm_rows(source, destination, weight_ptr, eps, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm of SIZE numbers at each of `source` [rows]; the rounding is rms_norm's."""
+    column = tl.arange(0, BLOCK)
+    inside = there[:, None] & (column < SIZE)[None, :]
+    row = tl.load(source[:, None] + column[None, :], mask=inside, other=0.0)
+    wide = row.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+    normed = (wide * scale[:, None]).to(row.dtype).to(tl.float32) * weight
+    tl.store(destination[:, None] + column[None, :], normed.to(destination.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_rows(
+    source, destination, place, there, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Rotate 2 * HALF numbers at each of `source` [rows]; pairs are left half of them apart, as `Rotation` does."""
+    positions, frequencies_ptr, magnitude = place
+    dim = tl.arange(0, BLOCK_HALF)
+    inside = there[:, None] & (dim < HALF)[None, :]
+    if INTERLEAVED:
+        low = tl.load(source[:, None] + 2 * dim[None, :], mask=inside, other=0.0)
+        high = tl.load(source[:, None] + 2 * dim[None, :] + 1, mask=inside, other=0.0)
+    else:
+        low = tl.load(source[:, None] + dim[None, :], mask=inside, other=0.0)
+        high = tl.load(source[:, None] + HALF + dim[None, :], mask=inside, other=0.0)
+    position = tl.load(positions, mask=there, other=0).to(tl.float32)[:, None]
+    low, high = rotate_heads(low, high, position, frequencies_ptr, magnitude, dim, HALF)
+    tl.store(destination[:, None] + dim[None, :], low.to(destination.dtype.element_ty), mask=inside)
+    tl.store(destination[:, None] + HALF + dim[None, :], high.to(destination.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _take_values_kernel(
+    mixed_ptr,
+    matrix_ptr,
+    out_ptr,
+    tokens,
+    mixed_strides,
+    matrix_strides,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    mixed_stride, mixed_head_stride = mixed_strides
+    matrix_head_stride, matrix_stride = matrix_strides
+    head = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_K)
+    along = (dim < RANK)[None, :]
+    matrix_at = matrix_ptr + head * matrix_head_stride + tl.minimum(column, SIZE - 1) * matrix_stride
+    matrix = tl.load(matrix_at[:, None] + dim[None, :], mask=along, other=0.0)  # before the wait, as above
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
+    token = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    there = token < tokens
+    mixed_at = mixed_ptr + token.to(tl.int64) * mixed_stride + head * mixed_head_stride
+    mixed = tl.load(mixed_at[:, None] + dim[None, :], mask=there[:, None] & along, other=0.0)
+    acc = tl.dot(mixed, tl.trans(matrix), input_precision="ieee")
+    out_at = out_ptr + (token.to(tl.int64) * tl.num_programs(0) + head) * SIZE
+    inside = there[:, None] & (column < SIZE)[None, :]
+    tl.store(out_at[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -11,6 +11,7 @@ import torch
 
 from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.formats.quantized import WeightSummary
+from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
 from fledge.checkpoints.tensors import TensorFiles, not_finite, write_model
 from fledge.checkpoints.weights import (
@@ -268,9 +269,12 @@ def identify_target(directory: Path) -> dict[str, str | None]:
     """What tells a target from others, for the provenance of its drafters; None for what it does not have."""
     declared = (read_json(directory / "config.json") or {}).get("architectures")
     file = directory / "tokenizer.json"
+    made_from = (read_json(directory / PROVENANCE_FILE) or {}).get("quantized_from")
     return {
         "architecture": str(declared[0]) if isinstance(declared, list) and declared else None,
         "weights_digest": weights_digest(directory),
+        # Of the target that this one is a copy of in fewer bits; what `fledge convert` has noted.
+        "quantized_from": str(made_from["weights_digest"]) if isinstance(made_from, dict) else None,
         "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
         "vocabulary_digest": _vocabulary_digest(file),
     }

@@ -136,6 +136,12 @@ def summarize_weights(names: Mapping[str, str], infos: Infos, form: WeightFormat
     return form.summary({_stored_name(name, kinds, names): kinds for name, kinds in held.items()})
 
 
+def linear_of(part: str) -> str:
+    """The linear of our layers that a stored one is joined into, if it is joined."""
+    parent, _, own = part.rpartition(".")
+    return f"{parent}.{next((joined for joined, parts in _STACKED.items() if own in parts), own)}"
+
+
 def _is_linear(kinds: Mapping[str, TensorInfo]) -> bool:
     return any(len(info.shape) > 1 for info in kinds.values())
 

@@ -40,7 +40,7 @@ class PackedLinear(Linear):
 
 
 class PackedQuantizedLinear(QuantizedLinear):
-    """The same for a matrix in fewer bits, which are what is read. Results are the dequantised one's but for rounding."""
+    """The same for one in fewer bits, which are what is read. Results are the dequantised one's, but for rounding."""
 
     def __init__(self, plain: QuantizedLinear, packed: Any) -> None:
         nn.Module.__init__(self)

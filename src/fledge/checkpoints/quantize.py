@@ -9,7 +9,6 @@ Embedding, head, the routers of experts and a drafter's fusion stay as they are.
 from, so that a drafter of the one is known to be one of the other.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.checkpoints.formats.at_load import QUANTIZABLE, fp8_rows, scales_for
 from fledge.checkpoints.formats.compressed_tensors import METHOD
 from fledge.checkpoints.formats.dense import DENSE
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
@@ -44,7 +44,6 @@ _GROUPS = (128, 64, 32)
 # Of integers: how much of a group's range is kept. Cutting its ends off may cost less than a coarser step everywhere.
 _KEPT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 _COPIED = (*TOKENIZER_FILES, *TEMPLATE_FILES, "generation_config.json")
-_LINEAR = re.compile(r"layers\.\d+\..*(?<!gate)\.weight")  # not the routers of experts
 
 
 Importance = Mapping[str, Tensor]  # of each column of a linear, by our names of linears, joined ones too
@@ -101,7 +100,8 @@ def _write(
     if weight_format(fields, files) is not DENSE:
         raise CheckpointError(f"{source}: is quantised already; give the checkpoint that it was made from")
     matrices = {stored: ours for stored, ours in names.items() if len(files.infos[stored].shape) == 2}
-    chosen = {stored: ours.removesuffix(".weight") for stored, ours in matrices.items() if _LINEAR.fullmatch(ours)}
+    linears = {stored: ours.removesuffix(".weight") for stored, ours in matrices.items() if ours.endswith(".weight")}
+    chosen = {stored: ours for stored, ours in linears.items() if QUANTIZABLE.fullmatch(ours)}
     uneven = [stored for stored in sorted(chosen) if any(size % _BLOCK for size in files.infos[stored].shape)]
     if width == "fp8-block" and uneven:
         shape = " x ".join(map(str, files.infos[uneven[0]].shape))
@@ -138,12 +138,11 @@ def _stored(matrix: Tensor, width: Width, group: int | None, importance: Tensor 
     values = matrix.float()
     if width == "fp8-block":
         blocks = values.view(len(values) // _BLOCK, _BLOCK, -1, _BLOCK)
-        scales = _scales(blocks.abs().amax((1, 3)), _FP8_MAX)
+        scales = scales_for(blocks.abs().amax((1, 3)), _FP8_MAX)
         codes = (blocks / scales[:, None, :, None]).view_as(values)
         return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
     if width == "fp8":
-        scales = _scales(values.abs().amax(1, keepdim=True), _FP8_MAX)
-        return {"weight": (values / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
+        return dict(zip(("weight", "weight_scale"), fp8_rows(values), strict=True))
     bits = 8 if width == "int8" else 4
     size = group or values.shape[1]
     weights = None if importance is None else importance.to(values).view(-1, size)
@@ -155,11 +154,6 @@ def _stored(matrix: Tensor, width: Width, group: int | None, importance: Tensor 
     }
 
 
-def _scales(largest: Tensor, highest: float) -> Tensor:
-    """What the largest code stands for a value of this size; 1 where there is nothing to scale."""
-    return torch.where(largest > 0, largest / highest, 1.0)
-
-
 def _integers(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     """groups [rows, groups, size] -> signed codes of the same shape and scales [rows, groups], rounded to `dtype`.
 
@@ -167,7 +161,7 @@ def _integers(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor 
     importance [groups, size]. Eight bits that have none keep their whole range.
     """
     lowest, highest = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-    widest = _scales(groups.abs().amax(-1), highest + 0.5)
+    widest = scales_for(groups.abs().amax(-1), highest + 0.5)
     best_error = torch.full_like(widest, torch.inf)
     codes, scales = torch.zeros_like(groups), widest
     for kept in _KEPT if bits == 4 or importance is not None else _KEPT[:1]:

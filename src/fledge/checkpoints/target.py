@@ -15,6 +15,7 @@ from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
 from fledge.checkpoints.tensors import TensorFiles, not_finite, write_model
 from fledge.checkpoints.weights import (
+    asked_format,
     load_weights,
     stored_tensors,
     summarize_weights,
@@ -148,11 +149,12 @@ def load_target(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     ends_only: bool = False,
+    quantization: str | None = None,
 ) -> TargetModel:
     """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, finite, and no other.
 
     A class that is not its family's is a `CheckpointWarning`. `ends_only` leaves out all layers: embedding, final norm
-    and head are loaded.
+    and head are loaded. `quantization` is vLLM's option: see `asked_format`.
     """
     config = read_target_config(directory)
     fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
@@ -180,7 +182,8 @@ def load_target(
         model = TargetModel(replace(config, num_layers=0) if ends_only else config)
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()
-    load_weights(model, files, names, weight_format(fields, files), placement, tied=tied)
+    form = asked_format(weight_format(fields, files), quantization, str(directory))
+    load_weights(model, files, names, form, placement, tied=tied)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
     _check_finite(model, directory)

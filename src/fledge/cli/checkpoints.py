@@ -133,7 +133,7 @@ def convert(
     sample: int = 3,
     as_json: bool = False,
 ) -> None:
-    """Write a drafter in another format, or a target or a drafter in fewer bits.
+    """Write a checkpoint in another format, or in fewer bits.
 
     A drafter: repairs what is evidently meant. Refuses a checkpoint with contract errors that it cannot repair. In
     fewer bits: rounds to nearest, and says what that did. Refuses an existing destination.

@@ -26,7 +26,7 @@ INTRODUCTION = (
 )
 
 
-@options("generate", "dtype", "device", "max_model_len")
+@options("generate", "dtype", "quantization", "device", "max_model_len")
 def generate(
     prompt: str | None = None,
     *,

@@ -12,7 +12,7 @@ from fledge.checkpoints.drafter import load_drafter, save_drafter
 from fledge.checkpoints.quantize import WIDTHS, Width, quantize_drafter, quantize_target
 from fledge.checkpoints.reading import read_drafter
 from fledge.checkpoints.target import identify_target, load_target, save_target
-from fledge.errors import CheckpointError
+from fledge.errors import CheckpointError, ConfigError
 from fledge.layers.linear import Linear
 from fledge.layers.quantized import QuantizedLinear
 from fledge.models.drafter.variants import EAGLE_3_1
@@ -62,6 +62,22 @@ def test_routers_stay_and_what_others_could_not_read_is_refused(tmp_path: Path) 
     save_target(make_target(TARGET_CONFIGS["gpt-oss"]), tmp_path / "stacked")
     with pytest.raises(CheckpointError, match="experts of gpt_oss lie in one tensor"):
         quantize_target(tmp_path / "stacked", tmp_path / "never", "int8")
+
+
+def test_what_vllm_calls_quantization(tmp_path: Path) -> None:
+    """The format that is there, or fp8 for what has none, which is what `convert` would write."""
+    save_target(make_target(CONFIG), tmp_path / "dense")
+    quantize_target(tmp_path / "dense", tmp_path / "fp8", "fp8")
+    at_load = load_target(tmp_path / "dense", quantization="fp8")
+    written = load_target(tmp_path / "fp8", quantization="compressed-tensors")
+    for model in (at_load, written):
+        assert isinstance(model.layers[0].self_attn.qkv_proj, QuantizedLinear)
+        assert type(model.lm_head) is Linear
+    assert torch.equal(at_load.layers[0].mlp.down_proj.weight, written.layers[0].mlp.down_proj.weight)
+    with pytest.raises(ConfigError, match=r"found 'fp8', but the weights of .* are compressed-tensors; leave it out"):
+        load_target(tmp_path / "fp8", quantization="fp8")
+    with pytest.raises(ConfigError, match=r"found 'awq', but the weights of .* are not quantised; allowed is fp8"):
+        load_target(tmp_path / "dense", quantization="awq")
 
 
 def test_known_inputs_choose_the_scales(tmp_path: Path) -> None:

@@ -202,6 +202,15 @@ def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
     return summarize_weights(weight_names(language_tensors(files.infos), form), files.infos, form)
 
 
+def describe_quantization(directory: Path) -> str | None:
+    """As in "compressed-tensors, 4-bit integers, groups of 64"; None: plain, or not to be read here."""
+    try:
+        summary = summarize_target_weights(TensorFiles(directory))
+    except CheckpointError:
+        return None  # transformers, or vLLM, may run it
+    return None if summary is None else ", ".join([summary.format, *summary.kinds])
+
+
 def _check_finite(model: TargetModel, directory: Path) -> None:
     """Refuse weights that are no numbers. In a head they would only make a token that is never, or always, chosen."""
     for name, tensor in model.state_dict().items():

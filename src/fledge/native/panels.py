@@ -1,7 +1,6 @@
 """Quantised matrices as `matmul.h` lays them out."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +24,10 @@ class Panels:
     zeros: Tensor | None
     group: int
 
-    def fields(self) -> dict[str, Any]:
-        return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "group": self.group}
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of their fields."""
+        zeros = {} if self.zeros is None else {"zeros": self.zeros}
+        return {"panels": self.words, "scales": self.scales, **zeros}
 
 
 def is_packable(weight: QuantizedWeight) -> bool:
@@ -37,6 +38,13 @@ def is_packable(weight: QuantizedWeight) -> bool:
         and weight.columns % elements == 0
         and (weight.group_size % elements == 0 or weight.group_size >= weight.columns)
     )
+
+
+def panel_bytes(weight: QuantizedWeight, lanes: int, *, paired: bool) -> int:
+    """How much a packable matrix takes when it is laid out."""
+    rows = _rows_by_place(len(weight.scales), lanes, paired).numel()
+    per_group = 4 * weight.scales.shape[1] * (1 if weight.zeros is None else 2)
+    return rows * (weight.columns * 4 // _ELEMENTS[_KINDS[weight.kind]] + per_group)
 
 
 def quantized_panels(weight: QuantizedWeight, lanes: int, *, paired: bool) -> Panels:

@@ -67,7 +67,8 @@ def _check_quantized(library: ctypes.CDLL, source: torch.Generator) -> None:
         library.fledge_pack(dense, dequantize(weight), plain)
         aligned = torch.zeros(panels.words.numel() + 16, dtype=torch.int32)
         aligned = aligned[-aligned.data_ptr() % 64 // 4 :][: panels.words.numel()].copy_(panels.words.flatten())
-        quantized = struct("Matrix", panels=aligned, **sizes, **panels.fields())
+        held = {**panels.tensors(), "panels": aligned, "codes": panels.codes, "group": panels.group}
+        quantized = struct("Matrix", **sizes, **held)
         found = [torch.empty(_ROWS, rows) for _ in range(2)]
         for matrix, out in zip((dense, quantized), found, strict=True):
             library.fledge_linear(matrix, x, columns, _ROWS, out, torch.get_num_threads())

@@ -97,10 +97,10 @@ def test_front_matter(recipe: Recipe) -> None:
 def test_a_quantised_target_is_named(recipe: Recipe) -> None:
     told = provenance(recipe)
     config = EAGLE_3_1.config_for(TINY_TARGET)
-    assert "quantised" not in model_card(recipe, config, result(), told)
+    assert "fewer bits" not in model_card(recipe, config, result(), told)
     told["target"]["quantization"] = "compressed-tensors, 8-bit integers, one scale per row"
     text = model_card(recipe, config, result(), told)
-    assert "a quantised copy of that target: compressed-tensors, 8-bit integers, one scale per row." in text
+    assert "of that target in fewer bits: compressed-tensors, 8-bit integers, one scale per row." in text
 
 
 def test_the_commands_are_ones_that_engines_take(recipe: Recipe) -> None:

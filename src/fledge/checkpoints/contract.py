@@ -111,7 +111,11 @@ def identity_findings(checkpoint: DrafterCheckpoint, target: Path) -> Iterator[F
     if not isinstance(made_for, dict):
         return
     here, whose = identify_target(target), made_for.get("name") or "another target"
+    # A copy in fewer bits has other weights, and is the same target.
+    kin = [{one.get(field) for field in ("weights_digest", "quantized_from")} - {None} for one in (made_for, here)]
     for name, field in (("tokenizer-differs", "vocabulary_digest"), ("target-differs", "weights_digest")):
+        if field == "weights_digest" and kin[0] & kin[1]:
+            continue
         if made_for.get(field) and here[field] and made_for[field] != here[field]:
             classes = [f"{one['architecture']} " if one.get("architecture") else "" for one in (made_for, here)]
             found, expected = f"{classes[0]}{made_for[field]}", f"{classes[1]}{here[field]}"

@@ -1,14 +1,15 @@
-"""A target in fewer bits, rounded to nearest, in the layout of compressed-tensors: weights alone, activations stay.
+"""A target or a drafter in fewer bits, rounded to nearest, in the layout of compressed-tensors: weights alone.
 
     fp8         E4M3, a scale for each row
     fp8-block   E4M3, a scale for each block of 128 x 128; only where these divide every matrix: others read no rest
     int8        a scale for each row
     int4        a scale for each group of 128 columns, or 64 or 32 where 128 does not divide every width, else each row
 
-Embedding, head and the routers of experts stay as they are.
+Embedding, head, the routers of experts and a drafter's fusion stay as they are. What is written names what it was made
+from, so that a drafter of the one is known to be one of the other.
 """
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,70 +18,111 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.checkpoints.formats.at_load import QUANTIZABLE, fp8_rows, scales_for
 from fledge.checkpoints.formats.compressed_tensors import METHOD
 from fledge.checkpoints.formats.dense import DENSE
-from fledge.checkpoints.target import TEMPLATE_FILES, TOKENIZER_FILES, language_tensors, read_target_config
+from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
+from fledge.checkpoints.target import (
+    TEMPLATE_FILES,
+    TOKENIZER_FILES,
+    identify_target,
+    language_tensors,
+    read_target_config,
+)
 from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_model
-from fledge.checkpoints.weights import weight_format
+from fledge.checkpoints.weights import linear_of, weight_format
 from fledge.errors import CheckpointError
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target import FAMILIES
+from fledge.version import __version__
 
 Width = Literal["fp8", "fp8-block", "int8", "int4"]
 WIDTHS: tuple[Width, ...] = get_args(Width)
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _BLOCK = 128
 _GROUPS = (128, 64, 32)
-# Of four bits: how much of a group's range is kept. Cutting its ends off may cost less than a coarser step everywhere.
+# Of integers: how much of a group's range is kept. Cutting its ends off may cost less than a coarser step everywhere.
 _KEPT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 _COPIED = (*TOKENIZER_FILES, *TEMPLATE_FILES, "generation_config.json")
-_LINEAR = re.compile(r"layers\.\d+\..*(?<!gate)\.weight")  # not the routers of experts
+
+
+Importance = Mapping[str, Tensor]  # of each column of a linear, by our names of linears, joined ones too
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What `quantize_target` has written."""
+    """What has been written."""
 
     linears: int
+    calibrated: int  # of them, those whose inputs were known
     group_size: int | None  # None: whole rows, or blocks
     bytes_before: int
     bytes_after: int
 
 
-def quantize_target(source: Path, destination: Path, width: Width) -> Written:
-    """Write `source`, a target in 16 bits or more, in fewer. Refuses an existing destination."""
-    refuse_existing(destination)
+def quantize_target(
+    source: Path, destination: Path, width: Width, importance: Importance | None = None, *, name: str | None = None
+) -> Written:
+    """Write `source`, a target in 16 bits or more, in fewer. Refuses an existing destination.
+
+    `importance` is the mean square of what each column of a linear is multiplied with: scales are then chosen for the
+    least error of products, and not of weights; those of fp8 are not chosen. `name` is what the user calls the source.
+    """
     family = FAMILIES[read_target_config(source).family]
+    if family.stacks_experts:
+        raise CheckpointError(f"{source}: experts of {family.name} lie in one tensor, and are not quantised here")
+    names = {stored: family.our_name(one) for one, stored in language_tensors(TensorFiles(source).infos).items()}
+    copied = [source / one for one in _COPIED if (source / one).is_file()]
+    made_from = {"name": name or str(source), **identify_target(source)}
+    return _write(source, destination, width, names, importance or {}, {"quantized_from": made_from}, copied)
+
+
+def quantize_drafter(source: Path, destination: Path, width: Width) -> Written:
+    """Write the layers of a drafter in fewer bits. Refuses an existing destination."""
+    checkpoint = read_drafter(source)
+    names = {stored: ours for ours, stored in checkpoint.stored_names.items()}
+    provenance = {**(checkpoint.provenance or {}), "quantized": width}
+    return _write(source, destination, width, names, {}, provenance, [])
+
+
+def _write(
+    source: Path,
+    destination: Path,
+    width: Width,
+    names: Mapping[str, str],
+    importance: Importance,
+    provenance: Mapping[str, Any],
+    copied: list[Path],
+) -> Written:
+    """`names` are ours, before joining, of the tensors in the files."""
+    refuse_existing(destination)
     fields, files = ConfigFields.from_file(source / "config.json"), TensorFiles(source)
     if weight_format(fields, files) is not DENSE:
         raise CheckpointError(f"{source}: is quantised already; give the checkpoint that it was made from")
-    if family.stacks_experts:
-        raise CheckpointError(f"{source}: experts of {family.name} lie in one tensor, and are not quantised here")
-    matrices = {
-        stored: family.our_name(name)
-        for name, stored in language_tensors(files.infos).items()
-        if len(files.infos[stored].shape) == 2
-    }
-    chosen = {stored for stored, ours in matrices.items() if _LINEAR.fullmatch(ours)}
+    matrices = {stored: ours for stored, ours in names.items() if len(files.infos[stored].shape) == 2}
+    linears = {stored: ours.removesuffix(".weight") for stored, ours in matrices.items() if ours.endswith(".weight")}
+    chosen = {stored: ours for stored, ours in linears.items() if QUANTIZABLE.fullmatch(ours)}
     uneven = [stored for stored in sorted(chosen) if any(size % _BLOCK for size in files.infos[stored].shape)]
     if width == "fp8-block" and uneven:
         shape = " x ".join(map(str, files.infos[uneven[0]].shape))
         raise CheckpointError(f"{source}: '{uneven[0]}' is {shape}, no multiple of {_BLOCK}; use --quantize fp8")
     group = _group_size({files.infos[stored].shape[1] for stored in chosen}) if width == "int4" else None
+    known = {stored: importance.get(one, importance.get(linear_of(one))) for stored, one in chosen.items()}
     tensors: dict[str, Tensor] = {}
     for stored in files.infos:
         tensor = files.read(stored)
         if stored not in chosen:
             tensors[stored] = tensor
             continue
-        for kind, made in _stored(tensor, width, group).items():
+        for kind, made in _stored(tensor, width, group, known[stored]).items():
             tensors[stored.removesuffix("weight") + kind] = made
-    ignored = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices.keys() - chosen)})
+    ignored = sorted({"lm_head", *(name.removesuffix(".weight") for name in matrices.keys() - chosen.keys())})
     values = {**fields.values, "quantization_config": _config(width, group, ignored)}
-    copied = [source / name for name in _COPIED if (source / name).is_file()]
-    write_model(destination, tensors, {"config.json": values}, copied)
+    told = {**provenance, "fledge_version": __version__}
+    write_model(destination, tensors, {"config.json": values, PROVENANCE_FILE: told}, copied)
     return Written(
         linears=len(chosen),
+        calibrated=sum(one is not None for one in known.values()),
         group_size=group,
         bytes_before=sum(file.stat().st_size for file in files.files),
         bytes_after=sum(file.stat().st_size for file in destination.glob("*.safetensors")),
@@ -91,19 +133,20 @@ def _group_size(columns: set[int]) -> int | None:
     return next((size for size in _GROUPS if all(count % size == 0 for count in columns)), None)
 
 
-def _stored(matrix: Tensor, width: Width, group: int | None) -> dict[str, Tensor]:
+def _stored(matrix: Tensor, width: Width, group: int | None, importance: Tensor | None) -> dict[str, Tensor]:
     """The tensors of one linear, by what follows its name."""
     values = matrix.float()
     if width == "fp8-block":
         blocks = values.view(len(values) // _BLOCK, _BLOCK, -1, _BLOCK)
-        scales = _scales(blocks.abs().amax((1, 3)), _FP8_MAX)
+        scales = scales_for(blocks.abs().amax((1, 3)), _FP8_MAX)
         codes = (blocks / scales[:, None, :, None]).view_as(values)
         return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": scales}
     if width == "fp8":
-        scales = _scales(values.abs().amax(1, keepdim=True), _FP8_MAX)
-        return {"weight": (values / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
+        return dict(zip(("weight", "weight_scale"), fp8_rows(values), strict=True))
     bits = 8 if width == "int8" else 4
-    codes, scales = _integers(values.view(len(values), -1, group or values.shape[1]), bits, matrix.dtype)
+    size = group or values.shape[1]
+    weights = None if importance is None else importance.to(values).view(-1, size)
+    codes, scales = _integers(values.view(len(values), -1, size), bits, matrix.dtype, weights)
     return {
         "weight_packed": _packed(codes.view_as(values), bits),
         "weight_scale": scales.to(matrix.dtype),
@@ -111,24 +154,21 @@ def _stored(matrix: Tensor, width: Width, group: int | None) -> dict[str, Tensor
     }
 
 
-def _scales(largest: Tensor, highest: float) -> Tensor:
-    """What the largest code stands for a value of this size; 1 where there is nothing to scale."""
-    return torch.where(largest > 0, largest / highest, 1.0)
-
-
-def _integers(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _integers(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     """groups [rows, groups, size] -> signed codes of the same shape and scales [rows, groups], rounded to `dtype`.
 
-    Of four bits, each group has of the scales tried the one that leaves the least squared error.
+    Each group has of the scales tried the one that leaves the least squared error, each column's weighted with its
+    importance [groups, size]. Eight bits that have none keep their whole range.
     """
     lowest, highest = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
-    widest = _scales(groups.abs().amax(-1), highest + 0.5)
+    widest = scales_for(groups.abs().amax(-1), highest + 0.5)
     best_error = torch.full_like(widest, torch.inf)
     codes, scales = torch.zeros_like(groups), widest
-    for kept in _KEPT if bits == 4 else _KEPT[:1]:
+    for kept in _KEPT if bits == 4 or importance is not None else _KEPT[:1]:
         tried = (widest * kept).to(dtype).float()
         rounded = (groups / tried[..., None]).round().clamp(lowest, highest)
-        error = (rounded * tried[..., None] - groups).square().sum(-1)
+        squares = (rounded * tried[..., None] - groups).square()
+        error = (squares if importance is None else squares * importance).sum(-1)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         scales = torch.where(better, tried, scales)

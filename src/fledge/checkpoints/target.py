@@ -11,9 +11,11 @@ import torch
 
 from fledge.checkpoints.formats.dense import Placement
 from fledge.checkpoints.formats.quantized import WeightSummary
+from fledge.checkpoints.reading import PROVENANCE_FILE
 from fledge.checkpoints.stacked_experts import StackedExpertFiles, stack_experts
 from fledge.checkpoints.tensors import TensorFiles, not_finite, write_model
 from fledge.checkpoints.weights import (
+    asked_format,
     load_weights,
     stored_tensors,
     summarize_weights,
@@ -147,11 +149,12 @@ def load_target(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     ends_only: bool = False,
+    quantization: str | None = None,
 ) -> TargetModel:
     """Build the model on `device`, in `dtype` or as stored. Every tensor must be there, finite, and no other.
 
     A class that is not its family's is a `CheckpointWarning`. `ends_only` leaves out all layers: embedding, final norm
-    and head are loaded.
+    and head are loaded. `quantization` is vLLM's option: see `asked_format`.
     """
     config = read_target_config(directory)
     fields = _language_fields(ConfigFields.from_file(directory / "config.json"))
@@ -179,7 +182,8 @@ def load_target(
         model = TargetModel(replace(config, num_layers=0) if ends_only else config)
     placement = Placement(device=device, dtype=dtype or getattr(torch, config.dtype))
     tied = ("lm_head",) if config.tied_head else ()
-    load_weights(model, files, names, weight_format(fields, files), placement, tied=tied)
+    form = asked_format(weight_format(fields, files), quantization, str(directory))
+    load_weights(model, files, names, form, placement, tied=tied)
     if config.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
     _check_finite(model, directory)
@@ -196,6 +200,15 @@ def summarize_target_weights(files: TensorFiles) -> WeightSummary | None:
     """What is stored in fewer than 16 bits, and how; None where nothing is."""
     form = weight_format(_target_fields(files.directory), files)
     return summarize_weights(weight_names(language_tensors(files.infos), form), files.infos, form)
+
+
+def describe_quantization(directory: Path) -> str | None:
+    """As in "compressed-tensors, 4-bit integers, groups of 64"; None: plain, or not to be read here."""
+    try:
+        summary = summarize_target_weights(TensorFiles(directory))
+    except CheckpointError:
+        return None  # transformers, or vLLM, may run it
+    return None if summary is None else ", ".join([summary.format, *summary.kinds])
 
 
 def _check_finite(model: TargetModel, directory: Path) -> None:
@@ -268,9 +281,12 @@ def identify_target(directory: Path) -> dict[str, str | None]:
     """What tells a target from others, for the provenance of its drafters; None for what it does not have."""
     declared = (read_json(directory / "config.json") or {}).get("architectures")
     file = directory / "tokenizer.json"
+    made_from = (read_json(directory / PROVENANCE_FILE) or {}).get("quantized_from")
     return {
         "architecture": str(declared[0]) if isinstance(declared, list) and declared else None,
         "weights_digest": weights_digest(directory),
+        # Of the target that this one is a copy of in fewer bits; what `fledge convert` has noted.
+        "quantized_from": str(made_from["weights_digest"]) if isinstance(made_from, dict) else None,
         "tokenizer_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
         "vocabulary_digest": _vocabulary_digest(file),
     }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fledge.checkpoints import formats
+from fledge.checkpoints.formats.at_load import Fp8AtLoad, check_spelling
 from fledge.checkpoints.formats.dense import (
     DENSE,
     DENSE_DTYPES,
@@ -28,7 +29,7 @@ from fledge.checkpoints.formats.dense import (
 from fledge.checkpoints.formats.quantized import UNREAD, Quantized, WeightSummary
 from fledge.checkpoints.kv_scales import load_kv_scales
 from fledge.checkpoints.tensors import TensorFiles, TensorInfo
-from fledge.errors import CheckpointError
+from fledge.errors import CheckpointError, ConfigError
 from fledge.layers.attention import Attention
 from fledge.layers.linear import Linear
 from fledge.models.hf_config import ConfigFields
@@ -78,6 +79,24 @@ def weight_format(fields: ConfigFields, files: TensorFiles | None = None) -> Wei
         f"{fields.where}: weights quantised with {_described(quantization.values)}, which Fledge does not read; "
         "docs/quantised.md lists what it does"
     )
+
+
+def asked_format(form: WeightFormat, asked: str | None, where: str) -> WeightFormat:
+    """The format to load with where a user asks for one, in vLLM's spelling. Raises for what cannot be read so.
+
+    A checkpoint's own is itself; one that is not quantised may be asked for as fp8.
+    """
+    if asked is None:
+        return form
+    if isinstance(form, Quantized):
+        check_spelling(asked, form.name, where)
+        return form
+    if asked != Fp8AtLoad.name:
+        raise ConfigError(
+            f"quantization: found '{asked}', but the weights of {where} are not quantised; allowed is fp8, which "
+            "rounds them as they are loaded, or none"
+        )
+    return Fp8AtLoad()
 
 
 def _quantization_of(fields: ConfigFields) -> ConfigFields | None:
@@ -135,6 +154,12 @@ def summarize_weights(names: Mapping[str, str], infos: Infos, form: WeightFormat
         return None
     held = {name: kinds for name, kinds in _held(names, infos).items() if _is_linear(kinds)}
     return form.summary({_stored_name(name, kinds, names): kinds for name, kinds in held.items()})
+
+
+def linear_of(part: str) -> str:
+    """The linear of our layers that a stored one is joined into, if it is joined."""
+    parent, _, own = part.rpartition(".")
+    return f"{parent}.{next((joined for joined, parts in _STACKED.items() if own in parts), own)}"
 
 
 def _is_linear(kinds: Mapping[str, TensorInfo]) -> bool:

@@ -71,7 +71,7 @@ def _print(description: dict[str, Any], target: str | None) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     rows = Environment(trim_blocks=True, lstrip_blocks=True)
-    rows.filters["short"] = _short
+    rows.filters["short"] = short
     template = rows.from_string(Path(__file__).with_name("inspect.jinja").read_text(encoding="utf-8"))
     for line in template.render(description).splitlines():
         table.add_row(*line.split(": ", 1))
@@ -109,7 +109,8 @@ def _print_readings(description: dict[str, Any]) -> None:
         typer.echo(f"warning: {description['advice']}")
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
+    """As in 12.3M."""
     for unit in ("", "k", "M"):
         if number < 1000:
             return f"{number:.4g}{unit}"
@@ -126,20 +127,35 @@ def convert(
     target: str | None = None,
     num_speculative_tokens: int = 3,
     quantize: Literal["fp8", "fp8-block", "int8", "int4"] | None = None,
+    calibrate: str | None = None,
     drafter: str | None = None,
     workload: str = "short",
     sample: int = 3,
     as_json: bool = False,
 ) -> None:
-    """Write a drafter in another format, or a target in fewer bits.
+    """Write a checkpoint in another format, or in fewer bits.
 
-    A drafter: repairs what is evidently meant. Refuses a checkpoint with contract errors that it cannot repair. A
-    target: rounds to nearest, and says what that did. Refuses an existing destination.
+    A drafter: repairs what is evidently meant. Refuses a checkpoint with contract errors that it cannot repair. In
+    fewer bits: rounds to nearest, and says what that did. Refuses an existing destination.
     """
     if (to is None) == (quantize is None):
-        raise ConfigError("give --to, for a drafter, or --quantize, for a target")
+        raise ConfigError("give --to, for a drafter in another format, or --quantize")
+    if quantize is None and calibrate is not None:
+        raise ConfigError("--calibrate chooses scales: it needs --quantize")
     if quantize is not None:
-        _quantize(source, destination, quantize, drafter, workload, sample, as_json)
+        from fledge.cli.quantize import quantize as write  # noqa: PLC0415 - imports torch
+
+        write(
+            source,
+            destination,
+            quantize,
+            calibrate=calibrate,
+            target=target,
+            drafter=drafter,
+            workload=workload,
+            sample=sample,
+            as_json=as_json,
+        )
         return
     from fledge.checkpoints.drafter import convert_drafter  # noqa: PLC0415 - `--help` must not import torch
 
@@ -156,37 +172,3 @@ def convert(
     for finding in remaining:
         typer.echo(f"{finding.severity}: {finding.message()}")
     typer.echo(f"wrote {destination} ({to} format)")
-
-
-def _quantize(
-    source: str,
-    destination: Path,
-    width: Literal["fp8", "fp8-block", "int8", "int4"],
-    drafter: str | None,
-    workload: str,
-    sample: int,
-    as_json: bool,
-) -> None:
-    from fledge.checkpoints.quantize import quantize_target  # noqa: PLC0415 - imports torch
-    from fledge.checkpoints.source import resolve  # noqa: PLC0415
-    from fledge.evaluation.quantization import DEPTH, measure_quality  # noqa: PLC0415
-    from fledge.evaluation.workloads import load_workloads  # noqa: PLC0415
-
-    workloads = load_workloads([workload], sample=sample)
-    written = quantize_target(resolve(source), destination, width)
-    before, after = (measure_quality(one, drafter, workloads) for one in (source, str(destination)))
-    if as_json:
-        measured = {"before": asdict(before), "after": asdict(after)}
-        about = {"source": source, "destination": str(destination), "quantize": width, "workload": workload}
-        typer.echo(json.dumps({**about, **asdict(written), **measured}))
-        return
-    groups = f", groups of {written.group_size}" if written.group_size else ""
-    sizes = " -> ".join(f"{_short(size)}B" for size in (written.bytes_before, written.bytes_after))
-    typer.echo(f"wrote {destination} ({width}{groups}: {written.linears} linears; {sizes})")
-    where = f"{workload}: {before.prompts} prompts, {before.tokens:,} tokens"
-    typer.echo(f"perplexity {before.perplexity:.3f} -> {after.perplexity:.3f} ({where})")
-    if drafter is not None:
-        lengths = [f"{one.acceptance_length or 1:.3f}" for one in (before, after)]
-        typer.echo(f"tokens a round with {drafter}, depth {DEPTH}: {' -> '.join(lengths)}")
-    if after.unchanged is False:
-        raise CheckpointError(f"{destination}: with drafts its answers are not its own; this is a bug of Fledge")

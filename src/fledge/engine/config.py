@@ -150,6 +150,9 @@ class EngineConfig:
         "auto",
         "auto (as the target is stored), float32, float16 or bfloat16; a CPU computes in float32 whatever it is.",
     )
+    quantization: str | None = option(
+        None, "How the target's weights are stored, as vLLM spells it; or fp8, to which those in 16 bits are rounded."
+    )
     device: str = option("auto", "auto, cpu or cuda.")
     max_model_len: int | None = option(None, "Most tokens of prompt and answer together: 4096, 4k, auto.", least=2)
     max_num_seqs: int = option(64, "Requests that run at once.", least=1)
@@ -172,6 +175,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.speculative_config is not None:  # a mapping, as users write it, becomes what it means
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_dict(self.speculative_config))
+        if self.quantization in ("none", "None"):
+            object.__setattr__(self, "quantization", None)
         names = {"half": "float16", "float": "float32"}  # vLLM's other ones
         object.__setattr__(self, "dtype", names.get(self.dtype, self.dtype))
         object.__setattr__(self, "max_model_len", None if self.max_model_len == -1 else self.max_model_len)

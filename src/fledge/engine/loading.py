@@ -43,7 +43,7 @@ def load_own_target(directory: Path, config: EngineConfig) -> TargetModel:
     if device.type == "cpu" and config.kv_cache_dtype in FP8_CACHE_DTYPES:
         warnings.warn(SLOW_CODES.format(config.kv_cache_dtype), stacklevel=3)
     _log.info("loading the target from %s", directory)
-    target = load_target(directory, dtype=dtype, device=device)
+    target = load_target(directory, dtype=dtype, device=device, quantization=config.quantization)
     if rounded is not None:
         _log.info("dtype %s on a CPU: weights are rounded to it, arithmetic is float32", config.dtype)
         for weight in target.parameters():

@@ -1,32 +1,75 @@
-"""What fewer bits did to a target: perplexity, and how much of a drafter's work it still accepts.
+"""What fewer bits did to a target: perplexity, and how much of a drafter's work it still accepts; and what decides it.
 
 Both are of the same prompts, before and after. The perplexity is of the prompts themselves, through the chat template;
-the drafter is asked for answers of the target that it drafts for, before and after.
+the drafter is asked for answers of the target that it drafts for, before and after. Which columns of a matrix matter,
+and by how much, follows from what they are multiplied with on other prompts.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+from torch import Tensor, nn
+
+from fledge.checkpoints.source import resolve
+from fledge.checkpoints.target import load_target
 from fledge.decoding.params import SamplingParams
+from fledge.devices import choose_device
 from fledge.evaluation.acceptance import AcceptanceMeter, AcceptanceSettings
 from fledge.evaluation.workloads import Workload, tokenised
+from fledge.layers.dense_cache import DenseCache
+from fledge.layers.linear import Linear
 from fledge.records import Record
+from fledge.report.intervals import Bootstrap, Counts, Interval
 
 DEPTH = 3
 MAX_TOKENS = 64
+BOOTSTRAP = Bootstrap()
+CALIBRATION_PROMPTS = 32  # of each workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality(Record):
-    """One target on some workloads."""
+    """One target on some workloads. Counts are those of each prompt, so that two can be compared prompt by prompt."""
 
     target: str
-    prompts: int
-    tokens: int  # whose likelihood was measured
-    perplexity: float
-    acceptance_length: float | None  # with the drafter, at `DEPTH`; None: there is none, or it never drafted
+    surprise: Counts  # negative log-likelihood, and tokens of which
+    accepted: Counts | None  # drafts, and rounds at `DEPTH`; None: there is no drafter
     unchanged: bool | None  # whether every answer is, with drafts, what the target says alone; ties aside
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(tokens) for _, tokens in self.surprise.values())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(sum(total for total, _ in self.surprise.values()) / self.tokens)
+
+    @property
+    def acceptance_length(self) -> Interval | None:
+        return BOOTSTRAP.acceptance_length(self.accepted) if self.accepted is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """What became of a target, over the same prompts."""
+
+    perplexity: Interval  # as a factor
+    acceptance_length: Interval | None  # as a difference
+
+    @classmethod
+    def between(cls, before: Quality, after: Quality) -> "Change":
+        surprise = BOOTSTRAP.compare(after.surprise, before.surprise)
+        assert surprise is not None
+        ends = [math.exp(one) for one in (surprise.difference.value, *surprise.difference.ends)]
+        length = BOOTSTRAP.compare(after.accepted or {}, before.accepted or {}, offset=1.0)
+        return cls(
+            perplexity=Interval(value=ends[0], low=ends[1], high=ends[2]),
+            acceptance_length=length.difference if length is not None else None,
+        )
 
 
 def measure_quality(
@@ -35,27 +78,52 @@ def measure_quality(
     """Load a target and measure it. On a CPU it computes in float32, whatever its weights are stored in."""
     meter = AcceptanceMeter(AcceptanceSettings(target=target, max_tokens=MAX_TOKENS, device=device))
     try:
+        names = [f"{one.name}/{prompt.id}" for one in workloads for prompt in one.prompts]
         prompts = [list(ids) for one in workloads for ids in tokenised(one, target)]
         room = meter.llm.max_model_len - 1
         asked = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
         outputs = meter.llm.generate([ids[:room] for ids in prompts], asked)
-        told = [one.logprob for output in outputs for one in output.prompt_logprobs or () if one.logprob is not None]
-        length, unchanged = (None, None) if drafter is None else _drafted(meter, drafter, workloads)
-        return Quality(
-            target=target,
-            prompts=len(prompts),
-            tokens=len(told),
-            perplexity=math.exp(-sum(told) / len(told)),
-            acceptance_length=length,
-            unchanged=unchanged,
-        )
+        surprise = {}
+        for name, output in zip(names, outputs, strict=True):
+            told = [one.logprob for one in output.prompt_logprobs or () if one.logprob is not None]
+            surprise[name] = (-sum(told), float(len(told)))
+        accepted, unchanged = (None, None) if drafter is None else _drafted(meter, drafter, workloads)
+        return Quality(target=target, surprise=surprise, accepted=accepted, unchanged=unchanged)
     finally:
         meter.close()
 
 
-def _drafted(meter: AcceptanceMeter, drafter: str, workloads: Sequence[Workload]) -> tuple[float | None, bool]:
-    """Tokens a round, and whether the target's answers stayed its own."""
+def _drafted(meter: AcceptanceMeter, drafter: str, workloads: Sequence[Workload]) -> tuple[Counts, bool]:
+    """Accepted drafts and rounds of each prompt, and whether the target's answers stayed its own."""
     turns = meter.answer(workloads, 0.0).turns
     meter.exchange(drafter, DEPTH)
     measured = meter.measure(turns, 0.0)
-    return measured.total.acceptance_length, not meter.clear_differences(turns, measured.different, 0.0)
+    pooled = measured.grouped(f"{turn.workload}/{turn.prompt}" for turn in turns)
+    counts = {name: (float(sum(one.accepted_by_depth)), float(one.rounds)) for name, one in pooled.items()}
+    return counts, not meter.clear_differences(turns, measured.different, 0.0)
+
+
+@torch.no_grad()
+def mean_squared_inputs(target: str, workloads: Sequence[Workload], *, device: str = "auto") -> dict[str, Tensor]:
+    """What each linear of a target is multiplied with on these prompts: by its name, for each column.
+
+    Experts that no token came to are not among them.
+    """
+    where = choose_device(device)
+    model = load_target(resolve(target), dtype=torch.float32 if where.type == "cpu" else None, device=where)
+    sums: dict[str, Tensor] = {}
+    rows: Counter[str] = Counter()
+
+    def add(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].float().flatten(0, -2)
+        sums[name] = sums.get(name, torch.zeros_like(x[0])) + x.square().sum(0)
+        rows[name] += len(x)
+
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.register_forward_pre_hook(partial(add, name))
+    for ids in (ids[: model.config.max_positions] for one in workloads for ids in tokenised(one, target)):
+        positions = torch.arange(len(ids), device=where)
+        storage = DenseCache(model.config.num_layers, where).extend(positions)
+        model(torch.tensor(ids, device=where), positions, storage, ())
+    return {name: (total / max(rows[name], 1)).cpu() for name, total in sums.items()}

@@ -20,7 +20,7 @@ def bind(path: str) -> ctypes.CDLL:
     try:
         for name, parameters in re.findall(r"^(?:void|int32_t) (fledge_\w+)\(([^)]*)\)", _declarations(), re.MULTILINE):
             getattr(loaded, name).argtypes = [kind for part in parameters.split(",") for _, kind in _declared(part)]
-        for name in ("fledge_decode", "fledge_run", "fledge_draft"):
+        for name in ("fledge_decode", "fledge_linear", "fledge_run", "fledge_draft"):
             getattr(loaded, name).restype = _check_memory
     except AttributeError as error:
         raise OSError(str(error)) from None
@@ -29,7 +29,7 @@ def bind(path: str) -> ctypes.CDLL:
 
 def _check_memory(failed: int) -> None:
     if failed:
-        raise MemoryError("no memory for the layers' scratch space")
+        raise MemoryError("no memory for scratch space")
 
 
 @functools.cache

@@ -8,8 +8,8 @@ _Atomic int64_t fledge_slept;
 
 /* Memory of one call; what a layer leaves there the next one overwrites. */
 typedef struct {
-    float *normed, *qkv, *mixed, *gated, *cosines, *sines, *attention;
-    int64_t attention_stride;
+    float *normed, *qkv, *mixed, *gated, *cosines, *sines, *own;
+    int64_t own_stride; /* each thread's own, for its attention and its products */
 } Scratch;
 
 static void norm_rows(const float *x, const float *weight, float eps, float *out, int64_t rows, int64_t size,
@@ -23,27 +23,41 @@ static void norm_rows(const float *x, const float *weight, float eps, float *out
 static void run_layer(const Layer *layer, int64_t number, const Pass *pass, const float *input, float *stream,
                       const Scratch *scratch, Barrier *barrier, int thread, int threads) {
     int64_t rows = pass->tokens, hidden = layer->output.columns, mixed = layer->output.size;
+    float *own = scratch->own + thread * scratch->own_stride;
     if (!input && layer->input_norm) {
         norm_rows(stream, layer->input_norm, layer->eps, scratch->normed, rows, hidden, thread, threads);
         input = scratch->normed;
         wait_at(barrier, threads);
     } else if (!input)
         input = stream;
-    multiply(&layer->qkv, input, layer->qkv.size, rows, scratch->qkv, layer->qkv.columns, STORE, thread, threads);
+    multiply(&layer->qkv, input, layer->qkv.size, rows, scratch->qkv, layer->qkv.columns, STORE, own, thread, threads);
     wait_at(barrier, threads);
     finish_heads(pass, &layer->heads, number, scratch->qkv, scratch->cosines, scratch->sines, thread, threads);
     wait_at(barrier, threads);
-    attend(pass, &layer->heads, number, scratch->qkv, scratch->mixed,
-           scratch->attention + thread * scratch->attention_stride, thread, threads);
+    attend(pass, &layer->heads, number, scratch->qkv, scratch->mixed, own, thread, threads);
     wait_at(barrier, threads);
-    multiply(&layer->output, scratch->mixed, mixed, rows, stream, hidden, ADD, thread, threads);
+    multiply(&layer->output, scratch->mixed, mixed, rows, stream, hidden, ADD, own, thread, threads);
     wait_at(barrier, threads);
     norm_rows(stream, layer->post_norm, layer->eps, scratch->normed, rows, hidden, thread, threads);
     wait_at(barrier, threads);
-    multiply(&layer->gate_up, scratch->normed, hidden, rows, scratch->gated, layer->down.size, GATE, thread, threads);
+    multiply(&layer->gate_up, scratch->normed, hidden, rows, scratch->gated, layer->down.size, GATE, own, thread,
+             threads);
     wait_at(barrier, threads);
-    multiply(&layer->down, scratch->gated, layer->down.size, rows, stream, hidden, ADD, thread, threads);
+    multiply(&layer->down, scratch->gated, layer->down.size, rows, stream, hidden, ADD, own, thread, threads);
     wait_at(barrier, threads);
+}
+
+/* Floats that each thread needs for any part of any layer. */
+static int64_t own_scratch(const Layer *layers, int64_t count, const Pass *pass) {
+    int64_t most = attention_scratch(pass, &layers->heads);
+    for (const Layer *layer = layers; layer < layers + count; layer++) {
+        const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
+        for (int i = 0; i < 4; i++) {
+            int64_t wanted = multiply_scratch(matrices[i], pass->tokens);
+            most = wanted > most ? wanted : most;
+        }
+    }
+    return (most + 15) / 16 * 16;
 }
 
 int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, const float *input, float *stream,
@@ -53,12 +67,12 @@ int32_t fledge_decode(const Layer *layers, int64_t count, const Pass *pass, cons
     int64_t rows = pass->tokens, hidden = first->output.columns, half = first->heads.rotary_dim / 2;
     int64_t sizes[] = {rows * hidden,     rows * first->qkv.columns, rows * first->output.size,
                        rows * first->down.size, rows * half,         rows * half};
-    int64_t attention = (attention_scratch(pass, &first->heads) + 15) / 16 * 16, total = attention * threads;
+    int64_t own = own_scratch(layers, count, pass), total = own * threads;
     for (int i = 0; i < 6; i++) total += sizes[i] = (sizes[i] + 15) / 16 * 16;
     float *memory = aligned_alloc(64, (size_t)total * sizeof(float)), *parts[7] = {memory};
     if (!memory) return 1;
     for (int i = 0; i < 6; i++) parts[i + 1] = parts[i] + sizes[i];
-    Scratch scratch = {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], attention};
+    Scratch scratch = {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], own};
     Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
     {

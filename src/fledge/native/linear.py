@@ -17,7 +17,7 @@ from fledge.layers.quantized import QuantizedLinear
 from fledge.native import team
 from fledge.native.bindings import struct
 from fledge.native.library import library, required
-from fledge.native.panels import FLOATS, HALVES, is_packable, quantized_panels
+from fledge.native.panels import FLOATS, HALVES, is_packable, panel_bytes, quantized_panels
 
 # Prompts gain little, and oneDNN keeps compiled code for every number of rows it has met.
 MAX_ONEDNN_ROWS = 64
@@ -40,7 +40,7 @@ class PackedLinear(Linear):
 
 
 class PackedQuantizedLinear(QuantizedLinear):
-    """The same for a matrix in fewer bits, which are what is read. Results have the bits of the dequantised one's."""
+    """The same for one in fewer bits, which are what is read. Results are the dequantised one's, but for rounding."""
 
     def __init__(self, plain: QuantizedLinear, packed: Any) -> None:
         nn.Module.__init__(self)
@@ -92,11 +92,9 @@ def pack_linears(*models: nn.Module) -> None:
     replaced: dict[nn.Module, nn.Module] = {}
     if library() is not None:
         replaced = {one: PackedLinear(one, packed) for one, packed in zip(plain, pack(plain, paired), strict=True)}
-        replaced |= {
-            one: PackedQuantizedLinear(one, _pack_quantized(one, paired=one in paired))
-            for one in modules
-            if _is_quantized(one)
-        }
+        quantized = [one for one in modules if _is_quantized(one)]
+        made = zip(quantized, _pack_quantized(quantized, paired), strict=True)
+        replaced |= {one: PackedQuantizedLinear(one, packed) for one, packed in made}
     else:
         # A torch without oneDNN, or with another signature, goes without.
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError), torch.no_grad():
@@ -130,26 +128,45 @@ def _dequantize_unreadable(models: Iterable[nn.Module]) -> None:
     _replace(modules, dense)
 
 
-def _pack_quantized(one: QuantizedLinear, *, paired: bool) -> Any:
-    panels = quantized_panels(one.quantized, int(required().fledge_lanes()), paired=paired)
-    return struct(
-        "Matrix",
-        panels=_aligned(panels.words),
-        bias=one.bias,
-        columns=one.out_features,
-        size=one.in_features,
-        paired=paired,
-        **panels.fields(),
-    )
+def _pack_quantized(linears: Sequence[QuantizedLinear], paired: Collection[nn.Module]) -> list[Any]:
+    """Lay out quantised matrices for the library, those of a model side by side, each with its scales."""
+    lanes = int(required().fledge_lanes())
+    memory = _Memory(sum(panel_bytes(one.quantized, lanes, paired=one in paired) for one in linears))
+    packed = []
+    for one in linears:
+        panels = quantized_panels(one.quantized, lanes, paired=one in paired)
+        fields = {name: memory.keep(value) for name, value in panels.tensors().items()}
+        matrix = struct(
+            "Matrix",
+            bias=one.bias,
+            columns=one.out_features,
+            size=one.in_features,
+            paired=one in paired,
+            codes=panels.codes,
+            group=panels.group,
+            **fields,
+        )
+        packed.append(matrix)
+    return packed
 
 
-def _aligned(words: Tensor) -> Tensor:
-    """A copy in large pages, where the system has them."""
-    size = words.numel() * words.itemsize
-    memory = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % _LARGE_PAGE
-    required().fledge_want_large_pages(memory[start:], size)
-    return memory[start : start + size].view(words.dtype).copy_(words.flatten())
+class _Memory:
+    """So many bytes, in large pages where the system has them, given away from the start on."""
+
+    def __init__(self, size: int) -> None:
+        memory = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
+        self._rest = memory[-memory.data_ptr() % _LARGE_PAGE :][:size]
+        required().fledge_want_large_pages(self._rest, size)
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The next `count` numbers; what comes after them is aligned for vectors again."""
+        size = count * dtype.itemsize
+        taken, self._rest = self._rest[:size].view(dtype), self._rest[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+        return taken
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy here, in one dimension."""
+        return self.take(tensor.numel(), tensor.dtype).copy_(tensor.flatten())
 
 
 def pack(linears: Sequence[Linear], paired: Collection[nn.Module] = ()) -> list[Any]:
@@ -166,16 +183,13 @@ def pack(linears: Sequence[Linear], paired: Collection[nn.Module] = ()) -> list[
         panels = -(-(len(weight) // 2) // lanes) if one in paired else -(-len(weight) // (2 * lanes))
         is_halved = torch.equal(weight.bfloat16().float(), weight)
         shapes.append((panels * weight.shape[1] * 2 * lanes, torch.int16 if is_halved else torch.float32))
-    sizes = [-(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for count, dtype in shapes]
-    memory = torch.empty(sum(sizes) + _LARGE_PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % _LARGE_PAGE
-    required().fledge_want_large_pages(memory[start:], sum(sizes))
+    memory = _Memory(sum(-(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for count, dtype in shapes))
     packed = []
-    for one, (count, dtype), size in zip(linears, shapes, sizes, strict=True):
+    for one, (count, dtype) in zip(linears, shapes, strict=True):
         weight = one.weight.detach().contiguous()
         matrix = struct(
             "Matrix",
-            panels=memory[start : start + count * dtype.itemsize].view(dtype),
+            panels=memory.take(count, dtype),
             bias=None if one.bias is None else one.bias.detach().contiguous(),
             columns=weight.shape[0],
             size=weight.shape[1],
@@ -184,7 +198,6 @@ def pack(linears: Sequence[Linear], paired: Collection[nn.Module] = ()) -> list[
         )
         required().fledge_pack(matrix, weight, matrix.held["panels"])
         packed.append(matrix)
-        start += size
     return packed
 
 

@@ -1,5 +1,6 @@
 #include "matmul.h"
 
+#include <stdlib.h>
 #include <sys/mman.h>
 
 #include "barrier.h"
@@ -9,6 +10,12 @@
 #else
 #define TILE 12 /* 24 of 32 registers */
 #endif
+
+/* Panels at once. A sum waits four cycles for itself, so eight of them are needed to keep both multipliers busy. */
+#define MOST_PANELS 4
+#define PANELS_FOR(rows) ((rows) == 1 ? MOST_PANELS : (rows) == 2 ? 2 : 1)
+
+#define BLOCK (8 * TILE) /* rows that are made ready together */
 
 /* Words to be read so much later. With one or two rows the processor runs ahead far enough by itself. */
 #define AHEAD 256
@@ -81,102 +88,190 @@ INLINE void finish(const Matrix *matrix, Place place, vec low, vec high, float *
 
 #define IS_SCALED(codes) ((codes) >= BYTES)
 #define CODE_BITS(codes) ((codes) == FLOATS ? 32 : (codes) == HALVES ? 16 : (codes) == NIBBLES ? 4 : 8)
-/* Elements that share a word. */
-#define STEP(codes) ((codes) == FLOATS ? 1 : 16 / CODE_BITS(codes))
+/* Elements of a column that share a word, and vectors of words that a panel has for them. */
+#define STEP(codes) (IS_SCALED(codes) ? 32 / CODE_BITS(codes) : 1)
+#define WORDS(codes) ((codes) == HALVES ? 1 : 2)
+/* What `decode` leaves all numbers multiplied by: bytes are in the top bits of a word. */
+#define FACTOR(codes) ((codes) == BYTES ? 0x1p24f : 1.0f)
+/* What it leaves added to them. */
+#define OFFSET(codes) ((codes) == NIBBLES ? 8.0f : 0.0f)
 
-/* What `decode` leaves numbers multiplied by: integers are in the top bits of a word, and E4M3 has there the exponent
-   of a float, whose bias is larger by 120. */
-#define FACTOR(codes) ((codes) == NIBBLES ? 0x1p28f : (codes) == BYTES ? 0x1p24f : 0x1p-120f)
-
-/* One of the two vectors of an element: `place` counts the codes of the word that the element is in. */
-INLINE vec decode(uvec word, const int place, const int codes) {
-    const int bits = CODE_BITS(codes);
-    uvec top = word << (32 - bits * (place + 1));
-    if (codes == HALVES) return (vec)(place ? word & 0xFFFF0000u : top);
-    if (codes == FLOAT8) return (vec)((uvec)((ivec)top >> 4) & 0x87F00000u);
-    return __builtin_convertvector((ivec)(place ? top & (0xFFFFFFFFu << (32 - bits)) : top), vec);
+/* One of the two vectors of element `e` of a step. A nibble is left where it lies in its word, all but the topmost: it
+   is then 16^e times too large, and x was made as much smaller. */
+INLINE vec decode(const uvec *words, const int e, const int side, const int codes) {
+    if (codes == FLOATS) return (vec)words[side];
+    if (codes == HALVES) return (vec)(side ? words[0] & 0xFFFF0000u : words[0] << 16);
+    uvec word = words[side];
+    if (codes == NIBBLES)
+        return __builtin_convertvector((ivec)(e == 7 ? word >> 28 : word & (15u << 4 * e)), vec);
+    word <<= 24 - 8 * e;
+    if (codes == FLOAT8) /* its exponent in the place of a float's, whose bias is larger by 120 */
+        return (vec)((uvec)((ivec)word >> 4) & 0x87F00000u) * 0x1p120f;
+    return __builtin_convertvector((ivec)(e ? word & 0xFF000000u : word), vec);
 }
 
-/* One panel and `rows` rows, a constant: every sum has its own register and adds its products in order of k. */
-INLINE void tile(const Matrix *matrix, int64_t panel, const float *x, int64_t x_stride, const int rows, float *out,
-                 int64_t out_stride, Ending ending, const int codes, const int zeroed) {
-    int64_t size = matrix->size, group = IS_SCALED(codes) ? matrix->group : size, groups = (size + group - 1) / group;
-    const uvec *words = (const uvec *)matrix->panels + panel * size * 2 * CODE_BITS(codes) / 32;
-    vec low[TILE], high[TILE], scale[2] = {{0}}, zero[2] = {{0}};
-    for (int r = 0; r < rows; r++) low[r] = high[r] = (vec){0};
-    for (int64_t g = 0; g < groups; g++) {
-        int64_t end = (g + 1) * group < size ? (g + 1) * group : size;
-        for (int side = 0; IS_SCALED(codes) && side < 2; side++) {
-            int64_t at = (panel * groups + g) * PANEL + side * LANES;
-            scale[side] = load(matrix->scales + at) * (1.0f / FACTOR(codes));
-            if (zeroed) zero[side] = load(matrix->zeros + at) * FACTOR(codes);
-        }
-        for (int64_t k = g * group; k < end; k += STEP(codes)) {
-            if (rows > 2 && codes != FLOATS) __builtin_prefetch(words + k / STEP(codes) + AHEAD, 0, 2);
-            for (int e = 0; e < STEP(codes); e++) {
-                vec w[2];
-                for (int side = 0; side < 2; side++) {
-                    w[side] = codes == FLOATS ? (vec)words[2 * k + side]
-                                              : decode(words[k / STEP(codes)], 2 * e + side, codes);
-                    if (zeroed) w[side] -= zero[side];
-                    if (IS_SCALED(codes)) w[side] *= scale[side];
-                }
-                for (int r = 0; r < rows; r++) {
-                    low[r] += x[r * x_stride + k + e] * w[0];
-                    high[r] += x[r * x_stride + k + e] * w[1];
-                }
-            }
+/* x as `decode` wants it, and its sums over each group where something is to be taken off. */
+typedef struct {
+    const float *x, *sums;
+    int64_t x_stride, sums_stride;
+} Input;
+
+static int needs_sums(const Matrix *matrix) { return matrix->codes == NIBBLES || matrix->zeros; }
+
+static int64_t group_count(const Matrix *matrix) {
+    return IS_SCALED(matrix->codes) ? (matrix->size + matrix->group - 1) / matrix->group : 1;
+}
+
+int64_t multiply_scratch(const Matrix *matrix, int64_t rows) {
+    return needs_sums(matrix) ? (rows < BLOCK ? rows : BLOCK) * (matrix->size + group_count(matrix)) : 0;
+}
+
+static Input make_ready(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *scratch) {
+    int64_t size = matrix->size, groups = group_count(matrix);
+    if (!needs_sums(matrix)) return (Input){x, NULL, x_stride, 0};
+    float *sums = scratch + rows * size;
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * x_stride;
+        for (int64_t k = 0; matrix->codes == NIBBLES && k < size; k += 8)
+            for (int e = 0; e < 8; e++)
+                scratch[row * size + k + e] = from[k + e] * (e < 7 ? 1.0f / (1 << 4 * e) : 1.0f);
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t k = g * matrix->group, end = clamp(k + matrix->group, size);
+            vec sum = {0};
+            for (; k + LANES <= end; k += LANES) sum += load(from + k);
+            sum += load_part(from + k, end - k);
+            sums[row * groups + g] = sum_of(sum);
         }
     }
-    Place place = place_of(matrix, panel);
-    for (int r = 0; r < rows; r++) finish(matrix, place, low[r], high[r], out + r * out_stride, ending);
+    return matrix->codes == NIBBLES ? (Input){scratch, sums, size, groups} : (Input){x, sums, x_stride, groups};
 }
 
-#define CASE(n)                                                                             \
-    case n:                                                                                 \
-        tile(matrix, panel, x, x_stride, n, out, out_stride, ending, codes, zeroed);        \
-        break;
+typedef vec Sums[MOST_PANELS][TILE][2];
+
+/* Element `e` of a step, with x of each row. */
+INLINE void add_products(const uvec *words, int64_t stride, const int panels, const float *x, int64_t x_stride,
+                         const int rows, Sums sum, const int e, const int codes) {
+    __asm__("" : "+r"(words)); /* they are read again for each: kept, they would take the registers of sums */
+    for (int p = 0; p < panels; p++) {
+        vec low = decode(words + p * stride, e, 0, codes), high = decode(words + p * stride, e, 1, codes);
+        for (int r = 0; r < rows; r++) {
+            sum[p][r][0] += x[r * x_stride] * low;
+            sum[p][r][1] += x[r * x_stride] * high;
+        }
+    }
+}
+
+/* `panels` panels and `rows` rows, constants: every sum has its own register and adds its products in order of k. Those
+   of a group are scaled together, and added to those of the groups before. */
+INLINE void tile(const Matrix *matrix, int64_t panel, const int panels, Input in, const int rows, float *out,
+                 int64_t out_stride, Ending ending, const int codes) {
+    int64_t size = matrix->size, group = IS_SCALED(codes) ? matrix->group : size, groups = group_count(matrix);
+    int64_t stride = size / STEP(codes) * WORDS(codes);
+    const uvec *words = (const uvec *)matrix->panels + panel * stride;
+    Sums sum, total;
+    for (int p = 0; IS_SCALED(codes) && p < panels; p++)
+        for (int r = 0; r < rows; r++) total[p][r][0] = total[p][r][1] = (vec){0};
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t end = clamp((g + 1) * group, size);
+        for (int p = 0; p < panels; p++)
+            for (int r = 0; r < rows; r++) sum[p][r][0] = sum[p][r][1] = (vec){0};
+        for (int64_t k = g * group; k < end; k += STEP(codes)) {
+            const uvec *here = words + k / STEP(codes) * WORDS(codes);
+            if (rows > 2 && codes != FLOATS)
+                for (int p = 0; p < panels; p++) __builtin_prefetch(here + p * stride + AHEAD, 0, 2);
+#define ELEMENT(e) \
+    if (e < STEP(codes)) add_products(here, stride, panels, in.x + k + e, in.x_stride, rows, sum, e, codes);
+            ELEMENT(0) ELEMENT(1) ELEMENT(2) ELEMENT(3) ELEMENT(4) ELEMENT(5) ELEMENT(6) ELEMENT(7)
+        }
+        for (int p = 0; IS_SCALED(codes) && p < panels; p++)
+            for (int side = 0; side < 2; side++) {
+                int64_t at = ((panel + p) * groups + g) * PANEL + side * LANES;
+                vec scale = load(matrix->scales + at) * (1.0f / FACTOR(codes)), zero = (vec){0} + OFFSET(codes);
+                if (matrix->zeros) zero = (zero + load(matrix->zeros + at)) * FACTOR(codes);
+                for (int r = 0; r < rows; r++) {
+                    vec some = sum[p][r][side];
+                    if (in.sums) some -= in.sums[r * in.sums_stride + g] * zero;
+                    total[p][r][side] += some * scale;
+                }
+            }
+    }
+    for (int p = 0; p < panels; p++) {
+        Place place = place_of(matrix, panel + p);
+        for (int r = 0; r < rows; r++) {
+            vec *done = IS_SCALED(codes) ? total[p][r] : sum[p][r];
+            finish(matrix, place, done[0], done[1], out + r * out_stride, ending);
+        }
+    }
+}
+
+/* Up to `panels` panels from `panel` on; returns how many. */
+INLINE int64_t tile_of(const Matrix *matrix, int64_t panel, int64_t panels, Input in, int rows, float *out,
+                       int64_t out_stride, Ending ending, const int codes) {
+#define SOME(n, r)                                                             \
+    if (PANELS_FOR(r) >= n && panels >= n) {                                   \
+        tile(matrix, panel, n, in, r, out, out_stride, ending, codes);         \
+        return n;                                                              \
+    }
+#define CASE(r) \
+    case r:     \
+        SOME(4, r) SOME(2, r) SOME(1, r)
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if TILE == 12
-#define CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#else
-#define CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
-
-INLINE void tile_of(const Matrix *matrix, int64_t panel, const float *x, int64_t x_stride, int rows, float *out,
-                    int64_t out_stride, Ending ending, const int codes, const int zeroed) {
-    switch (rows) { CASES }
+    }
+    return panels;
 }
 
-static void any_tile(const Matrix *matrix, int64_t panel, const float *x, int64_t x_stride, int rows, float *out,
-                     int64_t out_stride, Ending ending) {
-#define OF(codes, zeroed) tile_of(matrix, panel, x, x_stride, rows, out, out_stride, ending, codes, zeroed)
+static int64_t any_tile(const Matrix *matrix, int64_t panel, int64_t panels, Input in, int rows, float *out,
+                        int64_t out_stride, Ending ending) {
+#define OF(codes) tile_of(matrix, panel, panels, in, rows, out, out_stride, ending, codes)
     switch (matrix->codes) {
-        case FLOATS: OF(FLOATS, 0); break;
-        case HALVES: OF(HALVES, 0); break;
-        case BYTES: matrix->zeros ? OF(BYTES, 1) : OF(BYTES, 0); break;
-        case NIBBLES: matrix->zeros ? OF(NIBBLES, 1) : OF(NIBBLES, 0); break;
-        case FLOAT8: OF(FLOAT8, 0); break;
+        case FLOATS: return OF(FLOATS);
+        case HALVES: return OF(HALVES);
+        case BYTES: return OF(BYTES);
+        case NIBBLES: return OF(NIBBLES);
+        default: return OF(FLOAT8);
     }
 }
 
 void multiply(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride,
-              Ending ending, int thread, int threads) {
+              Ending ending, float *scratch, int thread, int threads) {
     int64_t first, last;
     share(panel_count(matrix), thread, threads, &first, &last);
-    for (int64_t panel = first; panel < last; panel++)
-        for (int64_t row = 0; row < rows; row += TILE) {
-            int some = (int)(rows - row < TILE ? rows - row : TILE);
-            any_tile(matrix, panel, x + row * x_stride, x_stride, some, out + row * out_stride, out_stride, ending);
-        }
+    for (int64_t block = 0; block < rows; block += BLOCK) {
+        int64_t end = clamp(block + BLOCK, rows);
+        Input ready = make_ready(matrix, x + block * x_stride, x_stride, end - block, scratch);
+        int64_t tiles = (end - block + TILE - 1) / TILE, width = PANELS_FOR((end - block) / tiles);
+        for (int64_t from = first; from < last; from += width)
+            for (int64_t t = 0; t < tiles; t++) {
+                int64_t row, after, to = clamp(from + width, last);
+                share(end - block, (int)t, (int)tiles, &row, &after);
+                Input in = ready;
+                in.x += row * in.x_stride;
+                if (in.sums) in.sums += row * in.sums_stride;
+                float *there = out + (block + row) * out_stride;
+                for (int64_t panel = from; panel < to;)
+                    panel += any_tile(matrix, panel, to - panel, in, (int)(after - row), there, out_stride, ending);
+            }
+    }
 }
 
-void fledge_linear(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *out, int threads) {
+int32_t fledge_linear(const Matrix *matrix, const float *x, int64_t x_stride, int64_t rows, float *out, int threads) {
     Barrier barrier = {0};
+    int64_t each = (multiply_scratch(matrix, rows) + 15) / 16 * 16;
+    float *scratch = each ? aligned_alloc(64, (size_t)(each * threads) * sizeof(float)) : NULL;
+    if (each && !scratch) return 1;
 #pragma omp parallel num_threads(threads)
     {
-        multiply(matrix, x, x_stride, rows, out, matrix->columns, STORE, thread_number(), thread_count());
+        int thread = thread_number();
+        float *own = each ? scratch + thread * each : NULL;
+        multiply(matrix, x, x_stride, rows, out, matrix->columns, STORE, own, thread, thread_count());
         wait_at(&barrier, thread_count()); /* before OpenMP's own, which would wait busily */
     }
+    free(scratch);
+    return 0;
 }
 
 int32_t fledge_lanes(void) { return LANES; }

@@ -1,19 +1,17 @@
 """Quantised matrices as `matmul.h` lays them out."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge.kernels.quantized_linear import QuantizedWeight, code_values
+from fledge.kernels.quantized_linear import INT4_OFFSET, QuantizedWeight, code_values
 
 # `Codes` of matmul.h.
 FLOATS, HALVES, BYTES, FLOAT8, NIBBLES = range(5)
-_ELEMENTS = {BYTES: 2, FLOAT8: 2, NIBBLES: 4}  # in a word
+_ELEMENTS = {BYTES: 4, FLOAT8: 4, NIBBLES: 8}  # of a column in a word
 _KINDS = {"int8": BYTES, "fp8": FLOAT8, "int4": NIBBLES, "fp4": BYTES}
 _FP4_UNIT = 0.5  # of which all values of four bits are multiples: integers, then
-_LARGEST_SCALE = 128.0  # of E4M3: it is multiplied by 2^120 on the way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,24 +19,32 @@ class Panels:
     """What of a `Matrix` a quantised one has besides its sizes."""
 
     codes: int
-    words: Tensor  # int32 [panels, size / elements, lanes]
+    words: Tensor  # int32 [panels, size / elements, 2, lanes]
     scales: Tensor  # float32 [panels, groups, 2 * lanes]
     zeros: Tensor | None
     group: int
 
-    def fields(self) -> dict[str, Any]:
-        return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "group": self.group}
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of their fields."""
+        zeros = {} if self.zeros is None else {"zeros": self.zeros}
+        return {"panels": self.words, "scales": self.scales, **zeros}
 
 
 def is_packable(weight: QuantizedWeight) -> bool:
-    """Whether the library multiplies with it as it is: whole words, groups in turn, scales of an ordinary size."""
+    """Whether the library multiplies with it as it is: whole words, groups in turn."""
     elements = _ELEMENTS[_KINDS[weight.kind]]
     return (
         weight.order is None
         and weight.columns % elements == 0
         and (weight.group_size % elements == 0 or weight.group_size >= weight.columns)
-        and (weight.kind != "fp8" or bool(weight.scales.abs().max() < _LARGEST_SCALE))
     )
+
+
+def panel_bytes(weight: QuantizedWeight, lanes: int, *, paired: bool) -> int:
+    """How much a packable matrix takes when it is laid out."""
+    rows = _rows_by_place(len(weight.scales), lanes, paired).numel()
+    per_group = 4 * weight.scales.shape[1] * (1 if weight.zeros is None else 2)
+    return rows * (weight.columns * 4 // _ELEMENTS[_KINDS[weight.kind]] + per_group)
 
 
 def quantized_panels(weight: QuantizedWeight, lanes: int, *, paired: bool) -> Panels:
@@ -47,13 +53,13 @@ def quantized_panels(weight: QuantizedWeight, lanes: int, *, paired: bool) -> Pa
     if codes == FLOAT8:
         unsigned = weight.codes.view(torch.uint8).to(torch.int32)
     else:
-        unsigned = (code_values(weight) / unit).to(torch.int32) & (15 if codes == NIBBLES else 255)
+        unsigned = (code_values(weight) / unit).to(torch.int32)
+        unsigned = unsigned + INT4_OFFSET if codes == NIBBLES else unsigned & 255
     places = _rows_by_place(len(unsigned), lanes, paired)
-    bits, elements = (4 if codes == NIBBLES else 8), _ELEMENTS[codes]
     laid = _laid_out(unsigned, places)
-    laid = laid.view(*laid.shape[:-1], -1, elements)  # [panels, 2, lanes, words, elements]
-    shifts = (torch.arange(2)[:, None, None, None] + 2 * torch.arange(elements)) * bits
-    words = (laid << shifts.to(torch.int32)).sum((1, -1), dtype=torch.int32).transpose(1, 2).contiguous()
+    laid = laid.view(*laid.shape[:-1], -1, _ELEMENTS[codes])  # [panels, 2, lanes, words, elements]
+    shifts = torch.arange(0, 32, 32 // _ELEMENTS[codes], dtype=torch.int32)
+    words = (laid << shifts).sum(-1, dtype=torch.int32).permute(0, 3, 1, 2).contiguous()
     per_group = (weight.scales.float() * unit, weight.zeros)
     scales, zeros = (
         None if one is None else _laid_out(one.float(), places).flatten(1, 2).transpose(1, 2).contiguous()

@@ -65,7 +65,7 @@ static int32_t run(const Program *program, int64_t first, int64_t last, const Pa
                 copy_rows(to, to_stride, from, from_stride, rows, op->size);
                 break;
             case LINEAR:
-                fledge_linear(&op->matrix, from, from_stride, rows, to, threads);
+                if (fledge_linear(&op->matrix, from, from_stride, rows, to, threads)) return 1;
                 break;
             case LAYERS:
                 if (fledge_decode(program->layers, program->layer_count, pass, from, to, NULL, 0, NULL, NULL, 0.0f,
@@ -136,7 +136,7 @@ int32_t fledge_draft(const Program *program, const Pass *pass, const Pass *steps
             copy_rows(read + b * width, 0, head + row * width, 0, 1, width);
             copy_rows(buffers[FEATURES] + b * width, 0, feature + row * width, 0, 1, width);
         }
-        fledge_linear(&program->output, read, width, batch, logits, threads);
+        if (!failed) failed = fledge_linear(&program->output, read, width, batch, logits, threads);
         fledge_argmax_rows(logits, program->offsets, drafts + i * batch, confidence + i * batch, batch, vocab,
                            threads);
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GPT2Config, GPTNeoXConfig, GraniteConfig
 
-from fledge.checkpoints.target import rope_of_any, save_target
+from fledge.checkpoints.target import describe_quantization, rope_of_any, save_target
 from fledge.errors import CheckpointError, CheckpointWarning
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target.decoder import TargetStates
@@ -18,6 +18,7 @@ from fledge.training.capture import FledgeCapture, TransformersCapture, open_tar
 from fledge.training.data.examples import PackedBatch
 from fledge.training.recipe import TargetSection
 from tests.fit_cases import TARGET, packed
+from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
 from tests.tiny_models import TARGET_CONFIGS, make_target
 
 TOLERANCE = 1e-4
@@ -47,6 +48,16 @@ def test_both_backends_give_the_same_states(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs.ends.embedding_weight, ours.ends.embedding_weight)
     assert ours.states(batch, ()).aux is None
     assert theirs.states(batch, ()).aux is None
+
+
+def test_a_quantised_target_has_the_states_of_what_it_means(tmp_path: Path) -> None:
+    save_target(make_target(TARGET_CONFIGS["qwen3"]), tmp_path / "target")
+    quantize_checkpoint(tmp_path / "target", tmp_path / "stored", tmp_path / "meant", FORMATS["ct-int8"])
+    found, meant = (open_target(TargetSection(path=str(tmp_path / name)), "cpu") for name in ("stored", "meant"))
+    batch = packed([[9, 1, 7], [17], [3, 3, 3, 2]], 20)
+    assert_same(found.states(batch, (0, 2, 5)), meant.states(batch, (0, 2, 5)), batch)
+    assert describe_quantization(tmp_path / "stored") == "compressed-tensors, 8-bit integers, one scale per row"
+    assert describe_quantization(tmp_path / "meant") is None
 
 
 def test_documents_do_not_see_each_other() -> None:

@@ -70,6 +70,7 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
         "target": {
             "name": base_model(recipe),
             "weights_digest": "w",
+            "quantization": None,
             "tokenizer_sha256": "t",
             "chat_template_sha256": "c",
         },
@@ -91,6 +92,15 @@ def test_front_matter(recipe: Recipe) -> None:
     assert values["library_name"] == "fledge"
     assert {"speculative-decoding", "eagle3", "eagle-3.1"} <= set(values["tags"])
     assert body.strip().startswith("# my-drafter")
+
+
+def test_a_quantised_target_is_named(recipe: Recipe) -> None:
+    told = provenance(recipe)
+    config = EAGLE_3_1.config_for(TINY_TARGET)
+    assert "fewer bits" not in model_card(recipe, config, result(), told)
+    told["target"]["quantization"] = "compressed-tensors, 8-bit integers, one scale per row"
+    text = model_card(recipe, config, result(), told)
+    assert "of that target in fewer bits: compressed-tensors, 8-bit integers, one scale per row." in text
 
 
 def test_the_commands_are_ones_that_engines_take(recipe: Recipe) -> None:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from fledge.checkpoints.reading import PROVENANCE_FILE, read_drafter
 from fledge.checkpoints.source import resolve
-from fledge.checkpoints.target import identify_target, read_target_config
+from fledge.checkpoints.target import describe_quantization, identify_target, read_target_config
 from fledge.decoding.drafter_statistics import Reliability, StateGrowth
 from fledge.engine.tokenizer import load_tokenizer
 from fledge.errors import CheckpointError, FledgeError
@@ -259,6 +259,7 @@ def _provenance(context: StageContext) -> dict[str, Any]:
         "target": {  # by name, and by the digests that another copy of it has too
             "name": base_model(recipe),
             **identify_target(directory),
+            "quantization": describe_quantization(directory),
             "chat_template_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
         },
     }

@@ -1,0 +1,58 @@
+"""Weights in 16 bits or more that become eight as they are loaded: what vLLM does for `--quantization fp8`."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fledge.checkpoints.formats.dense import DENSE, Placement, StoredLinear
+from fledge.errors import ConfigError
+from fledge.kernels.quantized_linear import QuantizedWeight
+from fledge.layers.linear import Linear
+from fledge.layers.quantized import QuantizedLinear
+
+# The linears that may be in fewer bits: of layers, and not the routers of experts.
+QUANTIZABLE = re.compile(r"(.*\.)?layers\.\d+\.(.*\.)?(?!\w*gate$)[^.]+")
+_AS_MATRIX = ".kv_b_proj"  # latent attention reads it other than by a product
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix as E4M3 and a scale for each row, [rows, 1], rounded to nearest."""
+    scales = scales_for(values.abs().amax(1, keepdim=True), _FP8_MAX)
+    return (values / scales).to(torch.float8_e4m3fn), scales
+
+
+def scales_for(largest: Tensor, highest: float) -> Tensor:
+    """What the code `highest` is multiplied with to stand for a value of this size; 1 where there is nothing."""
+    return torch.where(largest > 0, largest / highest, 1.0)
+
+
+class Fp8AtLoad:
+    """A `WeightFormat`: stored plainly, and E4M3 with a scale for each row in memory."""
+
+    name = "fp8"
+
+    def stored_shapes(self, linear: StoredLinear) -> Mapping[str, tuple[int, ...]]:
+        return DENSE.stored_shapes(linear)
+
+    def linear(
+        self, empty: Linear, parts: Sequence[tuple[StoredLinear, Mapping[str, Tensor]]], placement: Placement
+    ) -> nn.Module:
+        filled = DENSE.linear(empty, parts, placement)
+        name = parts[0][0].name
+        if not QUANTIZABLE.fullmatch(name) or _AS_MATRIX in name:
+            return filled
+        codes, scales = fp8_rows(empty.weight.detach().float())
+        weight = QuantizedWeight(
+            kind="fp8", columns=empty.in_features, group_size=empty.in_features, codes=codes, scales=scales
+        )
+        return QuantizedLinear(weight, None if empty.bias is None else empty.bias.detach(), placement.dtype)
+
+
+def check_spelling(asked: str, name: str, where: str) -> None:
+    """Raise unless `asked`, in vLLM's spelling, is the format of this name: "gptq_marlin" is gptq too."""
+    own = name.partition(" ")[0]  # of "modelopt NVFP4"
+    if asked != own and not asked.startswith(f"{own}_"):
+        raise ConfigError(f"quantization: found '{asked}', but the weights of {where} are {own}; leave it out")

@@ -1,0 +1,98 @@
+"""`fledge convert --quantize`: a target or a drafter in fewer bits, and what that did."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fledge.checkpoints.quantize import Width, Written, quantize_drafter, quantize_target
+from fledge.checkpoints.reading import is_drafter
+from fledge.checkpoints.source import resolve
+from fledge.checkpoints.tensors import refuse_existing
+from fledge.cli.checkpoints import short
+from fledge.errors import CheckpointError, ConfigError
+from fledge.evaluation.quantization import (
+    CALIBRATION_PROMPTS,
+    DEPTH,
+    Change,
+    Quality,
+    mean_squared_inputs,
+    measure_quality,
+)
+from fledge.evaluation.report import plus_minus
+from fledge.evaluation.workloads import load_workloads
+
+
+def quantize(
+    source: str,
+    destination: Path,
+    width: Width,
+    *,
+    calibrate: str | None,
+    target: str | None,
+    drafter: str | None,
+    workload: str,
+    sample: int,
+    as_json: bool,
+) -> None:
+    """Write it, measure what there is to measure, and print."""
+    refuse_existing(destination)
+    if calibrate is not None and "fp8" in width:
+        raise ConfigError(f"--calibrate: {width} has no scales to choose; use int4 or int8, or leave it out")
+    workloads = load_workloads([workload], sample=sample)
+    pairs: list[tuple[str, str | None]] = []
+    if is_drafter(resolve(source)):
+        if drafter is not None or calibrate is not None:
+            raise ConfigError(f"{source}: is a drafter; --drafter and --calibrate are for targets")
+        written = quantize_drafter(resolve(source), destination, width)
+        if target is not None:
+            pairs = [(target, source), (target, str(destination))]
+    else:
+        if target is not None:
+            raise ConfigError(f"{source}: is a target; --target is for drafters")
+        calibration = load_workloads([calibrate], sample=CALIBRATION_PROMPTS) if calibrate is not None else ()
+        importance = mean_squared_inputs(source, calibration) if calibration else None
+        written = quantize_target(resolve(source), destination, width, importance, name=source)
+        pairs = [(source, drafter), (str(destination), drafter)]
+    measured = [measure_quality(one, other, workloads) for one, other in pairs]
+    change = Change.between(*measured) if measured else None
+    if as_json:
+        about = {"source": source, "destination": str(destination), "quantize": width, "calibrate": calibrate}
+        figures = dict(zip(("before", "after"), map(_figures, measured), strict=False))
+        told = {**figures, "change": change.to_dict()} if change is not None else {}
+        typer.echo(json.dumps({**about, "workload": workload, **asdict(written), **told}))
+    else:
+        _print(destination, width, written)
+        if change is not None:
+            _print_change(measured, change, workload, of_drafter=target is not None)
+    if any(one.unchanged is False for one in measured):
+        raise CheckpointError(f"{destination}: with drafts, answers are not the target's own; this is a bug of Fledge")
+
+
+def _print(destination: Path, width: Width, written: Written) -> None:
+    groups = f", groups of {written.group_size}" if written.group_size else ""
+    calibrated = f", {written.calibrated} of them calibrated" if written.calibrated else ""
+    sizes = " -> ".join(f"{short(size)}B" for size in (written.bytes_before, written.bytes_after))
+    typer.echo(f"wrote {destination} ({width}{groups}: {written.linears} linears{calibrated}; {sizes})")
+
+
+def _print_change(measured: Sequence[Quality], change: Change, workload: str, *, of_drafter: bool) -> None:
+    where = f"{workload}: {len(measured[0].surprise)} prompts, {measured[0].tokens:,} tokens"
+    if not of_drafter:
+        perplexities = " -> ".join(f"{one.perplexity:.3f}" for one in measured)
+        low, high = (f"{100 * (end - 1):+.1f}" for end in change.perplexity.ends)
+        typer.echo(f"perplexity {perplexities} ({low} to {high} %; {where})")
+    if change.acceptance_length is not None:
+        lengths = " -> ".join(plus_minus(one.acceptance_length) for one in measured)
+        low, high = (f"{end:+.2f}" for end in change.acceptance_length.ends)
+        typer.echo(f"tokens a round, depth {DEPTH}: {lengths} ({low} to {high})")
+
+
+def _figures(quality: Quality) -> dict[str, Any]:
+    length = quality.acceptance_length
+    counted = {"prompts": len(quality.surprise), "tokens": quality.tokens, "unchanged": quality.unchanged}
+    figures = {"perplexity": quality.perplexity, "acceptance_length": length and length.to_dict()}
+    return {"target": quality.target, **counted, **figures}

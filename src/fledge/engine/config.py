@@ -159,6 +159,9 @@ class EngineConfig:
     kv_cache_dtype: str = option("auto", "auto, or the dtype that the model computes in.")
     enable_prefix_caching: bool = option(True, "Share equal beginnings of prompts.")
     enforce_eager: bool = option(False, "No CUDA graphs.")
+    batch_invariant: bool = option(
+        False, "A token's bits do not depend on the batch, on drafts or on how its prompt is read; as on a CPU."
+    )
     seed: int = option(0, "For requests that bring none.")
     block_size: int | None = option(None, "Tokens in a block of KV cache; 64 on a GPU, 16 on a CPU.", least=1)
     num_blocks: int | None = option(None, "Blocks of KV cache, instead of its size.", least=2)

@@ -21,6 +21,7 @@ from fledge.devices import choose_dtype
 from fledge.engine.adjustments import Adjustments
 from fledge.engine.arms import Arm
 from fledge.engine.config import EngineConfig
+from fledge.engine.invariance import make_batch_invariant
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
 from fledge.kernels.admit import AcceptanceCoefficients, AdmittedRound
@@ -44,6 +45,8 @@ class DeviceState:
     def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
         """Allocate all of it. The config says how long a sequence may be."""
         assert config.max_model_len is not None
+        if config.batch_invariant:
+            make_batch_invariant(target)
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size
@@ -76,7 +79,7 @@ class DeviceState:
         # Of a token, that there is room for.
         self.drafter_kv_bytes = 0 if drafter is None else _kv_bytes(config, drafter)
         self.num_blocks = config.num_blocks or self._count_blocks(config)
-        self.target_cache = self._make_cache(config, target)
+        self.target_cache = self._make_cache(config, target, batch_invariant=config.batch_invariant)
         self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
 
         self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
@@ -264,7 +267,9 @@ class DeviceState:
             raise ConfigError(f"the KV cache has {budget} bytes, but a single block takes {per_block}")
         return blocks
 
-    def _make_cache(self, config: EngineConfig, model: TargetModel | Drafter) -> PagedCache:
+    def _make_cache(
+        self, config: EngineConfig, model: TargetModel | Drafter, *, batch_invariant: bool = False
+    ) -> PagedCache:
         return PagedCache(
             model.config.layer.kv_cache,
             num_layers=model.config.num_layers,
@@ -272,6 +277,7 @@ class DeviceState:
             block_size=self.block_size,
             dtype=_kv_dtype(config, model),
             device=self.device,
+            batch_invariant=batch_invariant,
         )
 
 

@@ -1,13 +1,14 @@
 """A linear layer that small batches do not starve, and the norm that goes before it.
 
 Decoding multiplies a few rows with a large matrix. On a GPU a kernel of our own takes the few rows, and cuBLAS the
-many. Models construct `Linear` and nothing else: whoever has the weights in another form (a quantised checkpoint, a
-layout for CPUs) puts a module with the same `forward` in its place.
+many; or kernels of our own take all, in one order of sums. Models construct `Linear` and nothing else: whoever has the
+weights in another form (a quantised checkpoint, a layout for CPUs) puts a module with the same `forward` in its place.
 """
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fledge.kernels.invariant_linear import invariant_linear
 from fledge.kernels.rms_norm import add_rms_norm, rms_norm
 from fledge.kernels.skinny_linear import linear
 from fledge.layers.config import LayerConfig
@@ -16,7 +17,11 @@ from fledge.layers.config import LayerConfig
 class Linear(nn.Linear):
     """`nn.Linear` with the same parameters and results."""
 
+    batch_invariant = False  # on a GPU: a row has the same bits in whatever company
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.batch_invariant:
+            return invariant_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 
 

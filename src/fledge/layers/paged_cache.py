@@ -2,7 +2,7 @@
 
 `RoundPass` has the same number of new tokens in every sequence (a decoding or verification round, a draft step);
 `ChunkPass` has runs of any length (prompts and parts of prompts). Both finish the heads, store keys and values and
-attend, in two kernels a layer.
+attend, in two kernels a layer. In a batch-invariant cache both attend in the same order of sums.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels._triton import runs_triton
+from fledge.kernels.invariant_attention import invariant_attention
 from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
 from fledge.kernels.rope_store import rope_and_store
@@ -33,7 +34,10 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
+        """`batch_invariant`: on a GPU, the attention of a row has the same bits in whatever company."""
+        self.batch_invariant = batch_invariant and runs_triton(torch.empty(0, device=device))
         rows = (num_layers, num_blocks, block_size, spec.num_kv_heads)
         self.spec, self.num_layers, self.block_size = spec, num_layers, block_size
         # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
@@ -88,6 +92,33 @@ class PagedPass:
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         raise NotImplementedError
 
+    def _attend_invariantly(
+        self,
+        cached: CachedHeads,
+        heads: Heads,
+        spec: AttentionSpec,
+        max_queries: int,
+        *,
+        query_starts: Tensor | None = None,
+        tree_mask: Tensor | None = None,
+    ) -> Tensor:
+        mixed = invariant_attention(
+            cached.query,
+            self.cache.keys[spec.layer],
+            self.cache.values[spec.layer],
+            self.block_tables,
+            self.context_lens,
+            scale=spec.scale,
+            max_context=self.max_context,
+            max_queries=max_queries,
+            query_starts=query_starts,
+            sliding_window=spec.sliding_window,
+            chunked=spec.chunked,
+            tree_mask=tree_mask,
+            sinks=heads.sinks,
+        )
+        return cached.leave(mixed)
+
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
         """Storage over the same cache for one token more of each of some sequences, at `positions` [n]."""
         return RoundPass(
@@ -112,6 +143,8 @@ class RoundPass(PagedPass):
 
     def attend(self, heads: Heads, spec: AttentionSpec) -> Tensor:
         cached = self.cache.store(heads, spec, self.slots, rows=1)
+        if self.cache.batch_invariant:
+            return self._attend_invariantly(cached, heads, spec, self.rows, tree_mask=self.tree_mask)
         query = cached.query.view(-1, self.rows, *cached.query.shape[1:])
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
@@ -166,6 +199,8 @@ class ChunkPass(PagedPass):
         # Kernels attend to rows as they are kept; only torch can make keys and values of them first.
         rows = 1 if runs_triton(self.cache.keys) or self.is_round else self.max_chunk
         cached = self.cache.store(heads, spec, self.slots, rows)
+        if self.cache.batch_invariant:
+            return self._attend_invariantly(cached, heads, spec, self.max_chunk, query_starts=self.query_starts)
         if self.is_round and runs_triton(self.cache.keys):
             mixed = paged_attention(
                 cached.query,

@@ -47,6 +47,7 @@ class CostCache:
             "models": [repr(one.config) for one in models],
             "weights": [sorted({(str(w.dtype), str(w.device)) for w in one.state_dict().values()}) for one in models],
             "options": [config.max_num_seqs, config.pack_weights, config.enforce_eager, config.block_size],
+            "batch_invariant": config.batch_invariant,
         }
         try:
             return cls(cache_directory() / "costs" / f"{digest(facts)}.json")

@@ -21,7 +21,7 @@ from fledge.devices import choose_dtype
 from fledge.engine.adjustments import Adjustments
 from fledge.engine.arms import Arm
 from fledge.engine.config import EngineConfig
-from fledge.engine.invariance import make_batch_invariant
+from fledge.engine.invariance import set_batch_invariant
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
 from fledge.kernels.admit import AcceptanceCoefficients, AdmittedRound
@@ -45,8 +45,7 @@ class DeviceState:
     def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
         """Allocate all of it. The config says how long a sequence may be."""
         assert config.max_model_len is not None
-        if config.batch_invariant:
-            make_batch_invariant(target)
+        set_batch_invariant(target, config.batch_invariant)
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size

@@ -21,15 +21,14 @@ from fledge.models.target.decoder import TargetModel
 from fledge.native.decoder import NativeTarget
 
 
-def make_batch_invariant(target: TargetModel) -> None:
-    """Let a target compute so; a ConfigError says why it cannot."""
+def set_batch_invariant(target: TargetModel, wanted: bool) -> None:
+    """Let a target compute so, or as is fastest. A ConfigError says why it cannot."""
     weight = compute_weight(target)
-    if problem := _obstacle(target, weight):
+    if wanted and (problem := _obstacle(target, weight)):
         raise ConfigError(f"batch_invariant: {problem}")
-    if weight.device.type == "cuda":
-        for module in target.modules():
-            if isinstance(module, Linear):
-                module.batch_invariant = True
+    for module in target.modules():
+        if isinstance(module, Linear):
+            module.batch_invariant = wanted and weight.device.type == "cuda"
 
 
 def _obstacle(target: TargetModel, weight: Tensor) -> str | None:

@@ -30,8 +30,8 @@ def rope_and_store(
     [num_blocks, block_size, kv_heads, head_dim]. Token t goes to offset `slots[t] % block_size` of block
     `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other.
 
-    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16. A thread has four
-    numbers of each half however many: the sums of the head norms have one order.
+    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16. A thread has
+    four numbers of each half, however many: the sums of the head norms have one order.
     """
     tokens, (_, block_size, num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads

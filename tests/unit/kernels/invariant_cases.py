@@ -5,6 +5,7 @@ Used on a GPU, and on a CPU under Triton's interpreter with matrix products in t
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.invariant_attention import invariant_attention
+from fledge.kernels import invariant_attention as kernels
 from fledge.kernels.invariant_linear import invariant_linear
 from tests.unit.kernels.cases import close, paged_cache, randn, random_tree
 from tests.unit.kernels.references import paged_attention_reference
@@ -79,7 +80,7 @@ class Attended:
         context_lens = torch.tensor(contexts, device=self.device)
         bound = more.pop("max_context", max(self.lengths))
         tables = self.tables[list(rows)].contiguous()
-        return invariant_attention(
+        return kernels.invariant_attention(
             query, self.keys, self.values, tables, context_lens, max_context=bound, **self.settings, **more
         )
 
@@ -105,9 +106,19 @@ def same(one: Tensor, other: Tensor, what: str) -> None:
 
 
 def attention(
-    lengths: Sequence[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, **settings: Any
+    lengths: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    cuts: Sequence[int] = (1, 100, 255),
+    counts: Sequence[int] = (1, 2, 6, 16),
+    ends: Sequence[int] = (16, 63, 64, 65, 256, 257),
+    **settings: Any,
 ) -> None:
-    """Prompts whole and in chunks, tokens alone, in chains and in batches, split and folded; and the reference."""
+    """Prompts whole and cut, tokens alone, in chains that end there and in batches, split and folded; the reference."""
     given = Attended(lengths, heads, kv_heads, head_dim, dtype, device, **settings)
     whole = given.chunks([(row, 0, length) for row, length in enumerate(lengths)])
     window, chunked = settings.get("sliding_window"), settings.get("chunked", False)
@@ -126,19 +137,16 @@ def attention(
             sinks=None if sinks is None else sinks.float(),
         )[0]
         close(whole[row], expected.to(dtype), 1, size=float(expected.abs().max()))
-        for cut in {1, length // 3, length - 1}:
+        for cut in cuts:
             first, second = given.chunks([(row, 0, cut), (row, cut, length)])
             same(torch.cat([first, second]), whole[row], f"a prompt of {length} cut at {cut}")
-    for count in (1, 2, 6):
-        for end in {count, 63, 64, 65, 256, 257, *lengths}:
-            places = [(row, end - count) for row, length in enumerate(lengths) if count <= end <= length]
-            for several in [[place] for place in places] + ([places * 3] if len(places) > 1 else []):
-                for bound in (max(lengths), 2**24):  # split, and folded
-                    out = given.chains(several, count, max_context=bound)
-                    for (row, start), chain in zip(several, out, strict=True):
-                        same(
-                            chain, whole[row][start : start + count], f"{count} queries from {start} of {lengths[row]}"
-                        )
+    for count, end in itertools.product(counts, {*ends, *lengths}):
+        places = [(row, end - count) for row, length in enumerate(lengths) if count <= end <= length]
+        for several in [places[:1]] + ([places * 3] if len(places) > 1 else []):
+            for bound in (max(lengths), 2**28):  # split, and folded
+                out = given.chains(several, count, max_context=bound)
+                for (row, start), chain in zip(several, out, strict=True):
+                    same(chain, whole[row][start : start + count], f"{count} queries from {start} of {lengths[row]}")
 
 
 def tree_attention(

@@ -51,9 +51,8 @@ def keys_kernel(
     if SPLIT:
         numbers, pieces_of = _count_pieces(sequences, tree_ptr, lengths, BLOCK_B, PIECE, WINDOW, CHUNKED, RAGGED, TREE)
         ends = tl.cumsum(pieces_of, axis=0)
-        turns = tl.cdiv(tl.max(ends, axis=0) - tl.program_id(1), tl.num_programs(1))
-        for turn in range(0, turns):
-            unit = tl.program_id(1) + turn * tl.num_programs(1)
+        unit = tl.program_id(1)
+        while unit < tl.max(ends, axis=0):
             sequence = tl.sum((ends <= unit).to(tl.int32), axis=0)
             pieces = tl.sum(tl.where(numbers == sequence, pieces_of, 0), axis=0)
             first_unit = tl.sum(tl.where(numbers < sequence, pieces_of, 0), axis=0)
@@ -79,6 +78,7 @@ def keys_kernel(
                 tl.store(results[2] + at, peak, mask=inside)
                 apart = tl.cast(units, tl.int64) * KV_HEADS * num_queries * GROUP
                 tl.store(results[2] + apart + at, total, mask=inside)
+            unit += tl.num_programs(1)
     else:
         sequence = tl.program_id(1)
         place = _place(sequence, sequences, tree_ptr, lengths, PIECE, WINDOW, CHUNKED, RAGGED, TREE)

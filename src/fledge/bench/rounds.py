@@ -48,9 +48,9 @@ def weights_read(target: TargetModel, rows: int) -> int:
     return total
 
 
-def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce_eager: bool) -> dict[str, float]:
+def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, **options: bool) -> dict[str, float]:
     """Milliseconds of a round: without the fastest and slowest tenth; of all; and of which the host spent planning."""
-    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 800, room=1024, enforce_eager=enforce_eager)
+    engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 800, room=1024, **options)
     # Warm up until every prompt is read and a few rounds have run (graphs captured, kernels compiled).
     for _ in range(8 + concurrency * PROMPT_TOKENS // 8192):
         engine.step()
@@ -77,11 +77,11 @@ def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, enforce
     }
 
 
-def measure_prefill(pair: Pair, prompts: int, tokens: int) -> dict[str, float]:
+def measure_prefill(pair: Pair, prompts: int, tokens: int, **options: bool) -> dict[str, float]:
     """Read `prompts` prompts of `tokens` tokens: seconds, and arithmetic done per second."""
 
     def seconds() -> float:
-        engine = prompted_engine(pair, 0, prompts, tokens, 1, room=tokens + 64)
+        engine = prompted_engine(pair, 0, prompts, tokens, 1, room=tokens + 64, **options)
         return _seconds(engine.device, lambda: _step_while(engine, lambda: engine.has_unfinished))
 
     best = min(seconds() for _ in range(3))
@@ -92,9 +92,9 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int) -> dict[str, float]:
     return {"seconds": best, "teraflops": prompts * flops / best / 1e12}
 
 
-def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50) -> dict[str, float]:
+def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50, **options: bool) -> dict[str, float]:
     """Decode at the end of a context of `tokens` tokens: milliseconds per round, and bytes read per second."""
-    engine = prompted_engine(pair, depth, 1, tokens, 900, room=tokens + 1024)
+    engine = prompted_engine(pair, depth, 1, tokens, 900, room=tokens + 1024, **options)
     prefill = _seconds(engine.device, lambda: _step_while(engine, lambda: engine.stats().output_tokens == 0))
     for _ in range(8):
         engine.step()
@@ -129,9 +129,9 @@ def measure_limits(device: torch.device) -> dict[str, float]:
 
 
 def prompted_engine(
-    pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, *, room: int, enforce_eager: bool = False
+    pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, *, room: int, **options: bool
 ) -> LLMEngine:
-    """An engine with so many random prompts to answer."""
+    """An engine with so many random prompts to answer; `options` are some of `EngineConfig`'s."""
     target, drafter = pair
     speculation = SpeculativeConfig(model="random", num_speculative_tokens=max(1, depth), adaptive=False)
     config = EngineConfig(
@@ -139,8 +139,8 @@ def prompted_engine(
         max_num_seqs=prompts,
         max_num_batched_tokens=8192,
         speculative_config=speculation if depth else None,
-        enforce_eager=enforce_eager,
         enable_prefix_caching=False,
+        **options,
     )
     engine = LLMEngine(target, drafter if depth else None, config)
     generator = torch.Generator().manual_seed(0)

@@ -35,6 +35,7 @@ def rounds(
     prefill: bool = False,
     long_context: int = 0,
     enforce_eager: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """Time rounds of random models: a table, then one JSON line."""
     import torch  # noqa: PLC0415
@@ -51,6 +52,7 @@ def rounds(
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     if on_gpu:
         report["limits"] = measure.measure_limits(place)
+    engine = {"enforce_eager": enforce_eager, "batch_invariant": batch_invariant}
     cells, body = [], []
     with console.status("measuring") as status:
         for name in shape.split(","):
@@ -58,16 +60,17 @@ def rounds(
             for k in depths:
                 body.append([name, str(k)])
                 for size in sizes:
-                    cell = measure.measure_round(pair, k, size, count, enforce_eager)
+                    cell = measure.measure_round(pair, k, size, count, **engine)
                     status.update(f"{name}: K={k}, C={size}: {cell['milliseconds']:.2f} ms")
                     cells.append({"shape": name, **cell})
                     body[-1].append(f"{cell['milliseconds']:.2f}")
             if prefill:
                 status.update(f"{name}: prefill")
-                report[f"prefill {name}"] = measure.measure_prefill(pair, prompts=8, tokens=4096)
+                report[f"prefill {name}"] = measure.measure_prefill(pair, prompts=8, tokens=4096, **engine)
             if long_context:
                 status.update(f"{name}: {long_context} tokens of context")
-                report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths))
+                found = measure.measure_long_context(pair, long_context, max(depths), **engine)
+                report[f"long context {name}"] = found
     title = f"ms per round, {report['device']}, {precision}"
     table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
     Console().print(*table.to_rich(Console().width))

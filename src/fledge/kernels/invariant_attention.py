@@ -87,7 +87,7 @@ def invariant_attention(
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "BLOCK_B": next_power_of_two(batch) if split else 1,
+        "BLOCK_B": max(16 if batch <= 16 else 128, next_power_of_two(batch)) if split else 1,  # few kernels to compile
         "PIECE": PIECE,
         "WINDOW": sliding_window is not None,
         "CHUNKED": chunked and sliding_window is not None,

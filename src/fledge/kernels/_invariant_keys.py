@@ -155,49 +155,59 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     ones = tl.full([BLOCK_N, 16], 1.0, value_ptr.dtype.element_ty)
     whole_peak, whole_total, whole_acc = peak, tl.zeros([BLOCK_M], tl.float32), acc
-    for start in range(first, last, BLOCK_N):
-        key_number = start + tl.arange(0, BLOCK_N)
-        stored = key_number < last
-        if TREE:
-            own = key_number - stored_context
-            chosen = (ancestors[None, :] != 0) & (ranks[None, :] == own[:, None])
-            key_slot = tl.where(
-                own < 0, key_number, stored_context + tl.sum(tl.where(chosen, bits[None, :], 0), axis=1)
-            )
-            block = tl.load(table + key_slot // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-            offset = key_slot % BLOCK_SIZE
-        else:
-            if BLOCK_SIZE % BLOCK_N == 0:  # a step lies within one block of the cache
-                block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-            else:
-                block = tl.load(table + key_number // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-            offset = key_number % BLOCK_SIZE
-        kept = stored[:, None] & in_head
-        key_at = block * key_block_stride + offset * key_token_stride + kv_head * key_head_stride
-        key = tl.load(key_ptr + key_at[:, None] + dim[None, :], mask=kept, other=0.0)
-        value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
-        value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kept, other=0.0)
-
-        scores = tl.dot(query, tl.trans(key))
-        visible = stored[None, :] & (key_number[None, :] <= position[:, None])
-        if WINDOW:
-            visible = visible & (key_number[None, :] >= _first_key(position, window, CHUNKED)[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -shift[:, None])).to(value.dtype)
-        decay = tl.exp2(peak - shift)[:, None]
-        total = tl.dot(weights, ones, total * decay)
-        acc = tl.dot(weights, value, acc * decay)
-        peak = new_peak
-        if FOLD:  # noqa: SIM102 - Triton compiles the one, and not the other
-            if (start + BLOCK_N) % PIECE == 0:
-                whole_peak, whole_total, whole_acc = _take_together(
-                    whole_peak, whole_total, whole_acc, peak, tl.max(total, axis=1), acc
+    # With FOLD, steps that all rows see whole come first, part 0, and take no masks. The rest is part 1.
+    seen = first
+    if FOLD and not WINDOW and not TREE:
+        seen = tl.maximum(tl.minimum(context + tl.min(row, axis=0) // GROUP + 1, last) // BLOCK_N * BLOCK_N, first)
+    for part in tl.static_range(0 if FOLD and not WINDOW and not TREE else 1, 2):
+        for start in range(first if part == 0 else seen, seen if part == 0 else last, BLOCK_N):
+            key_number = start + tl.arange(0, BLOCK_N)
+            stored = key_number < last
+            if TREE:
+                own = key_number - stored_context
+                chosen = (ancestors[None, :] != 0) & (ranks[None, :] == own[:, None])
+                key_slot = tl.where(
+                    own < 0, key_number, stored_context + tl.sum(tl.where(chosen, bits[None, :], 0), axis=1)
                 )
-                peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M, 16], tl.float32)
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                block = tl.load(table + key_slot // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+                offset = key_slot % BLOCK_SIZE
+            else:
+                if BLOCK_SIZE % BLOCK_N == 0:  # a step lies within one block of the cache
+                    block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+                else:
+                    block = tl.load(table + key_number // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+                offset = key_number % BLOCK_SIZE
+            kept = in_head
+            if part == 1:
+                kept = stored[:, None] & in_head
+            key_at = block * key_block_stride + offset * key_token_stride + kv_head * key_head_stride
+            key = tl.load(key_ptr + key_at[:, None] + dim[None, :], mask=kept, other=0.0)
+            value_at = block * value_block_stride + offset * value_token_stride + kv_head * value_head_stride
+            value = tl.load(value_ptr + value_at[:, None] + dim[None, :], mask=kept, other=0.0)
+
+            scores = tl.dot(query, tl.trans(key))
+            if part == 1:
+                visible = stored[None, :] & (key_number[None, :] <= position[:, None])
+                if WINDOW:
+                    visible = visible & (key_number[None, :] >= _first_key(position, window, CHUNKED)[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+            shift = new_peak
+            if part == 1:
+                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -shift[:, None])).to(value.dtype)
+            decay = tl.exp2(peak - shift)[:, None]
+            total = tl.dot(weights, ones, total * decay)
+            acc = tl.dot(weights, value, acc * decay)
+            peak = new_peak
+            if FOLD:  # noqa: SIM102 - Triton compiles the one, and not the other
+                if (start + BLOCK_N) % PIECE == 0:
+                    whole_peak, whole_total, whole_acc = _take_together(
+                        whole_peak, whole_total, whole_acc, peak, tl.max(total, axis=1), acc
+                    )
+                    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    total = tl.zeros([BLOCK_M, 16], tl.float32)
+                    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if FOLD:
         whole_peak, whole_total, whole_acc = _take_together(
             whole_peak, whole_total, whole_acc, peak, tl.max(total, axis=1), acc

@@ -35,6 +35,17 @@ def step_keys(head_dim: int) -> int:
     return 64 if head_dim <= 128 else 32
 
 
+def choose_tile(rows: int, head_dim: int) -> tuple[int, int, int]:
+    """How many rows (queries x heads that share a KV head) a program has, its warps, and the stages of its loop.
+
+    Five stages are two steps in flight, since the block table is read one ahead.
+    """
+    if rows > 128:
+        return (128, 8, 5) if head_dim <= 128 else (64, 8, 3)
+    block_m = min(64, max(16, next_power_of_two(rows)))
+    return block_m, 4, 3 if block_m == 64 else 2
+
+
 def invariant_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -66,7 +77,7 @@ def invariant_attention(
     if tree_mask is not None:
         nodes, batch, queries = queries, batch * queries, 1
     rows = queries * group
-    block_m = 128 if rows > 128 else min(64, max(16, next_power_of_two(rows)))
+    block_m, num_warps, num_stages = choose_tile(rows, head_dim)
     row_blocks = -(-rows // block_m)
     # The piece in which a window begins is read whole, or rather from there on.
     longest = max_context if sliding_window is None else min(max_context, sliding_window + PIECE)
@@ -97,7 +108,6 @@ def invariant_attention(
         **overlapping(query.device),
     }
     slots = min(units, max(1, 4 * available // kv_heads)) if split else batch
-    large = block_m == 128
     keys_kernel[(kv_heads * row_blocks, slots)](
         (query, key_cache, value_cache),
         (out, partial, stats),
@@ -118,8 +128,8 @@ def invariant_attention(
         BLOCK_N=step_keys(head_dim),
         BLOCK_D=max(16, next_power_of_two(head_dim)),
         SPLIT=split,
-        num_warps=8 if large else 4,
-        num_stages=3 if block_m >= 64 else 2,
+        num_warps=num_warps,
+        num_stages=num_stages,
         **shared,
     )
     if split:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def weights_read(target: TargetModel, rows: int) -> int:
     return total
 
 
-def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, **options: bool) -> dict[str, float]:
+def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, **options: Any) -> dict[str, float]:
     """Milliseconds of a round: without the fastest and slowest tenth; of all; and of which the host spent planning."""
     engine = prompted_engine(pair, depth, concurrency, PROMPT_TOKENS, 800, room=1024, **options)
     # Warm up until every prompt is read and a few rounds have run (graphs captured, kernels compiled).
@@ -77,7 +78,7 @@ def measure_round(pair: Pair, depth: int, concurrency: int, rounds: int, **optio
     }
 
 
-def measure_prefill(pair: Pair, prompts: int, tokens: int, **options: bool) -> dict[str, float]:
+def measure_prefill(pair: Pair, prompts: int, tokens: int, **options: Any) -> dict[str, float]:
     """Read `prompts` prompts of `tokens` tokens: seconds, and arithmetic done per second."""
 
     def seconds() -> float:
@@ -92,7 +93,7 @@ def measure_prefill(pair: Pair, prompts: int, tokens: int, **options: bool) -> d
     return {"seconds": best, "teraflops": prompts * flops / best / 1e12}
 
 
-def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50, **options: bool) -> dict[str, float]:
+def measure_long_context(pair: Pair, tokens: int, depth: int, rounds: int = 50, **options: Any) -> dict[str, float]:
     """Decode at the end of a context of `tokens` tokens: milliseconds per round, and bytes read per second."""
     engine = prompted_engine(pair, depth, 1, tokens, 900, room=tokens + 1024, **options)
     prefill = _seconds(engine.device, lambda: _step_while(engine, lambda: engine.stats().output_tokens == 0))
@@ -129,7 +130,7 @@ def measure_limits(device: torch.device) -> dict[str, float]:
 
 
 def prompted_engine(
-    pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, *, room: int, **options: bool
+    pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, *, room: int, **options: Any
 ) -> LLMEngine:
     """An engine with so many random prompts to answer; `options` are some of `EngineConfig`'s."""
     target, drafter = pair

@@ -193,7 +193,7 @@ def _tile_kernel(
     column = first_column + tl.arange(0, BLOCK_N)
     row = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
     if SPLIT:
-        out_ptr += chain.to(tl.int64) * num_rows * columns
+        out_ptr += tl.program_id(1).to(tl.int64) * num_rows * columns
     elif BIAS:
         acc += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
     inside = (column < columns)[:, None] & (row < num_rows)[None, :]

@@ -45,7 +45,7 @@ class DeviceState:
     def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
         """Allocate all of it. The config says how long a sequence may be."""
         assert config.max_model_len is not None
-        set_batch_invariant(target, config.batch_invariant)
+        set_batch_invariant(target, config.batch_invariant, drafts_trees=config.drafts_trees)
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size

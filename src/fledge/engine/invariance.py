@@ -26,10 +26,10 @@ from fledge.models.target.decoder import TargetModel
 from fledge.native.decoder import NativeTarget
 
 
-def set_batch_invariant(target: TargetModel, wanted: bool) -> None:
+def set_batch_invariant(target: TargetModel, wanted: bool, *, drafts_trees: bool = False) -> None:
     """Let a target compute so, or as is fastest. A ConfigError says why it cannot."""
     weight = compute_weight(target)
-    if wanted and (problem := _obstacle(target, weight)):
+    if wanted and (problem := _obstacle(target, weight, drafts_trees)):
         raise ConfigError(f"batch_invariant: {problem}")
     if wanted and weight.device.type == "cuda" and (what := differing(target)):
         raise ConfigError(f"batch_invariant: on this GPU {what} has other bits among others than alone")
@@ -38,8 +38,10 @@ def set_batch_invariant(target: TargetModel, wanted: bool) -> None:
             module.batch_invariant = wanted and weight.device.type == "cuda"
 
 
-def _obstacle(target: TargetModel, weight: Tensor) -> str | None:
+def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | None:
     if weight.device.type != "cuda":
+        if drafts_trees:
+            return "on a CPU not for draft trees, whose nodes lie in another order than a chain's"
         return None if isinstance(target, NativeTarget) else "on a CPU it takes the C layers, and they do not run here"
     modules = list(target.modules())
     if not HAS_TRITON:

@@ -13,14 +13,14 @@ from fledge.layers.linear import Linear
 from tests.tiny_models import TARGET_CONFIGS, TINY_LAYER, TINY_TARGET, make_target
 
 
-def refusal(config=TINY_TARGET, *, device="cuda", dtype=torch.bfloat16, triton=True) -> str:
+def refusal(config=TINY_TARGET, *, device="cuda", dtype=torch.bfloat16, triton=True, trees=False) -> str:
     weight = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, element_size=lambda: dtype.itemsize)
     with (
         mock.patch.object(invariance, "compute_weight", return_value=weight),
         mock.patch.object(invariance, "HAS_TRITON", triton),
         pytest.raises(ConfigError) as refused,
     ):
-        invariance.set_batch_invariant(make_target(config), True)
+        invariance.set_batch_invariant(make_target(config), True, drafts_trees=trees)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -28,6 +28,7 @@ def refusal(config=TINY_TARGET, *, device="cuda", dtype=torch.bfloat16, triton=T
 def test_what_cannot_compute_so_is_refused():
     odd = replace(TINY_TARGET, layer=replace(TINY_LAYER, intermediate_size=20))
     assert "C layers" in refusal(device="cpu")
+    assert "trees" in refusal(device="cpu", trees=True)
     assert "Triton" in refusal(triton=False)
     assert "this target is float32" in refusal(dtype=torch.float32)
     assert "mixture of experts" in refusal(TARGET_CONFIGS["gpt-oss"])

@@ -24,12 +24,33 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-from fledge.kernels import _overlap
+from fledge.kernels import _overlap, invariant_attention
+from fledge.kernels.invariant_linear import choose_tiles, tiled_linear
 from fledge.layers.config import LatentConfig
-from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, latent_cases, tree_cases
+from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, invariant_cases, latent_cases, tree_cases
 from tests.unit.kernels.test_round_ends import test_both_ends_of_a_round as round_ends
 
 BF16, CPU = torch.bfloat16, "cpu"
+
+
+def _invariant_attention(head_dim: int) -> None:
+    """A prompt; a chain, its keys in pieces and not; a tree."""
+    given = invariant_cases.Attended([600], 32, 8, head_dim, BF16, CPU)
+    given.chunks([(0, 0, 600)])
+    with mock.patch.object(invariant_attention, "processors", return_value=132):
+        for bound in (600, 2**28):
+            given.chains([(0, 590)], 6, max_context=bound)
+    given.attend(given.queries[0][:40], [600], [0], max_queries=40, tree_mask=torch.ones(1, 40, dtype=torch.int64))
+
+
+def _tiles(columns: int, size: int) -> None:
+    """Every launch that an H200 has for this shape."""
+    x, weight = torch.empty(1, size, dtype=BF16), torch.empty(columns, size, dtype=BF16)
+    launches = {choose_tiles(rows=2**n, columns=columns, size=size, processors=132) for n in range(13)}
+    for launch in sorted(launches, key=repr):
+        tiled_linear(x, weight, None, launch)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "uniforms": partial(cases.uniforms, 7, 4, CPU),
     "sample": partial(cases.sample, 12, 9001, BF16, CPU),
@@ -87,6 +108,10 @@ CASES["prefill_attention latent fp8"] = partial(
     cases.prefill_attention, [(0, 300), (5, 70)], 16, 1, 576, BF16, CPU, block_size=64, latent=True, codes=(0.5, 0.5)
 )
 CASES["rope_store fp8"] = partial(code_cases.rope_store, 32, 8, 128, BF16, CPU)
+for head_dim in (64, 128):
+    CASES[f"invariant_attention {head_dim}"] = partial(_invariant_attention, head_dim)
+for columns, size in ((6144, 4096), (4096, 14336), (448, 320)):
+    CASES[f"invariant_linear {columns} x {size}"] = partial(_tiles, columns, size)
 
 
 class NoGPU:

@@ -22,7 +22,7 @@ from fledge.layers.config import ExpertsConfig, LatentConfig, LayerConfig, RopeC
 from fledge.layers.paged_cache import PagedCache
 from fledge.layers.rope import RotaryEmbedding
 from tests.gpu.script import run_checks
-from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, latent_cases
+from tests.unit.kernels import admit_cases, cases, code_cases, expert_cases, invariant_cases, latent_cases
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -77,6 +77,26 @@ def skinny_linear() -> None:
         for rows in (1, 3, 8, 9, 16):
             for columns, size in ((28672, 4096), (6144, 4096), (4096, 14336), (2048, 2048), (3072, 2048), (1001, 512)):
                 cases.skinny_linear(rows, columns, size, dtype, GPU)
+
+
+@check
+def invariant_linear() -> None:
+    """Every kind of launch, at the shapes of an 8B model, a 1B one and the bundled one, of no whole steps."""
+    big = ((28672, 4096), (6144, 4096), (4096, 14336), (4096, 4096))
+    for columns, size in (*big, (3072, 2048), (2048, 8192), (448, 320), (320, 704)):
+        for dtype in (BF16, FP16):
+            invariant_cases.linear(columns, size, dtype, GPU, (1, 2, 5, 8, 16, 17, 32, 33, 64, 65, 128, 300, 1100))
+
+
+@check
+def invariant_attention() -> None:
+    for heads, kv_heads, head_dim in ((32, 8, 128), (5, 1, 64), (16, 8, 256)):
+        invariant_cases.attention([1500, 700, 300], heads, kv_heads, head_dim, BF16, GPU)
+        for context in (10, 250, 1000):
+            invariant_cases.tree_attention(context, 40, heads, kv_heads, head_dim, BF16, GPU)
+    sinks = torch.randn(64, device=GPU).to(BF16)
+    invariant_cases.attention([700], 64, 8, 64, BF16, GPU, sliding_window=128, sinks=sinks)
+    invariant_cases.attention([700], 40, 8, 128, BF16, GPU, sliding_window=200, chunked=True)
 
 
 @check

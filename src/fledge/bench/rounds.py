@@ -138,7 +138,7 @@ def measure_limits(device: torch.device) -> dict[str, float]:
 def prompted_engine(
     pair: Pair, depth: int, prompts: int, tokens: int, max_tokens: int, options: EngineConfig, *, room: int
 ) -> LLMEngine:
-    """An engine with so many random prompts to answer."""
+    """An engine with so many random prompts to answer; `options` are some of `EngineConfig`'s."""
     target, drafter = pair
     speculation = SpeculativeConfig(model="random", num_speculative_tokens=max(1, depth), adaptive=False)
     config = replace(

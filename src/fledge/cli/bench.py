@@ -36,6 +36,7 @@ def rounds(
     prefill: bool = False,
     long_context: int = 0,
     enforce_eager: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """Time rounds of random models: a table, then one JSON line."""
     import torch  # noqa: PLC0415
@@ -49,7 +50,7 @@ def rounds(
     precision = choose_dtype(dtype) or (torch.bfloat16 if on_gpu else torch.float32)
     depths, sizes = numbers("depth", depth, int, 0, MAX_DEPTH), numbers("concurrency", concurrency, int, 1, 512)
     console = Console(stderr=True)
-    options = EngineConfig(kv_cache_dtype=kv_cache_dtype, enforce_eager=enforce_eager)
+    options = EngineConfig(kv_cache_dtype=kv_cache_dtype, enforce_eager=enforce_eager, batch_invariant=batch_invariant)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": str(precision)}
     report["kv_cache_dtype"] = kv_cache_dtype
     if on_gpu:

@@ -165,6 +165,9 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, "Share equal beginnings of prompts.")
     enforce_eager: bool = option(False, "No CUDA graphs.")
+    batch_invariant: bool = option(
+        False, "A token's bits do not depend on the batch, on drafts or on how its prompt is read; as on a CPU."
+    )
     seed: int = option(0, "For requests that bring none.")
     block_size: int | None = option(None, "Tokens in a block of KV cache; 64 on a GPU, 16 on a CPU.", least=1)
     num_blocks: int | None = option(None, "Blocks of KV cache, instead of its size.", least=2)
@@ -195,6 +198,8 @@ class EngineConfig:
                 f"kv_cache_dtype: found {self.kv_cache_dtype!r}, allowed is {', '.join(KV_CACHE_DTYPES)}; any other "
                 "KV cache is vLLM's job"
             )
+        if self.batch_invariant and self.kv_cache_dtype in FP8_CACHE_DTYPES:
+            raise ConfigError("batch_invariant: not with keys and values in FP8")
 
     @property
     def max_depth(self) -> int:

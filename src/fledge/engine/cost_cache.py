@@ -48,7 +48,7 @@ class CostCache:
             "weights": [sorted({(str(w.dtype), str(w.device)) for w in one.state_dict().values()}) for one in models],
             "options": [
                 *(config.max_num_seqs, config.pack_weights, config.enforce_eager, config.block_size),
-                config.kv_cache_dtype,
+                *(config.kv_cache_dtype, config.batch_invariant),
             ],
         }
         try:

@@ -22,6 +22,7 @@ from fledge.devices import choose_dtype
 from fledge.engine.adjustments import Adjustments
 from fledge.engine.arms import Arm
 from fledge.engine.config import FP8_CACHE_DTYPES, EngineConfig
+from fledge.engine.invariance import set_batch_invariant
 from fledge.engine.request import Request
 from fledge.errors import ConfigError
 from fledge.kernels.admit import AcceptanceCoefficients, AdmittedRound
@@ -48,6 +49,7 @@ class DeviceState:
     def __init__(self, config: EngineConfig, target: TargetModel, drafter: Drafter | None) -> None:
         """Allocate all of it. The config says how long a sequence may be."""
         assert config.max_model_len is not None
+        set_batch_invariant(target, config.batch_invariant, drafts_trees=config.drafts_trees)
         self.target, self.drafter = target, drafter
         self.device = compute_weight(target).device
         self.vocab_size = target.config.vocab_size
@@ -80,7 +82,7 @@ class DeviceState:
         # Of a token, that there is room for.
         self.drafter_kv_bytes = 0 if drafter is None else _kv_bytes(config, drafter)
         self.num_blocks = config.num_blocks or self._count_blocks(config)
-        self.target_cache = self._make_cache(config, target)
+        self.target_cache = self._make_cache(config, target, batch_invariant=config.batch_invariant)
         self.drafter_cache = None if drafter is None else self._make_cache(config, drafter)
 
         self.last_token = column(torch.int64)  # chosen, but not yet seen by the target
@@ -269,7 +271,9 @@ class DeviceState:
             raise ConfigError(f"the KV cache has {budget} bytes, but a single block takes {per_block}")
         return blocks
 
-    def _make_cache(self, config: EngineConfig, model: TargetModel | Drafter) -> PagedCache:
+    def _make_cache(
+        self, config: EngineConfig, model: TargetModel | Drafter, *, batch_invariant: bool = False
+    ) -> PagedCache:
         return PagedCache(
             model.config.layer.kv_cache,
             num_layers=model.config.num_layers,
@@ -277,6 +281,7 @@ class DeviceState:
             block_size=self.block_size,
             dtype=_kv_dtype(config, model),
             device=self.device,
+            batch_invariant=batch_invariant,
         )
 
 

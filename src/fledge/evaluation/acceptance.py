@@ -34,8 +34,8 @@ from fledge.records import Record
 # In float32 two ways to compute the same logits differ by about 1e-5; a choice closer than this may fall either way.
 TIE = 1e-3
 # A step of a bfloat16 number between 16 and 32, where logits often lie, is 0.125; two ways to compute one may differ by
-# two of them.
-SIXTEEN_BIT_TIE = 0.25
+# two of them. Of two tokens one may be too low by that much and the other too high.
+SIXTEEN_BIT_TIE = 0.5
 MAX_TEXT_PROMPT = 64  # tokens of a plain text that are given; the target goes on from there
 _LEAST_ROOM = 2  # tokens of an answer: with one there is nothing to draft
 

@@ -33,7 +33,8 @@ def rope_and_store(
     `slots[t] // block_size`, and nowhere if its slot is negative (a padded row). Slots differ from each other. FP8
     caches hold what `encode` of `cache_codes` makes of rows with these `kv_scales`.
 
-    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16.
+    A program has some heads of one token: few of them while tokens are few, for latency, then up to 16. A thread has
+    four numbers of each half, however many: the sums of the head norms have one order.
     """
     tokens, (_, block_size, num_kv_heads, head_dim) = qkv.shape[0], key_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -42,9 +43,9 @@ def rope_and_store(
     query = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return query
-    widest = next_power_of_two(min(num_kv_heads, 16))
-    heads = min(widest, 2 if tokens <= 16 else 4 if tokens <= 128 else 16)
     half_block = next_power_of_two(head_dim // 2)
+    widest = min(next_power_of_two(min(num_kv_heads, 16)), max(1, 512 // half_block))
+    heads = min(widest, max(2 if tokens <= 16 else 4 if tokens <= 128 else 16, 128 // half_block))
     programs = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     _rope_store_kernel[(tokens, programs)](
         qkv,
@@ -64,7 +65,7 @@ def rope_and_store(
         HALF_BLOCK=half_block,
         HEADS=heads,
         NORM=q_norm_weight is not None and k_norm_weight is not None,
-        num_warps=min(4, max(1, heads * half_block // 128)),
+        num_warps=max(1, heads * half_block // 128),
         **overlapping(qkv.device),
     )
     return query

@@ -21,6 +21,8 @@ from torch import Tensor
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, processors, runs_triton, tl, triton
 
+CHAINS = 4  # of a narrow walk: one for each warp
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias for x [..., size], weight [columns, size] and bias [columns]."""
@@ -39,7 +41,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype
         and x.element_size() == 2
         and weight.is_contiguous()
-        and _has_room(x.device)
+        and has_room(x.device)
     )
 
 
@@ -56,13 +58,20 @@ def choose_launch(*, rows: int, columns: int, processors: int) -> dict[str, int]
         return {"WIDE": True, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 5} if rows <= 64 else None
     if columns >= 40 * processors:
         return {"WIDE": True, "BLOCK_N": 64, "BLOCK_K": 128, "num_stages": 5} if rows <= 32 else None
-    if columns >= 30 * processors:
+    if narrow_step(columns, processors) == 128:
         return {"WIDE": False, "BLOCK_N": 32, "BLOCK_K": 128, "num_stages": 4} if rows <= 32 else None
     return {"WIDE": False, "BLOCK_N": 16, "BLOCK_K": 64, "num_stages": 6} if rows <= 16 else None
 
 
+def narrow_step(columns: int, processors: int) -> int | None:
+    """The elements in a step of a narrow walk; None: W has rows enough for a wide one, whose steps change no bit."""
+    if columns >= 40 * processors:
+        return None
+    return 128 if columns >= 30 * processors else 64
+
+
 @functools.cache
-def _has_room(device: torch.device) -> bool:
+def has_room(device: torch.device) -> bool:
     """Whether a program may have the 200 KB of shared memory that some launches take: data-centre GPUs since 2022."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -107,7 +116,7 @@ def _skinny_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Write columns of out [rows, columns]. If not WIDE, four steps at once are a batch of products, one per warp."""
-    groups: tl.constexpr = 4
+    groups: tl.constexpr = 4  # CHAINS
     begin_overlapped(OVERLAP)
     let_successor_in(OVERLAP)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -129,8 +138,17 @@ def _skinny_kernel(
         for start in range(0, SIZE, groups * BLOCK_K):
             x = tl.load(x_at + start, mask=(row < num_rows)[None, :, None], other=0.0)
             products = tl.dot(tl.load(weight_at + start), tl.permute(x, 0, 2, 1), products)
-        acc = tl.sum(products, axis=0)
+        acc = _add_chains(products, BLOCK_N, BLOCK_M)
     inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + row[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_chains(products, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[4, BLOCK_N, BLOCK_M] -> [BLOCK_N, BLOCK_M], in their order, which `tl.sum` would leave open."""
+    even, odd = tl.split(tl.permute(tl.reshape(products, [2, 2, BLOCK_N, BLOCK_M]), (2, 3, 0, 1)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return ((first + second) + third) + fourth

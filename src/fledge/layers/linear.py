@@ -1,8 +1,8 @@
 """A linear layer that small batches do not starve, and the norm that goes before it.
 
 Decoding multiplies a few rows with a large matrix. On a GPU a kernel of our own takes the few rows, and cuBLAS the
-many. Models construct `Linear` and nothing else: whoever has the weights in another form (a quantised checkpoint, a
-layout for CPUs) puts a module with the same `forward` in its place.
+many; or kernels of our own take all, in one order of sums. Models construct `Linear` and nothing else: whoever has the
+weights in another form (a quantised checkpoint, a layout for CPUs) puts a module with the same `forward` in its place.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fledge.kernels.invariant_linear import invariant_linear
 from fledge.kernels.rms_norm import add_rms_norm, rms_norm
 from fledge.kernels.skinny_linear import linear
 from fledge.layers.config import LayerConfig
@@ -19,11 +20,15 @@ from fledge.layers.config import LayerConfig
 class Linear(nn.Linear):
     """`nn.Linear` with the same parameters and results."""
 
+    batch_invariant = False  # on a GPU: a row has the same bits in whatever company
+
     def reset_parameters(self) -> None:
         if self.weight.device.type != "meta":  # else nothing is there yet; some models have ten thousand of these
             super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.batch_invariant:
+            return invariant_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 
 

@@ -2,7 +2,8 @@
 
 `RoundPass` has the same number of new tokens in every sequence (a decoding or verification round, a draft step);
 `ChunkPass` has runs of any length (prompts and parts of prompts). Both finish the heads, store keys and values and
-attend, in two kernels a layer. `MixedPass` is one of each behind one another, in three.
+attend, in two kernels a layer. `MixedPass` is one of each behind one another, in three. In a batch-invariant cache all
+attend in the same order of sums.
 """
 
 import math
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fledge.kernels._triton import runs_triton
 from fledge.kernels.cache_codes import FP8, as_bytes, encode
+from fledge.kernels.invariant_attention import invariant_attention
 from fledge.kernels.latent_heads import MOST_TOKENS
 from fledge.kernels.paged_attention import attend_blocks, paged_attention, visible_keys
 from fledge.kernels.prefill_attention import paged_prefill_attention
@@ -47,7 +49,10 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
+        """`batch_invariant`: on a GPU, the attention of a row has the same bits in whatever company."""
+        self.batch_invariant = batch_invariant and runs_triton(torch.empty(0, device=device))
         rows = (num_layers, num_blocks, block_size, spec.num_kv_heads)
         self.spec, self.num_layers, self.block_size = spec, num_layers, block_size
         # Zeros, not garbage: rows of a block that were never written are masked, but NaN times zero is NaN.
@@ -117,6 +122,32 @@ class PagedPass:
         """Attention [tokens, heads, dim] of the queries of `cached`, whose keys and values are stored already."""
         raise NotImplementedError
 
+    def _attend_invariantly(
+        self,
+        cached: CachedHeads,
+        heads: Heads,
+        spec: AttentionSpec,
+        max_queries: int,
+        *,
+        query_starts: Tensor | None = None,
+        tree_mask: Tensor | None = None,
+    ) -> Tensor:
+        return invariant_attention(
+            cached.query,
+            self.cache.keys[spec.layer],
+            self.cache.values[spec.layer],
+            self.block_tables,
+            self.context_lens,
+            scale=spec.scale,
+            max_context=self.max_context,
+            max_queries=max_queries,
+            query_starts=query_starts,
+            sliding_window=spec.sliding_window,
+            chunked=spec.chunked,
+            tree_mask=tree_mask,
+            sinks=heads.sinks,
+        )
+
     def step(self, block_tables: Tensor, positions: Tensor, slots: Tensor) -> "RoundPass":
         """Storage over the same cache for one token more of each of some sequences, at `positions` [n]."""
         return RoundPass(
@@ -140,6 +171,8 @@ class RoundPass(PagedPass):
     _masks: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)  # by window and its kind
 
     def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
+        if self.cache.batch_invariant:
+            return self._attend_invariantly(cached, heads, spec, self.rows, tree_mask=self.tree_mask)
         query = cached.query.view(-1, self.rows, *cached.query.shape[1:])
         keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
         if not runs_triton(query):
@@ -199,6 +232,8 @@ class ChunkPass(PagedPass):
         return 1 if runs_triton(self.cache.keys) or self.is_round else self.max_chunk
 
     def attend_stored(self, cached: CachedHeads, heads: Heads, spec: AttentionSpec) -> Tensor:
+        if self.cache.batch_invariant:
+            return self._attend_invariantly(cached, heads, spec, self.max_chunk, query_starts=self.query_starts)
         if self.is_round and runs_triton(self.cache.keys):
             return paged_attention(
                 cached.query,

@@ -1,0 +1,89 @@
+"""The batch-invariant mode: a token's bits do not depend on its company.
+
+How many rows share a pass, how deep is drafted, chains or trees, which chunks a prompt is read in, what of it was found
+in the prefix cache, whether the request was preempted: none of it changes what the target computes for a token, so
+greedy answers are the same with and without speculation, and in any batch. The drafter is left as it is: it proposes.
+
+On a GPU linear layers and attention have kernels of their own for that (`kernels/invariant_linear.py`,
+`kernels/invariant_attention.py`); norms, rotation, gates and sampling see to one row at a time anyway. On a CPU the C
+layers compute that way always.
+
+The kernels rely on how a GPU adds up within a matrix instruction, which nobody promises. So an engine tries it first.
+"""
+
+import torch
+from torch import Tensor
+
+from fledge.errors import ConfigError
+from fledge.kernels import invariant_attention as attention
+from fledge.kernels._triton import HAS_TRITON
+from fledge.kernels.invariant_linear import ALIGNED, invariant_linear
+from fledge.kernels.paged_attention import WIDE_HEAD
+from fledge.layers.block import SparseMLP
+from fledge.layers.linear import Linear, compute_weight
+from fledge.layers.quantized import QuantizedLinear
+from fledge.models.target.decoder import TargetModel
+from fledge.native.decoder import NativeTarget
+
+
+def set_batch_invariant(target: TargetModel, wanted: bool, *, drafts_trees: bool = False) -> None:
+    """Let a target compute so, or as is fastest. A ConfigError says why it cannot."""
+    weight = compute_weight(target)
+    if wanted and (problem := _obstacle(target, weight, drafts_trees)):
+        raise ConfigError(f"batch_invariant: {problem}")
+    if wanted and weight.device.type == "cuda" and (what := differing(target)):
+        raise ConfigError(f"batch_invariant: on this GPU {what} has other bits among others than alone")
+    for module in target.modules():
+        if isinstance(module, Linear):
+            module.batch_invariant = wanted and weight.device.type == "cuda"
+
+
+def _obstacle(target: TargetModel, weight: Tensor, drafts_trees: bool) -> str | None:
+    if weight.device.type != "cuda":
+        if drafts_trees:
+            return "on a CPU not for draft trees, whose nodes lie in another order than a chain's"
+        return None if isinstance(target, NativeTarget) else "on a CPU it takes the C layers, and they do not run here"
+    modules = list(target.modules())
+    if not HAS_TRITON:
+        return "it takes Triton, which is not installed"
+    if weight.element_size() != 2:
+        return f"on a GPU it takes bfloat16 or float16, and this target is {str(weight.dtype).removeprefix('torch.')}"
+    if any(isinstance(module, SparseMLP) for module in modules):
+        return "not for a mixture of experts, whose sums depend on who shares an expert"
+    if target.config.layer.latent is not None or target.config.layer.head_dim > WIDE_HEAD:
+        return "not for latent attention, nor for heads wider than 256"
+    if any(isinstance(module, QuantizedLinear) for module in modules):
+        return "not for quantised weights"
+    if any(m.in_features * weight.element_size() % ALIGNED for m in modules if isinstance(m, Linear)):
+        return f"the rows of a weight are no multiple of {ALIGNED} bytes long"
+    return None
+
+
+def differing(target: TargetModel) -> str | None:
+    """Compute a row of a product and one of attention alone and among others; return the one that differs, if any."""
+    layer, weight = target.config.layer, compute_weight(target)
+    generator = torch.Generator(weight.device).manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)
+
+    matrix = next(module.weight for module in target.modules() if isinstance(module, Linear))
+    rows = numbers(130, matrix.shape[1])
+    product = invariant_linear(rows, matrix)
+    if any(not torch.equal(invariant_linear(rows[:count], matrix), product[:count]) for count in (1, 20, 70)):
+        return "a row of a product"
+    block, tokens = 64, attention.PIECE + 44
+    keys, values = numbers(2, -(-tokens // block), block, layer.num_kv_heads, layer.head_dim)
+    query = numbers(tokens, layer.num_heads, layer.head_dim)
+    table = torch.arange(len(keys), dtype=torch.int32, device=weight.device)[None]
+
+    def attend(first: int) -> Tensor:
+        context = torch.tensor([first], device=weight.device)
+        return attention.invariant_attention(
+            query[first:], keys, values, table, context, scale=0.1, max_context=tokens, max_queries=tokens - first
+        )
+
+    whole = attend(0)
+    if any(not torch.equal(attend(first), whole[first:]) for first in (tokens - 1, tokens - 6)):
+        return "a query"
+    return None

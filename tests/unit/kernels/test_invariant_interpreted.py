@@ -1,0 +1,62 @@
+"""The kernels of the batch-invariant mode on the CPU, under Triton's interpreter: bit for bit, at every boundary."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
+
+from fledge.engine import invariance
+from fledge.kernels import invariant_attention, invariant_linear
+from tests.tiny_models import TINY_TARGET, make_target
+from tests.unit.kernels import invariant_cases as cases
+
+CPU, FP16 = "cpu", torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _small():
+    """A few dozen keys are several pieces, and a piece two steps."""
+    with (
+        cases.stepwise_products(),
+        mock.patch.object(invariant_linear, "has_room", return_value=True),
+        mock.patch.object(invariant_attention, "PIECE", 32),
+        mock.patch.object(invariant_attention, "step_keys", return_value=16),
+    ):
+        yield
+
+
+# With 4 multiprocessors: four chains of steps of 64 and of 128, one chain in blocks of 64; rows no whole steps long.
+@pytest.mark.parametrize(("columns", "size"), [(70, 512), (130, 512), (170, 512), (33, 200)])
+def test_a_row_of_a_linear_has_the_same_bits_among_any_number(columns, size):
+    cases.linear(columns, size, FP16, CPU, (1, 17, 65))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts", "settings"),
+    [([70, 35], (1, 5), {}), ([50], (5,), {"sliding_window": 20})],
+    ids=("all", "window"),
+)
+def test_a_query_has_the_same_bits_in_prompts_chains_and_batches(lengths, counts, settings):
+    settings["sinks"] = torch.randn(2, dtype=FP16)
+    cases.attention(lengths, 2, 1, 16, FP16, CPU, block_size=16, cuts=(31,), counts=counts, ends=(33,), **settings)
+
+
+def test_a_path_of_a_tree_has_the_bits_of_a_chain():
+    cases.tree_attention(27, 9, 4, 2, 16, FP16, CPU, block_size=16)
+
+
+@torch.no_grad()
+def test_an_engine_tries_a_row_alone_and_among_others_as_it_starts():
+    target = make_target(TINY_TARGET).half()
+    assert invariance.differing(target) is None
+    rounded = mock.Mock(side_effect=lambda x, weight: torch.nn.functional.linear(x, weight) + x.shape[0] * 1e-3)
+    with mock.patch.object(invariance, "invariant_linear", rounded):
+        assert invariance.differing(target) == "a row of a product"
+    attended = mock.Mock(side_effect=lambda query, *_, **__: query + query.shape[0] * 1e-3)
+    with mock.patch.object(invariant_attention, "invariant_attention", attended):
+        assert invariance.differing(target) == "a query"

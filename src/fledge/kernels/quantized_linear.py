@@ -6,7 +6,7 @@ Every stored format is repacked to this at load, one layout for each kind of cod
 
     int8   [rows, columns] int8
     fp8    [rows, columns] float8_e4m3fn
-    int4   [rows, columns / 2] uint8: two codes, the even column's in the low half, each 8 more than it means
+    int4   [rows, columns / 2] uint8: two codes, each 8 more than it means; that of the lower column in the low half
     fp4    [rows, columns / 2] uint8: the same, each a sign, two bits of exponent and one of mantissa (E2M1)
 
 Tolerance: the product is that with `dequantize(weight, x.dtype)`, whose values are rounded once, to that dtype.
@@ -23,6 +23,7 @@ from torch import Tensor
 Kind = Literal["int8", "fp8", "int4", "fp4"]
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 INT4_OFFSET = 8
+MIN_SPAN, MAX_SPAN = 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class QuantizedWeight:
     scales: Tensor  # [rows, groups], a floating-point dtype in which they are exact
     zeros: Tensor | None = None  # int8 [rows, groups]; None: all zero, as always for floating-point codes
     order: Tensor | None = None  # int64 [columns]: column i of the codes is this column of the matrix (act-order)
+    span: int = 1  # columns from the code in a byte's low half to that in the high one
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
@@ -76,7 +78,8 @@ def code_values(weight: QuantizedWeight) -> Tensor:
     """What the codes stand for, in float32 [rows, columns]; columns in the order of the codes."""
     if BITS[weight.kind] == 8:
         return weight.codes.float()
-    halves = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(-2)
+    spans = weight.codes.unflatten(1, (-1, weight.span))
+    halves = torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1)
     if weight.kind == "int4":
         return halves.float() - INT4_OFFSET
     exponent, mantissa = (halves >> 1) & 3, halves & 1
@@ -95,6 +98,20 @@ def pack_halves(values: Tensor) -> Tensor:
     """Numbers from 0 to 15 [rows, columns] -> uint8 [rows, columns / 2]."""
     values = values.to(torch.uint8)
     return values[:, ::2] | (values[:, 1::2] << 4)
+
+
+def in_spans(weight: QuantizedWeight, span: int | None = None) -> QuantizedWeight:
+    """The same matrix in the layout that the GPU's kernels read: see `QuantizedWeight.span`.
+
+    A span is 64 columns, or a group where that is less; none where the columns are not whole pairs of them.
+    """
+    if span is None:
+        span = min(MAX_SPAN, weight.group_size)
+    if BITS[weight.kind] == 8 or span < MIN_SPAN or weight.columns % (2 * span) or span == weight.span:
+        return weight
+    spans = weight.codes.unflatten(1, (-1, weight.span))
+    halves = torch.stack([spans & 15, spans >> 4], dim=-2).flatten(1).unflatten(1, (-1, 2, span))
+    return replace(weight, codes=(halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1), span=span)
 
 
 def in_fewest_bits(scales: Tensor) -> Tensor:

@@ -1,0 +1,359 @@
+"""Few rows times a matrix in eight or four bits, x W^T + bias: `skinny_linear` for a `QuantizedWeight`.
+
+Codes become numbers of x's dtype in registers, where every one of them is exact. A step along the rows of W stays
+within a group, so its scale, in float32, is applied to the sum of the step's products; where a row is one group, to
+the sum of all. A program walks along its rows of W wide or narrow, as in `skinny_linear`. Where W has too few rows for
+all multiprocessors, several programs share them (SPLITS): each leaves its sums in memory, and the last to come adds
+them up in the order of the columns.
+
+Codes of four bits are read as two tiles, the low halves and the high ones; so the two codes of a byte have to be as
+many columns apart as a tile has (`QuantizedWeight.span`).
+
+Tolerance: scales are not rounded to x's dtype, as those of a dequantised matrix are, and products are summed in
+float32. A row's result does not depend on the other rows, for one launch.
+"""
+
+import functools
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from torch import Tensor
+
+from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
+from fledge.kernels._triton import as_rows, next_power_of_two, tl, triton
+
+if TYPE_CHECKING:
+    from fledge.kernels.quantized_linear import QuantizedWeight
+
+MAX_ROWS = 64
+_WARPS = 4
+
+
+class Launch(TypedDict):
+    """BLOCK_N rows of W and BLOCK_K bytes of each are what a program has in a step, or one warp of it if not WIDE."""
+
+    WIDE: bool
+    BLOCK_N: int
+    BLOCK_K: int
+    SPLITS: int
+    num_stages: int
+
+
+def skinny_quantized_triton(
+    x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: Launch
+) -> Tensor:
+    columns = len(weight.scales)
+    rows, is_one_group = as_rows(x), weight.scales.shape[1] == 1
+    out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    block_m = max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0]))
+    blocks, splits = triton.cdiv(columns, launch["BLOCK_N"]), launch["SPLITS"]
+    stride = launch["BLOCK_K"] * (1 if launch["WIDE"] else _WARPS)
+    assert weight.codes.shape[1] % (splits * stride) == 0 and weight.group_size % launch["BLOCK_K"] == 0
+    sums, counts = out, out
+    if splits > 1:
+        sums = torch.empty(splits, blocks, launch["BLOCK_N"] * block_m, dtype=torch.float32, device=x.device)
+        counts = _counts(x.device)
+    _kernel[blocks, splits](
+        rows,
+        weight.codes.view(torch.uint8),
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        weight.scales if bias is None else bias,
+        out,
+        sums,
+        counts,
+        rows.shape[0],
+        rows.stride(0),
+        COLUMNS=columns,
+        LENGTH=weight.codes.shape[1],
+        KIND=weight.kind,
+        GROUP=0 if is_one_group else weight.group_size,
+        GROUPS=weight.scales.shape[1],
+        ZEROS=weight.zeros is not None,
+        BIAS=bias is not None,
+        BLOCK_M=block_m,
+        PACKED=x.is_cuda and x.dtype == torch.bfloat16,
+        num_warps=_WARPS,
+        **launch,
+        **overlapping(x.device),
+    )
+    return out
+
+
+@functools.cache
+def _counts(device: torch.device) -> Tensor:
+    """How many programs have left their sums, for each block of rows: all zero between kernels of a stream."""
+    return torch.zeros(8192, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    sums_ptr,
+    counts_ptr,
+    num_rows,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
+    halves: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
+    ways: tl.constexpr = 1 if WIDE else 4
+    grouped: tl.constexpr = GROUP > 0
+    together: tl.constexpr = GROUP % (2 * BLOCK_K) == 0  # both halves of a byte are in one group
+    per_step: tl.constexpr = grouped or ZEROS
+    stride: tl.constexpr = ways * BLOCK_K
+    share: tl.constexpr = LENGTH // SPLITS
+    split = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    weight_row = tl.minimum(column, COLUMNS - 1).to(tl.int64)
+    step = tl.arange(0, BLOCK_K)
+    if WIDE:
+        first = split * share
+        codes_at = codes_ptr + weight_row[:, None] * LENGTH + (first + step)[None, :]
+        x_at = x_ptr + row[:, None] * x_stride + (halves * first + step)[None, :]
+        inside = (row < num_rows)[:, None]
+        group_row = weight_row * GROUPS
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        first = split * share + tl.arange(0, ways)[:, None] * BLOCK_K
+        codes_at = codes_ptr + weight_row[None, :, None] * LENGTH + (first[:, :, None] + step[None, None, :])
+        x_at = x_ptr + row[None, :, None] * x_stride + (halves * first[:, :, None] + step[None, None, :])
+        inside = (row < num_rows)[None, :, None]
+        group_row = weight_row[None, :] * GROUPS
+        acc = tl.zeros([ways, BLOCK_N, BLOCK_M], tl.float32)
+
+    # What belongs to groups is read one step ahead: it is too narrow to be copied asynchronously as codes and x are.
+    scale, high_scale, zero, high_zero = 1.0, 1.0, 0.0, 0.0
+    if per_step:
+        scale, high_scale, zero, high_zero = _of_groups(
+            scales_ptr, zeros_ptr, group_row, halves * first, GROUP, BLOCK_K, halves, together, ZEROS
+        )
+    for start in range(0, share, stride):
+        x = tl.load(x_at + halves * start, mask=inside, other=0.0)
+        low, high = _decode(tl.load(codes_at + start), KIND, x_ptr.dtype.element_ty, PACKED)
+        this_scale, this_high_scale, this_zero, this_high_zero = scale, high_scale, zero, high_zero
+        if grouped:
+            following = halves * (first + tl.minimum(start + stride, share - stride))
+            scale, high_scale, zero, high_zero = _of_groups(
+                scales_ptr, zeros_ptr, group_row, following, GROUP, BLOCK_K, halves, together, ZEROS
+            )
+        if ZEROS:
+            low -= tl.expand_dims(this_zero, -1).to(low.dtype)
+        if not grouped:
+            acc = tl.dot(low, _transposed(x, WIDE), acc, input_precision="ieee")
+        else:
+            products = tl.dot(low, _transposed(x, WIDE), input_precision="ieee")
+            if halves == 1 or not together:
+                acc += products * tl.expand_dims(this_scale, -1)
+        if halves == 2:
+            x = tl.load(x_at + halves * start + BLOCK_K, mask=inside, other=0.0)
+            if ZEROS:
+                high -= tl.expand_dims(this_high_zero, -1).to(high.dtype)
+            if not grouped:
+                acc = tl.dot(high, _transposed(x, WIDE), acc, input_precision="ieee")
+            elif together:
+                products = tl.dot(high, _transposed(x, WIDE), products, input_precision="ieee")
+                acc += products * tl.expand_dims(this_scale, -1)
+            else:
+                products = tl.dot(high, _transposed(x, WIDE), input_precision="ieee")
+                acc += products * tl.expand_dims(this_high_scale, -1)
+    if not WIDE:
+        acc = tl.sum(acc, axis=0)
+    if not grouped:
+        acc *= tl.load(scales_ptr + weight_row).to(tl.float32)[:, None]
+    if SPLITS == 1:
+        _write(acc, out_ptr, bias_ptr, column, row, num_rows, COLUMNS, BIAS)
+    else:
+        block: tl.constexpr = BLOCK_N * BLOCK_M
+        sums_at = sums_ptr + tl.program_id(0) * block + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
+        between = tl.num_programs(0) * block
+        tl.store(sums_at + split * between, acc, cache_modifier=".cg")
+        tl.debug_barrier()
+        if tl.atomic_add(counts_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in tl.static_range(SPLITS):
+                acc += tl.load(sums_at + other * between, cache_modifier=".cg")
+            tl.store(counts_ptr + tl.program_id(0), 0)
+            _write(acc, out_ptr, bias_ptr, column, row, num_rows, COLUMNS, BIAS)
+
+
+@triton.jit
+def _of_groups(
+    scales_ptr,
+    zeros_ptr,
+    group_row,
+    first,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """Scales and zero points of the groups of a step that begins at column `first`: of the low halves, of the high."""
+    size: tl.constexpr = GROUP if GROUP > 0 else 1 << 30
+    at = group_row + first // size
+    high_at = at
+    if HALVES == 2 and not TOGETHER:
+        high_at = group_row + (first + BLOCK_K) // size
+    scale = tl.load(scales_ptr + at).to(tl.float32)
+    high_scale, zero, high_zero = scale, 0.0, 0.0
+    if HALVES == 2 and not TOGETHER:
+        high_scale = tl.load(scales_ptr + high_at).to(tl.float32)
+    if ZEROS:
+        zero = tl.load(zeros_ptr + at).to(tl.float32)
+        high_zero = zero
+        if HALVES == 2 and not TOGETHER:
+            high_zero = tl.load(zeros_ptr + high_at).to(tl.float32)
+    return scale, high_scale, zero, high_zero
+
+
+@triton.jit
+def _transposed(x, WIDE: tl.constexpr):
+    return tl.trans(x) if WIDE else tl.permute(x, 0, 2, 1)
+
+
+@triton.jit
+def _write(acc, out_ptr, bias_ptr, column, row, num_rows, COLUMNS: tl.constexpr, BIAS: tl.constexpr):
+    if BIAS:
+        acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
+    inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_ptr + row[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Codes in bytes -> the numbers they stand for: (low halves, high halves), or twice the same for whole bytes."""
+    if PACKED:
+        if KIND == "int4":
+            return tl.inline_asm_elementwise(
+                _INT4, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        if KIND == "fp4":
+            return tl.inline_asm_elementwise(
+                _FP4, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        if KIND == "int8":
+            whole = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        else:
+            whole = tl.inline_asm_elementwise(_FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return whole, whole
+    if KIND == "int8":
+        whole = codes.to(tl.int8, bitcast=True).to(DTYPE)
+        return whole, whole
+    if KIND == "fp8":
+        whole = _float_of(codes.to(tl.int32), 4, 3).to(DTYPE)
+        return whole, whole
+    low, high = (codes & 15).to(tl.int32), (codes >> 4).to(tl.int32)
+    if KIND == "int4":
+        return (low - 8).to(DTYPE), (high - 8).to(DTYPE)
+    return _float_of(low, 2, 1).to(DTYPE), _float_of(high, 2, 1).to(DTYPE)
+
+
+@triton.jit
+def _float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """A sign, so many bits of exponent and so many of mantissa -> float32, by way of its own bits."""
+    sign: tl.constexpr = EXPONENT + MANTISSA
+    size = (codes & ((1 << sign) - 1)) << (23 - MANTISSA)
+    value = size.to(tl.float32, bitcast=True) * _power_of_two(128 - (1 << (EXPONENT - 1)))
+    return tl.where((codes >> sign) > 0, -value, value)
+
+
+@triton.jit
+def _power_of_two(EXPONENT: tl.constexpr):
+    return (tl.full([], EXPONENT + 127, tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+# Four bytes to bfloat16, two at a time, exactly. An integer is or-ed into the mantissa of 128 (0x4300), from which
+# that is subtracted; a float is moved to where the bits of a bfloat16 are, and multiplied to make up for the other bias.
+_INT4 = tl.constexpr("""{
+    .reg .b32 a, b, one, off;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 off, 0xC308C308;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+    shr.b32 a, a, 4;
+    shr.b32 b, b, 4;
+    lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, $0, one, off;
+    fma.rn.bf16x2 $1, $1, one, off;
+    fma.rn.bf16x2 $2, $2, one, off;
+    fma.rn.bf16x2 $3, $3, one, off;
+}""")
+_INT8 = tl.constexpr("""{
+    .reg .b32 a, b, c, d, one;
+    mov.b32 one, 0x3F803F80;
+    prmt.b32 a, $2, 0, 0x4140;
+    prmt.b32 b, $2, 0, 0x4342;
+    lop3.b32 c, a, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 d, b, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, a, one, c;
+    fma.rn.bf16x2 $1, b, one, d;
+}""")
+_FP8 = tl.constexpr("""{
+    .reg .b32 a, b, c, d, unit, none;
+    mov.b32 unit, 0x7B807B80;
+    mov.b32 none, 0x80008000;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 c, a, 0x80008000;
+    and.b32 d, b, 0x80008000;
+    shr.b32 a, a, 4;
+    shr.b32 b, b, 4;
+    lop3.b32 a, a, 0x07F007F0, c, 0xEA;
+    lop3.b32 b, b, 0x07F007F0, d, 0xEA;
+    fma.rn.bf16x2 $0, a, unit, none;
+    fma.rn.bf16x2 $1, b, unit, none;
+}""")
+_FP4 = tl.constexpr("""{
+    .reg .b32 a, b, c, d, unit, none;
+    mov.b32 unit, 0x7E807E80;
+    mov.b32 none, 0x80008000;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    shl.b32 c, a, 12;
+    shl.b32 d, b, 12;
+    and.b32 c, c, 0x80008000;
+    and.b32 d, d, 0x80008000;
+    shl.b32 $0, a, 6;
+    shl.b32 $1, b, 6;
+    lop3.b32 $0, $0, 0x01C001C0, c, 0xEA;
+    lop3.b32 $1, $1, 0x01C001C0, d, 0xEA;
+    shl.b32 c, a, 8;
+    shl.b32 d, b, 8;
+    and.b32 c, c, 0x80008000;
+    and.b32 d, d, 0x80008000;
+    shl.b32 $2, a, 2;
+    shl.b32 $3, b, 2;
+    lop3.b32 $2, $2, 0x01C001C0, c, 0xEA;
+    lop3.b32 $3, $3, 0x01C001C0, d, 0xEA;
+    fma.rn.bf16x2 $0, $0, unit, none;
+    fma.rn.bf16x2 $1, $1, unit, none;
+    fma.rn.bf16x2 $2, $2, unit, none;
+    fma.rn.bf16x2 $3, $3, unit, none;
+}""")

@@ -1,0 +1,61 @@
+"""Quantised matrices of every kind, and the kernels against their dequantised forms."""
+
+import torch
+import torch.nn.functional as F
+
+from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, in_spans, pack_halves
+from fledge.kernels.skinny_quantized import Launch, skinny_quantized_triton
+from tests.unit.kernels.cases import INTERPRETED, close, randn
+
+KINDS: list[tuple[Kind, int | None, bool]] = [  # codes, group or whole rows, with zero points
+    ("fp8", None, False),
+    ("fp8", 128, False),
+    ("int8", None, False),
+    ("int8", None, True),
+    ("int8", 64, True),
+    ("int4", None, False),
+    ("int4", 32, False),
+    ("int4", 64, True),
+    ("int4", 128, False),
+    ("int4", 128, True),
+    ("fp4", 16, False),
+    ("fp4", 32, False),
+]
+
+
+def quantized(
+    kind: Kind, rows: int, columns: int, group: int | None, *, with_zeros: bool, device: str
+) -> QuantizedWeight:
+    """Every code there is, scales of very different sizes."""
+    codes = torch.randint(0, 16 if kind in {"int4", "fp4"} else 256, (rows, columns), device=device).to(torch.uint8)
+    if kind == "fp8":
+        codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)  # which would be no number
+    elif kind == "int8":
+        codes = codes.view(torch.int8)
+    else:
+        codes = pack_halves(codes)
+    groups = 1 if group is None else columns // group
+    return in_spans(
+        QuantizedWeight(
+            kind=kind,
+            columns=columns,
+            group_size=group or columns,
+            codes=codes,
+            scales=torch.rand(rows, groups, device=device).add(0.1).mul(0.02),
+            zeros=torch.randint(-8, 8, (rows, groups), device=device).to(torch.int8) if with_zeros else None,
+        )
+    )
+
+
+def skinny_quantized(rows: int, weight: QuantizedWeight, dtype: torch.dtype, device: str, *, launch: Launch) -> None:
+    """Sums of products of exact numbers: rounded once here as in the kernel."""
+    x = randn(rows, weight.columns, dtype=dtype, device=device)
+    bias = randn(len(weight.scales), dtype=dtype, device=device)
+    matrix = dequantize(weight).double()
+    for added in (None, bias):
+        exact = F.linear(x.double(), matrix, None if added is None else added.double())
+        out = skinny_quantized_triton(x, weight, added, launch=launch)
+        close(out, exact.to(dtype), 1, size=float(exact.abs().max()))
+        alone = skinny_quantized_triton(x[-1:], weight, added, launch=launch)
+        if not INTERPRETED:  # numpy sums a matrix and a vector in different orders
+            assert torch.equal(alone[0], out[-1]), "a row does not depend on its neighbours"

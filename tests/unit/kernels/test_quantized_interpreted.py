@@ -1,0 +1,24 @@
+"""Kernels for quantised matrices against their dequantised forms, on the CPU under Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter is for machines without a GPU: see tests/gpu", allow_module_level=True)
+
+from fledge.kernels.skinny_quantized import Launch
+from tests.unit.kernels import quantized_cases as cases
+
+CPU = "cpu"
+
+
+@pytest.mark.parametrize(("kind", "group", "with_zeros"), cases.KINDS)
+def test_skinny_quantized(kind, group, with_zeros):
+    weight = cases.quantized(kind, 20, 1024, group, with_zeros=with_zeros, device=CPU)
+    block = weight.span if weight.span > 1 else 64
+    wide: Launch = {"WIDE": True, "BLOCK_N": 16, "BLOCK_K": block, "SPLITS": 1, "num_stages": 3}
+    cases.skinny_quantized(1, weight, torch.float32, CPU, launch=wide)
+    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**wide, "WIDE": False, "SPLITS": 2})

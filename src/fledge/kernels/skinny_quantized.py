@@ -33,9 +33,12 @@ class Launch(TypedDict):
     """BLOCK_N rows of W and BLOCK_K bytes of each are what a program has in a step, or one warp of it if not WIDE."""
 
     WIDE: bool
+    BLOCK_M: int  # rows of x of a program at most
     BLOCK_N: int
     BLOCK_K: int
     SPLITS: int
+    PREFETCH: int  # lines of each row of W that are on their way to the L2 cache before the kernel before this one ends
+    num_warps: int
     num_stages: int
 
 
@@ -45,15 +48,16 @@ def skinny_quantized_triton(
     columns = len(weight.scales)
     rows, is_one_group = as_rows(x), weight.scales.shape[1] == 1
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    block_m = max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0]))
+    block_m = min(launch["BLOCK_M"], max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])))
     blocks, splits = triton.cdiv(columns, launch["BLOCK_N"]), launch["SPLITS"]
     stride = launch["BLOCK_K"] * (1 if launch["WIDE"] else _WARPS)
     assert weight.codes.shape[1] % (splits * stride) == 0 and weight.group_size % launch["BLOCK_K"] == 0
     sums, counts = out, out
     if splits > 1:
+        assert rows.shape[0] <= block_m
         sums = torch.empty(splits, blocks, launch["BLOCK_N"] * block_m, dtype=torch.float32, device=x.device)
         counts = _counts(x.device)
-    _kernel[blocks, splits](
+    _kernel[triton.cdiv(rows.shape[0], block_m), blocks, splits](
         rows,
         weight.codes.view(torch.uint8),
         weight.scales,
@@ -71,10 +75,8 @@ def skinny_quantized_triton(
         GROUPS=weight.scales.shape[1],
         ZEROS=weight.zeros is not None,
         BIAS=bias is not None,
-        BLOCK_M=block_m,
-        PACKED=x.is_cuda and x.dtype == torch.bfloat16,
-        num_warps=_WARPS,
-        **launch,
+        ASSEMBLY=_assembly(weight.kind, wide=launch["WIDE"]) if x.dtype == torch.bfloat16 else None,
+        **{**launch, "BLOCK_M": block_m},
         **overlapping(x.device),
     )
     return out
@@ -107,15 +109,14 @@ def _kernel(
     BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PACKED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
-    begin_overlapped(OVERLAP)
-    let_successor_in(OVERLAP)
     halves: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     ways: tl.constexpr = 1 if WIDE else 4
     grouped: tl.constexpr = GROUP > 0
@@ -123,22 +124,26 @@ def _kernel(
     per_step: tl.constexpr = grouped or ZEROS
     stride: tl.constexpr = ways * BLOCK_K
     share: tl.constexpr = LENGTH // SPLITS
-    split = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     weight_row = tl.minimum(column, COLUMNS - 1).to(tl.int64)
     step = tl.arange(0, BLOCK_K)
+    if OVERLAP and PREFETCH > 0:
+        _prefetch(codes_ptr + weight_row[:, None] * LENGTH + (split * share + 128 * tl.arange(0, PREFETCH))[None, :])
+    begin_overlapped(OVERLAP)
+    let_successor_in(OVERLAP)
     if WIDE:
         first = split * share
         codes_at = codes_ptr + weight_row[:, None] * LENGTH + (first + step)[None, :]
-        x_at = x_ptr + row[:, None] * x_stride + (halves * first + step)[None, :]
+        x_at = x_ptr + row.to(tl.int64)[:, None] * x_stride + (halves * first + step)[None, :]
         inside = (row < num_rows)[:, None]
         group_row = weight_row * GROUPS
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         first = split * share + tl.arange(0, ways)[:, None] * BLOCK_K
         codes_at = codes_ptr + weight_row[None, :, None] * LENGTH + (first[:, :, None] + step[None, None, :])
-        x_at = x_ptr + row[None, :, None] * x_stride + (halves * first[:, :, None] + step[None, None, :])
+        x_at = x_ptr + row.to(tl.int64)[None, :, None] * x_stride + (halves * first[:, :, None] + step[None, None, :])
         inside = (row < num_rows)[None, :, None]
         group_row = weight_row[None, :] * GROUPS
         acc = tl.zeros([ways, BLOCK_N, BLOCK_M], tl.float32)
@@ -151,7 +156,7 @@ def _kernel(
         )
     for start in range(0, share, stride):
         x = tl.load(x_at + halves * start, mask=inside, other=0.0)
-        low, high = _decode(tl.load(codes_at + start), KIND, x_ptr.dtype.element_ty, PACKED)
+        low, high = _decode(tl.load(codes_at + start), KIND, x_ptr.dtype.element_ty, ASSEMBLY, WIDE)
         this_scale, this_high_scale, this_zero, this_high_zero = scale, high_scale, zero, high_zero
         if grouped:
             following = halves * (first + tl.minimum(start + stride, share - stride))
@@ -186,16 +191,24 @@ def _kernel(
         _write(acc, out_ptr, bias_ptr, column, row, num_rows, COLUMNS, BIAS)
     else:
         block: tl.constexpr = BLOCK_N * BLOCK_M
-        sums_at = sums_ptr + tl.program_id(0) * block + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
-        between = tl.num_programs(0) * block
+        sums_at = sums_ptr + tl.program_id(1) * block + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + row[None, :]
+        between = tl.num_programs(1) * block
         tl.store(sums_at + split * between, acc, cache_modifier=".cg")
         tl.debug_barrier()
-        if tl.atomic_add(counts_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1:
+        if tl.atomic_add(counts_ptr + tl.program_id(1), 1, sem="acq_rel") == SPLITS - 1:
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for other in tl.static_range(SPLITS):
                 acc += tl.load(sums_at + other * between, cache_modifier=".cg")
-            tl.store(counts_ptr + tl.program_id(0), 0)
+            tl.store(counts_ptr + tl.program_id(1), 0)
             _write(acc, out_ptr, bias_ptr, column, row, num_rows, COLUMNS, BIAS)
+
+
+@triton.jit
+def _prefetch(at):
+    """Ask for the lines that hold these addresses. Nobody writes weights, so nobody has to be waited for."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -238,25 +251,25 @@ def _write(acc, out_ptr, bias_ptr, column, row, num_rows, COLUMNS: tl.constexpr,
     if BIAS:
         acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
     inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
-    tl.store(out_ptr + row[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row.to(tl.int64)[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _decode(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+def _decode(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr):
     """Codes in bytes -> the numbers they stand for: (low halves, high halves), or twice the same for whole bytes."""
-    if PACKED:
-        if KIND == "int4":
+    if ASSEMBLY is not None:
+        if KIND == "int4" or KIND == "fp4":
+            if WIDE:
+                return tl.inline_asm_elementwise(
+                    ASSEMBLY, "=r,=r,h", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                )
             return tl.inline_asm_elementwise(
-                _INT4, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                ASSEMBLY, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
-        if KIND == "fp4":
-            return tl.inline_asm_elementwise(
-                _FP4, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-        if KIND == "int8":
-            whole = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        if WIDE:
+            whole = tl.inline_asm_elementwise(ASSEMBLY, "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
-            whole = tl.inline_asm_elementwise(_FP8, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+            whole = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
         return whole, whole
     if KIND == "int8":
         whole = codes.to(tl.int8, bitcast=True).to(DTYPE)
@@ -284,76 +297,58 @@ def _power_of_two(EXPONENT: tl.constexpr):
     return (tl.full([], EXPONENT + 127, tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
-# Four bytes to bfloat16, two at a time, exactly. An integer is or-ed into the mantissa of 128 (0x4300), from which
-# that is subtracted; a float is moved to where the bits of a bfloat16 are, and multiplied to make up for the other bias.
-_INT4 = tl.constexpr("""{
-    .reg .b32 a, b, one, off;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 off, 0xC308C308;
-    prmt.b32 a, $4, 0, 0x4140;
-    prmt.b32 b, $4, 0, 0x4342;
-    lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-    shr.b32 a, a, 4;
-    shr.b32 b, b, 4;
-    lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, $0, one, off;
-    fma.rn.bf16x2 $1, $1, one, off;
-    fma.rn.bf16x2 $2, $2, one, off;
-    fma.rn.bf16x2 $3, $3, one, off;
-}""")
-_INT8 = tl.constexpr("""{
-    .reg .b32 a, b, c, d, one;
-    mov.b32 one, 0x3F803F80;
-    prmt.b32 a, $2, 0, 0x4140;
-    prmt.b32 b, $2, 0, 0x4342;
-    lop3.b32 c, a, 0x00800080, 0xC300C300, 0xEA;
-    lop3.b32 d, b, 0x00800080, 0xC300C300, 0xEA;
-    lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
-    lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, a, one, c;
-    fma.rn.bf16x2 $1, b, one, d;
-}""")
-_FP8 = tl.constexpr("""{
-    .reg .b32 a, b, c, d, unit, none;
-    mov.b32 unit, 0x7B807B80;
-    mov.b32 none, 0x80008000;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    and.b32 c, a, 0x80008000;
-    and.b32 d, b, 0x80008000;
-    shr.b32 a, a, 4;
-    shr.b32 b, b, 4;
-    lop3.b32 a, a, 0x07F007F0, c, 0xEA;
-    lop3.b32 b, b, 0x07F007F0, d, 0xEA;
-    fma.rn.bf16x2 $0, a, unit, none;
-    fma.rn.bf16x2 $1, b, unit, none;
-}""")
-_FP4 = tl.constexpr("""{
-    .reg .b32 a, b, c, d, unit, none;
-    mov.b32 unit, 0x7E807E80;
-    mov.b32 none, 0x80008000;
-    prmt.b32 a, $4, 0, 0x4140;
-    prmt.b32 b, $4, 0, 0x4342;
-    shl.b32 c, a, 12;
-    shl.b32 d, b, 12;
-    and.b32 c, c, 0x80008000;
-    and.b32 d, d, 0x80008000;
-    shl.b32 $0, a, 6;
-    shl.b32 $1, b, 6;
-    lop3.b32 $0, $0, 0x01C001C0, c, 0xEA;
-    lop3.b32 $1, $1, 0x01C001C0, d, 0xEA;
-    shl.b32 c, a, 8;
-    shl.b32 d, b, 8;
-    and.b32 c, c, 0x80008000;
-    and.b32 d, d, 0x80008000;
-    shl.b32 $2, a, 2;
-    shl.b32 $3, b, 2;
-    lop3.b32 $2, $2, 0x01C001C0, c, 0xEA;
-    lop3.b32 $3, $3, 0x01C001C0, d, 0xEA;
-    fma.rn.bf16x2 $0, $0, unit, none;
-    fma.rn.bf16x2 $1, $1, unit, none;
-    fma.rn.bf16x2 $2, $2, unit, none;
-    fma.rn.bf16x2 $3, $3, unit, none;
-}""")
+# Two bytes to bfloat16, exactly. An integer is or-ed into the mantissa of 128 (0x4300), from which that is subtracted; a
+# float is moved to where the bits of a bfloat16 are, and multiplied to make up for the other bias.
+_PAIR = {
+    "int8": """
+        lop3.b32 b, a, 0x00800080, 0xC300C300, 0xEA;
+        lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 {low}, a, one, b;
+    """,
+    "fp8": """
+        and.b32 b, a, 0x80008000;
+        shr.b32 a, a, 4;
+        lop3.b32 a, a, 0x07F007F0, b, 0xEA;
+        fma.rn.bf16x2 {low}, a, unit, nought;
+    """,
+    "int4": """
+        lop3.b32 b, a, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 {low}, b, one, offset;
+        shr.b32 a, a, 4;
+        lop3.b32 b, a, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 {high}, b, one, offset;
+    """,
+    "fp4": """
+        shl.b32 b, a, 12;
+        and.b32 b, b, 0x80008000;
+        shl.b32 c, a, 6;
+        lop3.b32 b, c, 0x01C001C0, b, 0xEA;
+        fma.rn.bf16x2 {low}, b, unit, nought;
+        shl.b32 b, a, 8;
+        and.b32 b, b, 0x80008000;
+        shl.b32 c, a, 2;
+        lop3.b32 b, c, 0x01C001C0, b, 0xEA;
+        fma.rn.bf16x2 {high}, b, unit, nought;
+    """,
+}
+_UNITS = {"fp8": "0x7B807B80", "fp4": "0x7E807E80"}  # 2^120 and 2^126, twice
+_LOW_BYTES, _HIGH_BYTES = ("0x4140", "0x4342"), ("0x1404", "0x3424")  # of the halves of a word, for `prmt`
+
+
+@functools.cache
+def _assembly(kind: str, *, wide: bool) -> str:
+    """Four bytes at a time, or two if wide: that many of a row are neighbours in the registers of a thread."""
+    pairs = 1 if wide else 2
+    source = f"${pairs * (1 if kind in _WHOLE else 2)}"
+    lines = [
+        "{ .reg .b32 word, a, b, c, one, offset, unit, nought;",
+        "mov.b32 one, 0x3F803F80; mov.b32 offset, 0xC308C308; mov.b32 nought, 0x80008000;",
+        f"mov.b32 unit, {_UNITS.get(kind, 0)};",
+        f"cvt.u32.u16 word, {source};" if wide else f"mov.b32 word, {source};",
+    ]
+    for pair, bytes_ in zip(range(pairs), _HIGH_BYTES if kind == "fp8" else _LOW_BYTES, strict=False):
+        lines += [f"prmt.b32 a, word, 0, {bytes_};", _PAIR[kind].format(low=f"${pair}", high=f"${pairs + pair}")]
+    return "\n".join([*lines, "}"])
+
+
+_WHOLE = ("int8", "fp8")

@@ -19,6 +19,15 @@ CPU = "cpu"
 def test_skinny_quantized(kind, group, with_zeros):
     weight = cases.quantized(kind, 20, 1024, group, with_zeros=with_zeros, device=CPU)
     block = weight.span if weight.span > 1 else 64
-    wide: Launch = {"WIDE": True, "BLOCK_N": 16, "BLOCK_K": block, "SPLITS": 1, "num_stages": 3}
-    cases.skinny_quantized(1, weight, torch.float32, CPU, launch=wide)
-    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**wide, "WIDE": False, "SPLITS": 2})
+    launch: Launch = {
+        "WIDE": True,
+        "BLOCK_M": 16,
+        "BLOCK_N": 16,
+        "BLOCK_K": block,
+        "SPLITS": 1,
+        "PREFETCH": 0,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+    cases.skinny_quantized(18, weight, torch.float32, CPU, launch=launch)
+    cases.skinny_quantized(3, weight, torch.float32, CPU, launch={**launch, "WIDE": False, "SPLITS": 2})

@@ -23,6 +23,7 @@ from fledge.checkpoints.target import TEMPLATE_FILES, TOKENIZER_FILES, language_
 from fledge.checkpoints.tensors import TensorFiles, refuse_existing, write_model
 from fledge.checkpoints.weights import weight_format
 from fledge.errors import CheckpointError
+from fledge.kernels.quantized_linear import INT4_OFFSET, QuantizedWeight, in_fewest_bits, pack_halves
 from fledge.models.hf_config import ConfigFields
 from fledge.models.target import FAMILIES
 
@@ -87,12 +88,33 @@ def quantize_target(source: Path, destination: Path, width: Width) -> Written:
     )
 
 
+def quantized_weight(matrix: Tensor, width: Width) -> QuantizedWeight:
+    """What would be loaded of a matrix that is stored so."""
+    columns = matrix.shape[1]
+    group = _group_size({columns}) if width == "int4" else _BLOCK if width == "fp8-block" else None
+    stored = _stored(matrix, width, group, packs=False)
+    codes, scales = stored["weight"], stored["weight_scale"]
+    if width == "fp8-block":
+        scales = scales.repeat_interleave(_BLOCK, dim=0)
+    return QuantizedWeight(
+        kind="fp8" if width == "fp8-block" else width,
+        columns=columns,
+        group_size=group or columns,
+        codes=pack_halves(codes + INT4_OFFSET)
+        if width == "int4"
+        else codes.to(torch.int8)
+        if width == "int8"
+        else codes,
+        scales=in_fewest_bits(scales),
+    )
+
+
 def _group_size(columns: set[int]) -> int | None:
     return next((size for size in _GROUPS if all(count % size == 0 for count in columns)), None)
 
 
-def _stored(matrix: Tensor, width: Width, group: int | None) -> dict[str, Tensor]:
-    """The tensors of one linear, by what follows its name."""
+def _stored(matrix: Tensor, width: Width, group: int | None, *, packs: bool = True) -> dict[str, Tensor]:
+    """The tensors of one linear, by what follows its name; integers as they are if not `packs`."""
     values = matrix.float()
     if width == "fp8-block":
         blocks = values.view(len(values) // _BLOCK, _BLOCK, -1, _BLOCK)
@@ -104,6 +126,8 @@ def _stored(matrix: Tensor, width: Width, group: int | None) -> dict[str, Tensor
         return {"weight": (values / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
     bits = 8 if width == "int8" else 4
     codes, scales = _integers(values.view(len(values), -1, group or values.shape[1]), bits, matrix.dtype)
+    if not packs:
+        return {"weight": codes.view_as(values), "weight_scale": scales}
     return {
         "weight_packed": _packed(codes.view_as(values), bits),
         "weight_scale": scales.to(matrix.dtype),

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -30,6 +30,7 @@ def rounds(
     depth: str = "0,3",
     concurrency: str = "1,4,16",
     dtype: str = "auto",
+    quantize: Literal["fp8", "fp8-block", "int8", "int4"] | None = None,
     device: str = "auto",
     count: int = 100,
     prefill: bool = False,
@@ -55,6 +56,8 @@ def rounds(
     with console.status("measuring") as status:
         for name in shape.split(","):
             pair = measure.make_pair(name, precision, place)
+            if quantize is not None:
+                measure.quantize_linears(pair[0], quantize)
             for k in depths:
                 body.append([name, str(k)])
                 for size in sizes:
@@ -68,7 +71,7 @@ def rounds(
             if long_context:
                 status.update(f"{name}: {long_context} tokens of context")
                 report[f"long context {name}"] = measure.measure_long_context(pair, long_context, max(depths))
-    title = f"ms per round, {report['device']}, {precision}"
+    title = f"ms per round, {report['device']}, {precision}" + (f", target in {quantize}" if quantize else "")
     table = Table.of(title, ("shape", "K", *(f"C={size}" for size in sizes)), body, labels=2)
     Console().print(*table.to_rich(Console().width))
     print(json.dumps({**report, "rounds": cells}))

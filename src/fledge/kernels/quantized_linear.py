@@ -20,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels._triton import processors, runs_triton
+from fledge.kernels.skinny_quantized import choose_launch, skinny_quantized_triton
+
 Kind = Literal["int8", "fp8", "int4", "fp4"]
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 INT4_OFFSET = 8
@@ -45,7 +48,7 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None) for one in parts}
+    layouts = {(one.kind, one.columns, one.group_size, one.zeros is None, one.order is None, one.span) for one in parts}
     orders = [one.order for one in parts if one.order is not None]
     if len(layouts) > 1 or any(not torch.equal(order, orders[0]) for order in orders):
         return None
@@ -59,7 +62,13 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias for x [..., columns] and bias [rows]. A kernel for few rows goes here."""
+    """Return x W^T + bias for x [..., columns] and bias [rows]: on a GPU from the codes where x has few rows."""
+    if runs_triton(x, weight.codes, bias) and x.numel() > 0 and x.element_size() == 2:
+        rows = x.numel() // x.shape[-1]
+        launch = choose_launch(weight, rows=rows, processors=processors(x.device))
+        if launch is not None:
+            x = x if weight.order is None else x.index_select(-1, weight.order)
+            return skinny_quantized_triton(x, weight, bias, launch=launch)
     return F.linear(x, dequantize(weight, x.dtype), bias)
 
 

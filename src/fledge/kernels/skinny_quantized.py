@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
+from fledge.kernels._codes import assembly, decode
 from fledge.kernels._overlap import begin_overlapped, let_successor_in, overlapping
 from fledge.kernels._triton import as_rows, next_power_of_two, tl, triton
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 64
 _WARPS = 4
+_BLOCKS_K = (16, 32, 64, 128)
 
 
 class Launch(TypedDict):
@@ -42,6 +44,33 @@ class Launch(TypedDict):
     num_stages: int
 
 
+def choose_launch(weight: "QuantizedWeight", *, rows: int, processors: int) -> Launch | None:
+    """Return how to cut the work, or None where a dequantised matrix is faster or the kernel does not take this one."""
+    columns, length = len(weight.scales), weight.codes.shape[1]
+    is_packed = weight.codes.shape[1] < weight.columns
+    is_wide = rows > 16 or columns >= 128 * processors
+    block_n = 128 if is_wide else 32
+    block_k = weight.span if is_packed else 128 if is_wide else 64
+    if weight.scales.shape[1] > 1:
+        block_k = min(block_k, weight.group_size)
+    stride = block_k * (1 if is_wide else _WARPS)
+    if rows > MAX_ROWS or block_k not in _BLOCKS_K or length % stride or weight.group_size % block_k:
+        return None
+    splits = 1
+    while is_wide and splits < 8 and columns * splits < block_n * processors and length % (2 * splits * stride) == 0:
+        splits *= 2
+    return {
+        "WIDE": is_wide,
+        "BLOCK_M": MAX_ROWS,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SPLITS": splits,
+        "PREFETCH": 0,
+        "num_warps": _WARPS,
+        "num_stages": max(3, min(6, 512 // block_k)),
+    }
+
+
 def skinny_quantized_triton(
     x: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None, *, launch: Launch
 ) -> Tensor:
@@ -51,7 +80,8 @@ def skinny_quantized_triton(
     block_m = min(launch["BLOCK_M"], max(16 if launch["WIDE"] else 8, next_power_of_two(rows.shape[0])))
     blocks, splits = triton.cdiv(columns, launch["BLOCK_N"]), launch["SPLITS"]
     stride = launch["BLOCK_K"] * (1 if launch["WIDE"] else _WARPS)
-    assert weight.codes.shape[1] % (splits * stride) == 0 and weight.group_size % launch["BLOCK_K"] == 0
+    assert weight.codes.shape[1] % (splits * stride) == 0
+    assert weight.group_size % launch["BLOCK_K"] == 0
     sums, counts = out, out
     if splits > 1:
         assert rows.shape[0] <= block_m
@@ -71,11 +101,12 @@ def skinny_quantized_triton(
         COLUMNS=columns,
         LENGTH=weight.codes.shape[1],
         KIND=weight.kind,
+        HALVES=weight.columns // weight.codes.shape[1],
         GROUP=0 if is_one_group else weight.group_size,
         GROUPS=weight.scales.shape[1],
         ZEROS=weight.zeros is not None,
         BIAS=bias is not None,
-        ASSEMBLY=_assembly(weight.kind, wide=launch["WIDE"]) if x.dtype == torch.bfloat16 else None,
+        ASSEMBLY=assembly(weight.kind, wide=launch["WIDE"]) if x.dtype == torch.bfloat16 else None,
         **{**launch, "BLOCK_M": block_m},
         **overlapping(x.device),
     )
@@ -103,6 +134,7 @@ def _kernel(
     COLUMNS: tl.constexpr,
     LENGTH: tl.constexpr,
     KIND: tl.constexpr,
+    HALVES: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -117,7 +149,6 @@ def _kernel(
     OVERLAP: tl.constexpr,
 ):
     """Write columns of out [rows, columns]. LENGTH are the bytes of a row of W; GROUP is 0 where it is one group."""
-    halves: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     ways: tl.constexpr = 1 if WIDE else 4
     grouped: tl.constexpr = GROUP > 0
     together: tl.constexpr = GROUP % (2 * BLOCK_K) == 0  # both halves of a byte are in one group
@@ -136,14 +167,14 @@ def _kernel(
     if WIDE:
         first = split * share
         codes_at = codes_ptr + weight_row[:, None] * LENGTH + (first + step)[None, :]
-        x_at = x_ptr + row.to(tl.int64)[:, None] * x_stride + (halves * first + step)[None, :]
+        x_at = x_ptr + row.to(tl.int64)[:, None] * x_stride + (HALVES * first + step)[None, :]
         inside = (row < num_rows)[:, None]
         group_row = weight_row * GROUPS
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         first = split * share + tl.arange(0, ways)[:, None] * BLOCK_K
         codes_at = codes_ptr + weight_row[None, :, None] * LENGTH + (first[:, :, None] + step[None, None, :])
-        x_at = x_ptr + row.to(tl.int64)[None, :, None] * x_stride + (halves * first[:, :, None] + step[None, None, :])
+        x_at = x_ptr + row.to(tl.int64)[None, :, None] * x_stride + (HALVES * first[:, :, None] + step[None, None, :])
         inside = (row < num_rows)[None, :, None]
         group_row = weight_row[None, :] * GROUPS
         acc = tl.zeros([ways, BLOCK_N, BLOCK_M], tl.float32)
@@ -152,16 +183,16 @@ def _kernel(
     scale, high_scale, zero, high_zero = 1.0, 1.0, 0.0, 0.0
     if per_step:
         scale, high_scale, zero, high_zero = _of_groups(
-            scales_ptr, zeros_ptr, group_row, halves * first, GROUP, BLOCK_K, halves, together, ZEROS
+            scales_ptr, zeros_ptr, group_row, HALVES * first, GROUP, BLOCK_K, HALVES, together, ZEROS
         )
     for start in range(0, share, stride):
-        x = tl.load(x_at + halves * start, mask=inside, other=0.0)
-        low, high = _decode(tl.load(codes_at + start), KIND, x_ptr.dtype.element_ty, ASSEMBLY, WIDE)
+        x = tl.load(x_at + HALVES * start, mask=inside, other=0.0)
+        low, high = decode(tl.load(codes_at + start), KIND, HALVES, x_ptr.dtype.element_ty, ASSEMBLY, WIDE)
         this_scale, this_high_scale, this_zero, this_high_zero = scale, high_scale, zero, high_zero
         if grouped:
-            following = halves * (first + tl.minimum(start + stride, share - stride))
+            following = HALVES * (first + tl.minimum(start + stride, share - stride))
             scale, high_scale, zero, high_zero = _of_groups(
-                scales_ptr, zeros_ptr, group_row, following, GROUP, BLOCK_K, halves, together, ZEROS
+                scales_ptr, zeros_ptr, group_row, following, GROUP, BLOCK_K, HALVES, together, ZEROS
             )
         if ZEROS:
             low -= tl.expand_dims(this_zero, -1).to(low.dtype)
@@ -169,10 +200,10 @@ def _kernel(
             acc = tl.dot(low, _transposed(x, WIDE), acc, input_precision="ieee")
         else:
             products = tl.dot(low, _transposed(x, WIDE), input_precision="ieee")
-            if halves == 1 or not together:
+            if HALVES == 1 or not together:
                 acc += products * tl.expand_dims(this_scale, -1)
-        if halves == 2:
-            x = tl.load(x_at + halves * start + BLOCK_K, mask=inside, other=0.0)
+        if HALVES == 2:
+            x = tl.load(x_at + HALVES * start + BLOCK_K, mask=inside, other=0.0)
             if ZEROS:
                 high -= tl.expand_dims(this_high_zero, -1).to(high.dtype)
             if not grouped:
@@ -251,104 +282,6 @@ def _write(acc, out_ptr, bias_ptr, column, row, num_rows, COLUMNS: tl.constexpr,
     if BIAS:
         acc += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[:, None]
     inside = (column < COLUMNS)[:, None] & (row < num_rows)[None, :]
-    tl.store(out_ptr + row.to(tl.int64)[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _decode(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr, WIDE: tl.constexpr):
-    """Codes in bytes -> the numbers they stand for: (low halves, high halves), or twice the same for whole bytes."""
-    if ASSEMBLY is not None:
-        if KIND == "int4" or KIND == "fp4":
-            if WIDE:
-                return tl.inline_asm_elementwise(
-                    ASSEMBLY, "=r,=r,h", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-                )
-            return tl.inline_asm_elementwise(
-                ASSEMBLY, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-        if WIDE:
-            whole = tl.inline_asm_elementwise(ASSEMBLY, "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
-        else:
-            whole = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-        return whole, whole
-    if KIND == "int8":
-        whole = codes.to(tl.int8, bitcast=True).to(DTYPE)
-        return whole, whole
-    if KIND == "fp8":
-        whole = _float_of(codes.to(tl.int32), 4, 3).to(DTYPE)
-        return whole, whole
-    low, high = (codes & 15).to(tl.int32), (codes >> 4).to(tl.int32)
-    if KIND == "int4":
-        return (low - 8).to(DTYPE), (high - 8).to(DTYPE)
-    return _float_of(low, 2, 1).to(DTYPE), _float_of(high, 2, 1).to(DTYPE)
-
-
-@triton.jit
-def _float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """A sign, so many bits of exponent and so many of mantissa -> float32, by way of its own bits."""
-    sign: tl.constexpr = EXPONENT + MANTISSA
-    size = (codes & ((1 << sign) - 1)) << (23 - MANTISSA)
-    value = size.to(tl.float32, bitcast=True) * _power_of_two(128 - (1 << (EXPONENT - 1)))
-    return tl.where((codes >> sign) > 0, -value, value)
-
-
-@triton.jit
-def _power_of_two(EXPONENT: tl.constexpr):
-    return (tl.full([], EXPONENT + 127, tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-# Two bytes to bfloat16, exactly. An integer is or-ed into the mantissa of 128 (0x4300), from which that is subtracted; a
-# float is moved to where the bits of a bfloat16 are, and multiplied to make up for the other bias.
-_PAIR = {
-    "int8": """
-        lop3.b32 b, a, 0x00800080, 0xC300C300, 0xEA;
-        lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 {low}, a, one, b;
-    """,
-    "fp8": """
-        and.b32 b, a, 0x80008000;
-        shr.b32 a, a, 4;
-        lop3.b32 a, a, 0x07F007F0, b, 0xEA;
-        fma.rn.bf16x2 {low}, a, unit, nought;
-    """,
-    "int4": """
-        lop3.b32 b, a, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 {low}, b, one, offset;
-        shr.b32 a, a, 4;
-        lop3.b32 b, a, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 {high}, b, one, offset;
-    """,
-    "fp4": """
-        shl.b32 b, a, 12;
-        and.b32 b, b, 0x80008000;
-        shl.b32 c, a, 6;
-        lop3.b32 b, c, 0x01C001C0, b, 0xEA;
-        fma.rn.bf16x2 {low}, b, unit, nought;
-        shl.b32 b, a, 8;
-        and.b32 b, b, 0x80008000;
-        shl.b32 c, a, 2;
-        lop3.b32 b, c, 0x01C001C0, b, 0xEA;
-        fma.rn.bf16x2 {high}, b, unit, nought;
-    """,
-}
-_UNITS = {"fp8": "0x7B807B80", "fp4": "0x7E807E80"}  # 2^120 and 2^126, twice
-_LOW_BYTES, _HIGH_BYTES = ("0x4140", "0x4342"), ("0x1404", "0x3424")  # of the halves of a word, for `prmt`
-
-
-@functools.cache
-def _assembly(kind: str, *, wide: bool) -> str:
-    """Four bytes at a time, or two if wide: that many of a row are neighbours in the registers of a thread."""
-    pairs = 1 if wide else 2
-    source = f"${pairs * (1 if kind in _WHOLE else 2)}"
-    lines = [
-        "{ .reg .b32 word, a, b, c, one, offset, unit, nought;",
-        "mov.b32 one, 0x3F803F80; mov.b32 offset, 0xC308C308; mov.b32 nought, 0x80008000;",
-        f"mov.b32 unit, {_UNITS.get(kind, 0)};",
-        f"cvt.u32.u16 word, {source};" if wide else f"mov.b32 word, {source};",
-    ]
-    for pair, bytes_ in zip(range(pairs), _HIGH_BYTES if kind == "fp8" else _LOW_BYTES, strict=False):
-        lines += [f"prmt.b32 a, word, 0, {bytes_};", _PAIR[kind].format(low=f"${pair}", high=f"${pairs + pair}")]
-    return "\n".join([*lines, "}"])
-
-
-_WHOLE = ("int8", "fp8")
+    tl.store(
+        out_ptr + row.to(tl.int64)[None, :] * COLUMNS + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=inside
+    )

@@ -20,13 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels._triton import processors, runs_triton
+from fledge.kernels._triton import as_rows, processors, runs_triton
+from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.skinny_quantized import choose_launch, skinny_quantized_triton
 
 Kind = Literal["int8", "fp8", "int4", "fp4"]
 BITS: dict[Kind, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 INT4_OFFSET = 8
 MIN_SPAN, MAX_SPAN = 16, 64
+_PIECE_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +65,28 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias for x [..., columns] and bias [rows]: on a GPU from the codes where x has few rows."""
-    if runs_triton(x, weight.codes, bias) and x.numel() > 0 and x.element_size() == 2:
+    if runs_triton(x, weight.codes, bias) and x.numel() > 0:
+        x = x if weight.order is None else x.index_select(-1, weight.order)
         rows = x.numel() // x.shape[-1]
-        launch = choose_launch(weight, rows=rows, processors=processors(x.device))
+        launch = choose_launch(weight, rows=rows, processors=processors(x.device)) if x.element_size() == 2 else None
         if launch is not None:
-            x = x if weight.order is None else x.index_select(-1, weight.order)
             return skinny_quantized_triton(x, weight, bias, launch=launch)
+        return _in_pieces(x, weight, bias)
     return F.linear(x, dequantize(weight, x.dtype), bias)
+
+
+def _in_pieces(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """As many rows of W at a time, dequantised, as a GPU's L2 cache holds."""
+    rows, columns = as_rows(x), len(weight.scales)
+    out = torch.empty(len(rows), columns, dtype=x.dtype, device=x.device)
+    count = max(256, _PIECE_BYTES // (weight.columns * x.element_size()) // 256 * 256)
+    for first in range(0, columns, count):
+        matrix, piece = dequantize_rows_triton(weight, first, count, x.dtype).T, slice(first, first + count)
+        if bias is None:
+            torch.mm(rows, matrix, out=out[:, piece])
+        else:
+            torch.addmm(bias[piece], rows, matrix, out=out[:, piece])
+    return out.view(*x.shape[:-1], columns)
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:

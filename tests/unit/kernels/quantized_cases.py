@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from fledge.kernels.dequantize import dequantize_rows_triton
 from fledge.kernels.quantized_linear import Kind, QuantizedWeight, dequantize, in_spans, pack_halves
 from fledge.kernels.skinny_quantized import Launch, skinny_quantized_triton
 from tests.unit.kernels.cases import INTERPRETED, close, randn
@@ -47,15 +48,19 @@ def quantized(
     )
 
 
+def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    first = 3
+    rows = [dequantize_rows_triton(weight, start, 16, dtype) for start in range(first, len(weight.scales), 16)]
+    assert torch.equal(torch.cat(rows), dequantize(weight, dtype)[first:])
+
+
 def skinny_quantized(rows: int, weight: QuantizedWeight, dtype: torch.dtype, device: str, *, launch: Launch) -> None:
     """Sums of products of exact numbers: rounded once here as in the kernel."""
     x = randn(rows, weight.columns, dtype=dtype, device=device)
     bias = randn(len(weight.scales), dtype=dtype, device=device)
-    matrix = dequantize(weight).double()
-    for added in (None, bias):
-        exact = F.linear(x.double(), matrix, None if added is None else added.double())
-        out = skinny_quantized_triton(x, weight, added, launch=launch)
-        close(out, exact.to(dtype), 1, size=float(exact.abs().max()))
-        alone = skinny_quantized_triton(x[-1:], weight, added, launch=launch)
-        if not INTERPRETED:  # numpy sums a matrix and a vector in different orders
-            assert torch.equal(alone[0], out[-1]), "a row does not depend on its neighbours"
+    exact = F.linear(x.double(), dequantize(weight).double(), bias.double())
+    out = skinny_quantized_triton(x, weight, bias, launch=launch)
+    close(out, exact.to(dtype), 1, size=float(exact.abs().max()))
+    if not INTERPRETED:  # numpy sums a matrix and a vector in different orders
+        alone = skinny_quantized_triton(x[-1:], weight, bias, launch=launch)
+        assert torch.equal(alone[0], out[-1]), "a row does not depend on its neighbours"
